@@ -1,0 +1,96 @@
+# make run   install into .venv, start the mesh on the tiny model, stream an answer, keep serving
+# make test  install, run every test that belongs to the daily suite
+# make check format, lint, types, protos, stubs
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+TOOLS := .tools
+PYTHON ?= $(shell command -v python3.13 python3.12 python3.11 python3 2>/dev/null | while read -r p; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+PY := $(VENV)/bin/python
+# Where torch comes from on a machine without a GPU, e.g. TORCH_INDEX=https://download.pytorch.org/whl/cpu:
+# PyPI's own Linux wheel runs on a CPU too but brings some GB of CUDA libraries.
+TORCH_INDEX ?=
+TORCH_CPU ?= torch==2.13.0
+# Where generated stubs are written; the test that compares them writes elsewhere.
+STUBS_OUT ?= src
+# What protos are compared with by the advisory compatibility check.
+BUF_AGAINST ?= .git\#ref=HEAD~1
+PYTEST_ARGS ?=
+
+PROTOS = $(shell find protos -name '*.proto' | sort)
+SOURCES = $(wildcard daemons kernels clients tests bench)
+MYPY_PACKAGES = $(foreach p,$(patsubst src/radixmesh/%,%,$(wildcard src/radixmesh/daemons src/radixmesh/kernels src/radixmesh/client src/radixmesh/cli)),$(if $(shell find -L src/radixmesh/$(p) -name '*.py' -print -quit),-p radixmesh.$(p)))
+
+.PHONY: help install tools buf stubs run test test-full check check-format check-lint check-types check-protos check-stubs clean
+
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+install: $(VENV)/.installed
+
+# Tests at least that interpreter and metadata are current; pip itself is only asked when they are not.
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "radixmesh needs Python >= 3.11: install it, or name it with PYTHON=..."; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	if ! nvidia-smi -L >/dev/null 2>&1 && ! $(PY) -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then \
+		$(PY) -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH_CPU); fi
+	$(PY) -m pip install -q -e '.[test,dev]'
+	touch $@
+
+# grpcio-tools pins an old protobuf: it lives in an environment of its own. Stubs run on any newer runtime.
+tools: $(TOOLS)/.installed
+
+$(TOOLS)/.installed:
+	@test -n "$(PYTHON)" || { echo "radixmesh needs Python >= 3.11: install it, or name it with PYTHON=..."; exit 1; }
+	test -x $(TOOLS)/bin/python || $(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install -q 'grpcio-tools==1.80.*' 'mypy-protobuf==5.*'
+	touch $@
+
+buf: $(TOOLS)/node_modules/.bin/buf
+
+$(TOOLS)/node_modules/.bin/buf:
+	@command -v npm >/dev/null || { echo "protos are linted by @bufbuild/buf: install npm first"; exit 1; }
+	mkdir -p $(TOOLS)
+	npm install --silent --no-audit --no-fund --prefix $(TOOLS) '@bufbuild/buf@^1.50'
+
+stubs: tools
+	@test -n "$(PROTOS)" || { echo "no .proto file under protos/"; exit 1; }
+	mkdir -p $(STUBS_OUT)
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(TOOLS)/bin/python -m grpc_tools.protoc -I protos \
+		--python_out=$(STUBS_OUT) --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) $(PROTOS)
+
+run: install
+	$(VENV)/bin/radixmesh up -f compose/local.yml --try
+
+test: install tools
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not full' $(PYTEST_ARGS)
+
+test-full: install tools
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+check: check-format check-lint check-types check-protos check-stubs
+
+check-format: install
+	$(VENV)/bin/ruff format --check $(SOURCES)
+
+check-lint: install
+	$(VENV)/bin/ruff check $(SOURCES)
+
+check-types: install
+	$(VENV)/bin/mypy $(MYPY_PACKAGES)
+
+check-protos: buf
+	$(TOOLS)/node_modules/.bin/buf lint
+	@$(TOOLS)/node_modules/.bin/buf breaking --against '$(BUF_AGAINST)' || echo "advisory: the contracts changed incompatibly, or there is nothing to compare with"
+
+check-stubs: install tools
+	$(PY) -m pytest -q tests/contract/test_stubs_current.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TOOLS)/*' -prune -exec rm -rf {} +
+	find src -maxdepth 1 -name '*.egg-info' -exec rm -rf {} +
