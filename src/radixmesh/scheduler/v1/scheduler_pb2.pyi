@@ -1,0 +1,357 @@
+from radixmesh.common.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class AbortOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ABORT_OUTCOME_UNSPECIFIED: _ClassVar[AbortOutcome]
+    ABORT_OUTCOME_FOUND: _ClassVar[AbortOutcome]
+    ABORT_OUTCOME_FINISHED: _ClassVar[AbortOutcome]
+    ABORT_OUTCOME_UNKNOWN: _ClassVar[AbortOutcome]
+
+class GroupState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GROUP_STATE_UNSPECIFIED: _ClassVar[GroupState]
+    GROUP_STATE_CONNECTING: _ClassVar[GroupState]
+    GROUP_STATE_ADOPTING: _ClassVar[GroupState]
+    GROUP_STATE_SERVING: _ClassVar[GroupState]
+    GROUP_STATE_STANDBY: _ClassVar[GroupState]
+ABORT_OUTCOME_UNSPECIFIED: AbortOutcome
+ABORT_OUTCOME_FOUND: AbortOutcome
+ABORT_OUTCOME_FINISHED: AbortOutcome
+ABORT_OUTCOME_UNKNOWN: AbortOutcome
+GROUP_STATE_UNSPECIFIED: GroupState
+GROUP_STATE_CONNECTING: GroupState
+GROUP_STATE_ADOPTING: GroupState
+GROUP_STATE_SERVING: GroupState
+GROUP_STATE_STANDBY: GroupState
+
+class ServeRequest(_message.Message):
+    __slots__ = ("hello", "submits", "stops", "aborts")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    SUBMITS_FIELD_NUMBER: _ClassVar[int]
+    STOPS_FIELD_NUMBER: _ClassVar[int]
+    ABORTS_FIELD_NUMBER: _ClassVar[int]
+    hello: _common_pb2.Hello
+    submits: _containers.RepeatedCompositeFieldContainer[Submit]
+    stops: _containers.RepeatedCompositeFieldContainer[FinishedByStop]
+    aborts: _containers.RepeatedCompositeFieldContainer[Abort]
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stops: _Optional[_Iterable[_Union[FinishedByStop, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ...) -> None: ...
+
+class Submit(_message.Message):
+    __slots__ = ("handle", "request_id", "index", "attempt", "sequence", "model", "task", "prompt_ids", "resumed_output_ids", "sampling", "stop", "logprobs_start", "cache_salt", "priority", "deadline_ms", "tenant", "grammar_hash", "grammar_artefact", "transfer_id")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_HASH_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_ARTEFACT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    request_id: str
+    index: int
+    attempt: int
+    sequence: int
+    model: str
+    task: _common_pb2.Task
+    prompt_ids: bytes
+    resumed_output_ids: bytes
+    sampling: _common_pb2.SamplingParams
+    stop: _common_pb2.StopParams
+    logprobs_start: int
+    cache_salt: str
+    priority: int
+    deadline_ms: int
+    tenant: str
+    grammar_hash: str
+    grammar_artefact: bytes
+    transfer_id: str
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., grammar_artefact: _Optional[bytes] = ..., transfer_id: _Optional[str] = ...) -> None: ...
+
+class FinishedByStop(_message.Message):
+    __slots__ = ("handle", "num_output")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    num_output: int
+    def __init__(self, handle: _Optional[int] = ..., num_output: _Optional[int] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("abort_id", "request_id", "index", "below_attempt")
+    ABORT_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    BELOW_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    abort_id: int
+    request_id: str
+    index: int
+    below_attempt: int
+    def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ...) -> None: ...
+
+class ServeResponse(_message.Message):
+    __slots__ = ("hello", "tokens", "prompt_logprobs", "vectors", "finished", "rejected", "abort_results", "load")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    REJECTED_FIELD_NUMBER: _ClassVar[int]
+    ABORT_RESULTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    hello: SchedulerHello
+    tokens: TokenBatch
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
+    vectors: _containers.RepeatedCompositeFieldContainer[OutputVector]
+    finished: _containers.RepeatedCompositeFieldContainer[Finished]
+    rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
+    abort_results: _containers.RepeatedCompositeFieldContainer[AbortResult]
+    load: Load
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[OutputVector, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., abort_results: _Optional[_Iterable[_Union[AbortResult, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+
+class SchedulerHello(_message.Message):
+    __slots__ = ("hello", "adapters", "page_size", "num_pages")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    hello: _common_pb2.Hello
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    page_size: int
+    num_pages: int
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., adapters: _Optional[_Iterable[str]] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ...) -> None: ...
+
+class TokenBatch(_message.Message):
+    __slots__ = ("handles", "attempts", "first_output_indexes", "counts", "ids", "logprobs", "weights_version")
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_OUTPUT_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    handles: bytes
+    attempts: bytes
+    first_output_indexes: bytes
+    counts: bytes
+    ids: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[RowLogprobs]
+    weights_version: int
+    def __init__(self, handles: _Optional[bytes] = ..., attempts: _Optional[bytes] = ..., first_output_indexes: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[RowLogprobs, _Mapping]]] = ..., weights_version: _Optional[int] = ...) -> None: ...
+
+class RowLogprobs(_message.Message):
+    __slots__ = ("row", "logprobs")
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    row: int
+    logprobs: _common_pb2.Logprobs
+    def __init__(self, row: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("handle", "first_position", "logprobs")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    first_position: int
+    logprobs: _common_pb2.Logprobs
+    def __init__(self, handle: _Optional[int] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+
+class OutputVector(_message.Message):
+    __slots__ = ("handle", "values")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    values: bytes
+    def __init__(self, handle: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("handle", "attempt", "reason", "num_output", "stop_id", "usage", "error")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    STOP_ID_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    attempt: int
+    reason: _common_pb2.FinishReason
+    num_output: int
+    stop_id: int
+    usage: _common_pb2.Usage
+    error: _common_pb2.Error
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., num_output: _Optional[int] = ..., stop_id: _Optional[int] = ..., usage: _Optional[_Union[_common_pb2.Usage, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class Rejected(_message.Message):
+    __slots__ = ("handle", "attempt", "error")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    attempt: int
+    error: _common_pb2.Error
+    def __init__(self, handle: _Optional[int] = ..., attempt: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class AbortResult(_message.Message):
+    __slots__ = ("abort_id", "outcome")
+    ABORT_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    abort_id: int
+    outcome: AbortOutcome
+    def __init__(self, abort_id: _Optional[int] = ..., outcome: _Optional[_Union[AbortOutcome, str]] = ...) -> None: ...
+
+class Load(_message.Message):
+    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch")
+    SUBMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    submit_sequence: int
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    total_pages: int
+    free_pages: int
+    cached_pages: int
+    hit_rate: float
+    group: GroupState
+    is_draining: bool
+    epoch: int
+    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ...) -> None: ...
+
+class WatchCacheRequest(_message.Message):
+    __slots__ = ("after_revision",)
+    AFTER_REVISION_FIELD_NUMBER: _ClassVar[int]
+    after_revision: int
+    def __init__(self, after_revision: _Optional[int] = ...) -> None: ...
+
+class WatchCacheResponse(_message.Message):
+    __slots__ = ("revision", "inserts", "evicted_nodes", "is_snapshot")
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    INSERTS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_NODES_FIELD_NUMBER: _ClassVar[int]
+    IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    revision: int
+    inserts: _containers.RepeatedCompositeFieldContainer[CacheInsert]
+    evicted_nodes: bytes
+    is_snapshot: bool
+    def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ...) -> None: ...
+
+class CacheInsert(_message.Message):
+    __slots__ = ("node", "parent", "ids", "cache_namespace")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    parent: int
+    ids: bytes
+    cache_namespace: str
+    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_remaining",)
+    NUM_REMAINING_FIELD_NUMBER: _ClassVar[int]
+    num_remaining: int
+    def __init__(self, num_remaining: _Optional[int] = ...) -> None: ...
+
+class FlushCacheRequest(_message.Message):
+    __slots__ = ("timeout_ms",)
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    timeout_ms: int
+    def __init__(self, timeout_ms: _Optional[int] = ...) -> None: ...
+
+class FlushCacheResponse(_message.Message):
+    __slots__ = ("flushed_pages",)
+    FLUSHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    flushed_pages: int
+    def __init__(self, flushed_pages: _Optional[int] = ...) -> None: ...
+
+class GetStateRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStateResponse(_message.Message):
+    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_breaches", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    DEPTH_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    OWNED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    LEASED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_BREACHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_RETRACTIONS_FIELD_NUMBER: _ClassVar[int]
+    ADOPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    hello: SchedulerHello
+    load: Load
+    depth: int
+    num_steps: int
+    owned_pages: int
+    leased_pages: int
+    quarantined_pages: int
+    num_breaches: int
+    num_retractions: int
+    adopted_tokens: int
+    prefilled_tokens: int
+    prompt_cached_tokens: int
+    num_routers: int
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_breaches: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
+
+class JoinGroupRequest(_message.Message):
+    __slots__ = ("rank", "world_size", "instance_id", "address", "last_group_generation")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LAST_GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    world_size: int
+    instance_id: str
+    address: str
+    last_group_generation: int
+    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., last_group_generation: _Optional[int] = ...) -> None: ...
+
+class JoinGroupResponse(_message.Message):
+    __slots__ = ("group_generation", "addresses", "instance_ids")
+    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    group_generation: int
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, group_generation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...

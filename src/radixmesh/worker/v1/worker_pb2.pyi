@@ -1,0 +1,592 @@
+from radixmesh.common.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_LOADING: _ClassVar[WorkerState]
+    WORKER_STATE_READY: _ClassVar[WorkerState]
+    WORKER_STATE_FAILED: _ClassVar[WorkerState]
+
+class ForwardMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FORWARD_MODE_UNSPECIFIED: _ClassVar[ForwardMode]
+    FORWARD_MODE_EXTEND: _ClassVar[ForwardMode]
+    FORWARD_MODE_DECODE: _ClassVar[ForwardMode]
+    FORWARD_MODE_MIXED: _ClassVar[ForwardMode]
+    FORWARD_MODE_IDLE: _ClassVar[ForwardMode]
+
+class ExpertDispatch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    EXPERT_DISPATCH_UNSPECIFIED: _ClassVar[ExpertDispatch]
+    EXPERT_DISPATCH_NORMAL: _ClassVar[ExpertDispatch]
+    EXPERT_DISPATCH_LOW_LATENCY: _ClassVar[ExpertDispatch]
+
+class ProfileAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PROFILE_ACTION_UNSPECIFIED: _ClassVar[ProfileAction]
+    PROFILE_ACTION_START: _ClassVar[ProfileAction]
+    PROFILE_ACTION_STOP: _ClassVar[ProfileAction]
+
+class TransferState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRANSFER_STATE_UNSPECIFIED: _ClassVar[TransferState]
+    TRANSFER_STATE_PREPARED: _ClassVar[TransferState]
+    TRANSFER_STATE_WRITING: _ClassVar[TransferState]
+    TRANSFER_STATE_WRITTEN: _ClassVar[TransferState]
+    TRANSFER_STATE_VALIDATED: _ClassVar[TransferState]
+    TRANSFER_STATE_ABORTED: _ClassVar[TransferState]
+    TRANSFER_STATE_FAILED: _ClassVar[TransferState]
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_LOADING: WorkerState
+WORKER_STATE_READY: WorkerState
+WORKER_STATE_FAILED: WorkerState
+FORWARD_MODE_UNSPECIFIED: ForwardMode
+FORWARD_MODE_EXTEND: ForwardMode
+FORWARD_MODE_DECODE: ForwardMode
+FORWARD_MODE_MIXED: ForwardMode
+FORWARD_MODE_IDLE: ForwardMode
+EXPERT_DISPATCH_UNSPECIFIED: ExpertDispatch
+EXPERT_DISPATCH_NORMAL: ExpertDispatch
+EXPERT_DISPATCH_LOW_LATENCY: ExpertDispatch
+PROFILE_ACTION_UNSPECIFIED: ProfileAction
+PROFILE_ACTION_START: ProfileAction
+PROFILE_ACTION_STOP: ProfileAction
+TRANSFER_STATE_UNSPECIFIED: TransferState
+TRANSFER_STATE_PREPARED: TransferState
+TRANSFER_STATE_WRITING: TransferState
+TRANSFER_STATE_WRITTEN: TransferState
+TRANSFER_STATE_VALIDATED: TransferState
+TRANSFER_STATE_ABORTED: TransferState
+TRANSFER_STATE_FAILED: TransferState
+
+class ExecuteRequest(_message.Message):
+    __slots__ = ("hello", "complete", "claim", "plan")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    COMPLETE_FIELD_NUMBER: _ClassVar[int]
+    CLAIM_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    hello: _common_pb2.Hello
+    complete: bytes
+    claim: Claim
+    plan: StepPlan
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., complete: _Optional[bytes] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ...) -> None: ...
+
+class ExecuteResponse(_message.Message):
+    __slots__ = ("hello", "claimed", "result", "refusal")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CLAIMED_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    hello: WorkerHello
+    claimed: Claimed
+    result: StepResult
+    refusal: Refusal
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+
+class WorkerHello(_message.Message):
+    __slots__ = ("hello", "highest_epoch", "holder_instance_id", "is_holder_connected", "holder_silent_ms", "last_received_step", "last_completed_step", "retained_plans", "capabilities")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_HOLDER_CONNECTED_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_SILENT_MS_FIELD_NUMBER: _ClassVar[int]
+    LAST_RECEIVED_STEP_FIELD_NUMBER: _ClassVar[int]
+    LAST_COMPLETED_STEP_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_PLANS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    hello: _common_pb2.Hello
+    highest_epoch: int
+    holder_instance_id: str
+    is_holder_connected: bool
+    holder_silent_ms: int
+    last_received_step: int
+    last_completed_step: int
+    retained_plans: _containers.RepeatedScalarFieldContainer[bytes]
+    capabilities: Capabilities
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ...) -> None: ...
+
+class Capabilities(_message.Message):
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    BACKEND_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_PER_STEP_FIELD_NUMBER: _ClassVar[int]
+    MAX_PLANS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    IS_DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_OPS_FIELD_NUMBER: _ClassVar[int]
+    state: WorkerState
+    backend: str
+    page_size: int
+    num_pages: int
+    num_slots: int
+    max_tokens_per_step: int
+    max_plans_in_flight: int
+    max_tokens_per_row: int
+    max_blob_bytes: int
+    rank: int
+    world_size: int
+    group_generation: int
+    is_deterministic: bool
+    weights_version: int
+    tasks: _containers.RepeatedScalarFieldContainer[_common_pb2.Task]
+    barrier_ops: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Claim(_message.Message):
+    __slots__ = ("epoch", "group_generation")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    group_generation: int
+    def __init__(self, epoch: _Optional[int] = ..., group_generation: _Optional[int] = ...) -> None: ...
+
+class Claimed(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("epoch", "step_id", "error")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step_id: int
+    error: _common_pb2.Error
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class StepPlan(_message.Message):
+    __slots__ = ("header", "rank")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    header: PlanHeader
+    rank: RankPlan
+    def __init__(self, header: _Optional[_Union[PlanHeader, _Mapping]] = ..., rank: _Optional[_Union[RankPlan, _Mapping]] = ...) -> None: ...
+
+class PlanHeader(_message.Message):
+    __slots__ = ("epoch", "step_id", "group_generation", "barrier_ops", "shape", "expected_us")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    BARRIER_OPS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_US_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step_id: int
+    group_generation: int
+    barrier_ops: _containers.RepeatedCompositeFieldContainer[BarrierOp]
+    shape: ForwardShape
+    expected_us: int
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., group_generation: _Optional[int] = ..., barrier_ops: _Optional[_Iterable[_Union[BarrierOp, _Mapping]]] = ..., shape: _Optional[_Union[ForwardShape, _Mapping]] = ..., expected_us: _Optional[int] = ...) -> None: ...
+
+class ForwardShape(_message.Message):
+    __slots__ = ("mode", "max_tokens_per_rank", "dispatch", "graph_bucket", "is_two_batch", "idle_ranks", "max_draft_tokens")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_PER_RANK_FIELD_NUMBER: _ClassVar[int]
+    DISPATCH_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_BUCKET_FIELD_NUMBER: _ClassVar[int]
+    IS_TWO_BATCH_FIELD_NUMBER: _ClassVar[int]
+    IDLE_RANKS_FIELD_NUMBER: _ClassVar[int]
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    mode: ForwardMode
+    max_tokens_per_rank: int
+    dispatch: ExpertDispatch
+    graph_bucket: int
+    is_two_batch: bool
+    idle_ranks: bytes
+    max_draft_tokens: int
+    def __init__(self, mode: _Optional[_Union[ForwardMode, str]] = ..., max_tokens_per_rank: _Optional[int] = ..., dispatch: _Optional[_Union[ExpertDispatch, str]] = ..., graph_bucket: _Optional[int] = ..., is_two_batch: bool = ..., idle_ranks: _Optional[bytes] = ..., max_draft_tokens: _Optional[int] = ...) -> None: ...
+
+class BarrierOp(_message.Message):
+    __slots__ = ("flush_cache", "commit_weights", "load_adapter", "unload_adapter", "place_experts", "release_memory", "resume_memory")
+    FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UNLOAD_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PLACE_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    RESUME_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    flush_cache: FlushCache
+    commit_weights: CommitStaged
+    load_adapter: CommitStaged
+    unload_adapter: UnloadAdapter
+    place_experts: CommitStaged
+    release_memory: ReleaseMemory
+    resume_memory: ReleaseMemory
+    def __init__(self, flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., commit_weights: _Optional[_Union[CommitStaged, _Mapping]] = ..., load_adapter: _Optional[_Union[CommitStaged, _Mapping]] = ..., unload_adapter: _Optional[_Union[UnloadAdapter, _Mapping]] = ..., place_experts: _Optional[_Union[CommitStaged, _Mapping]] = ..., release_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ..., resume_memory: _Optional[_Union[ReleaseMemory, _Mapping]] = ...) -> None: ...
+
+class FlushCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CommitStaged(_message.Message):
+    __slots__ = ("stage_id", "weights_version")
+    STAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    stage_id: str
+    weights_version: int
+    def __init__(self, stage_id: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
+
+class UnloadAdapter(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    def __init__(self, adapter: _Optional[str] = ...) -> None: ...
+
+class ReleaseMemory(_message.Message):
+    __slots__ = ("tags",)
+    TAGS_FIELD_NUMBER: _ClassVar[int]
+    tags: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class RankPlan(_message.Message):
+    __slots__ = ("release_slots", "release_generations", "admits", "grants", "page_copies", "chunks", "decode_set")
+    RELEASE_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    ADMITS_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    PAGE_COPIES_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SET_FIELD_NUMBER: _ClassVar[int]
+    release_slots: bytes
+    release_generations: bytes
+    admits: _containers.RepeatedCompositeFieldContainer[Admit]
+    grants: Grants
+    page_copies: PageCopies
+    chunks: Chunks
+    decode_set: DecodeSet
+    def __init__(self, release_slots: _Optional[bytes] = ..., release_generations: _Optional[bytes] = ..., admits: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ..., grants: _Optional[_Union[Grants, _Mapping]] = ..., page_copies: _Optional[_Union[PageCopies, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., decode_set: _Optional[_Union[DecodeSet, _Mapping]] = ...) -> None: ...
+
+class Admit(_message.Message):
+    __slots__ = ("slot", "generation", "request_id", "index", "task", "prompt_ids", "output_ids", "cached_len", "cached_pages", "cached_page_generations", "max_total_len", "sampling", "min_tokens", "suppressed_ids", "logprobs_start", "cache_namespace", "grammar_hash", "adapter", "embeddings")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_LEN_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_LEN_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUPPRESSED_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
+    CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_HASH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    request_id: str
+    index: int
+    task: _common_pb2.Task
+    prompt_ids: bytes
+    output_ids: bytes
+    cached_len: int
+    cached_pages: bytes
+    cached_page_generations: bytes
+    max_total_len: int
+    sampling: _common_pb2.SamplingParams
+    min_tokens: int
+    suppressed_ids: bytes
+    logprobs_start: int
+    cache_namespace: str
+    grammar_hash: str
+    adapter: str
+    embeddings: _containers.RepeatedCompositeFieldContainer[EmbeddingSpan]
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ..., cached_len: _Optional[int] = ..., cached_pages: _Optional[bytes] = ..., cached_page_generations: _Optional[bytes] = ..., max_total_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_tokens: _Optional[int] = ..., suppressed_ids: _Optional[bytes] = ..., logprobs_start: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., adapter: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[EmbeddingSpan, _Mapping]]] = ...) -> None: ...
+
+class EmbeddingSpan(_message.Message):
+    __slots__ = ("blob_hash", "position", "num_tokens")
+    BLOB_HASH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    blob_hash: str
+    position: int
+    num_tokens: int
+    def __init__(self, blob_hash: _Optional[str] = ..., position: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class Grants(_message.Message):
+    __slots__ = ("slots", "counts", "pages")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    slots: bytes
+    counts: bytes
+    pages: bytes
+    def __init__(self, slots: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., pages: _Optional[bytes] = ...) -> None: ...
+
+class PageCopies(_message.Message):
+    __slots__ = ("source_pages", "target_pages", "num_tokens")
+    SOURCE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source_pages: bytes
+    target_pages: bytes
+    num_tokens: bytes
+    def __init__(self, source_pages: _Optional[bytes] = ..., target_pages: _Optional[bytes] = ..., num_tokens: _Optional[bytes] = ...) -> None: ...
+
+class Chunks(_message.Message):
+    __slots__ = ("slots", "lengths")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    slots: bytes
+    lengths: bytes
+    def __init__(self, slots: _Optional[bytes] = ..., lengths: _Optional[bytes] = ...) -> None: ...
+
+class DecodeSet(_message.Message):
+    __slots__ = ("slots",)
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    slots: bytes
+    def __init__(self, slots: _Optional[bytes] = ...) -> None: ...
+
+class StepResult(_message.Message):
+    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "digest")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VECTORS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_START_NS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_END_NS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    step_id: int
+    counts: bytes
+    ids: bytes
+    logprobs: _containers.RepeatedCompositeFieldContainer[SlotLogprobs]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[SlotLogprobs]
+    vectors: _containers.RepeatedCompositeFieldContainer[SlotVector]
+    device_start_ns: int
+    device_end_ns: int
+    weights_version: int
+    digest: int
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+
+class SlotLogprobs(_message.Message):
+    __slots__ = ("slot", "generation", "first_position", "logprobs")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    first_position: int
+    logprobs: _common_pb2.Logprobs
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., first_position: _Optional[int] = ..., logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+
+class SlotVector(_message.Message):
+    __slots__ = ("slot", "generation", "values")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    values: bytes
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
+
+class SnapshotCacheRequest(_message.Message):
+    __slots__ = ("epoch", "instance_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    instance_id: str
+    def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+
+class SnapshotCacheResponse(_message.Message):
+    __slots__ = ("first_page", "generations", "filled", "previous_pages", "previous_generations", "namespace_indexes", "weights_versions", "ids", "namespaces", "pinned_pages", "is_last")
+    FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    FILLED_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    PINNED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    first_page: int
+    generations: bytes
+    filled: bytes
+    previous_pages: bytes
+    previous_generations: bytes
+    namespace_indexes: bytes
+    weights_versions: bytes
+    ids: bytes
+    namespaces: _containers.RepeatedScalarFieldContainer[str]
+    pinned_pages: bytes
+    is_last: bool
+    def __init__(self, first_page: _Optional[int] = ..., generations: _Optional[bytes] = ..., filled: _Optional[bytes] = ..., previous_pages: _Optional[bytes] = ..., previous_generations: _Optional[bytes] = ..., namespace_indexes: _Optional[bytes] = ..., weights_versions: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., namespaces: _Optional[_Iterable[str]] = ..., pinned_pages: _Optional[bytes] = ..., is_last: bool = ...) -> None: ...
+
+class GetCapabilitiesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetCapabilitiesResponse(_message.Message):
+    __slots__ = ("hello", "capabilities", "highest_epoch", "holder_instance_id")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    hello: _common_pb2.Hello
+    capabilities: Capabilities
+    highest_epoch: int
+    holder_instance_id: str
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ...) -> None: ...
+
+class PutBlobRequest(_message.Message):
+    __slots__ = ("hash", "data", "nixl")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    hash: str
+    data: bytes
+    nixl: NixlRegion
+    def __init__(self, hash: _Optional[str] = ..., data: _Optional[bytes] = ..., nixl: _Optional[_Union[NixlRegion, _Mapping]] = ...) -> None: ...
+
+class NixlRegion(_message.Message):
+    __slots__ = ("agent_metadata", "address", "length", "device")
+    AGENT_METADATA_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    agent_metadata: bytes
+    address: int
+    length: int
+    device: int
+    def __init__(self, agent_metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., length: _Optional[int] = ..., device: _Optional[int] = ...) -> None: ...
+
+class PutBlobResponse(_message.Message):
+    __slots__ = ("was_known",)
+    WAS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    was_known: bool
+    def __init__(self, was_known: bool = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("action", "num_steps")
+    ACTION_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    action: ProfileAction
+    num_steps: int
+    def __init__(self, action: _Optional[_Union[ProfileAction, str]] = ..., num_steps: _Optional[int] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class StageRequest(_message.Message):
+    __slots__ = ("weights_path", "adapter", "expert_placement")
+    WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    weights_path: str
+    adapter: StagedAdapter
+    expert_placement: bytes
+    def __init__(self, weights_path: _Optional[str] = ..., adapter: _Optional[_Union[StagedAdapter, _Mapping]] = ..., expert_placement: _Optional[bytes] = ...) -> None: ...
+
+class StagedAdapter(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class StageResponse(_message.Message):
+    __slots__ = ("stage_id",)
+    STAGE_ID_FIELD_NUMBER: _ClassVar[int]
+    stage_id: str
+    def __init__(self, stage_id: _Optional[str] = ...) -> None: ...
+
+class PrepareTransferRequest(_message.Message):
+    __slots__ = ("transfer_id", "epoch", "num_tokens", "lease_ms", "target_pages", "target_generations")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    epoch: int
+    num_tokens: int
+    lease_ms: int
+    target_pages: bytes
+    target_generations: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ..., target_pages: _Optional[bytes] = ..., target_generations: _Optional[bytes] = ...) -> None: ...
+
+class PrepareTransferResponse(_message.Message):
+    __slots__ = ("segments",)
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedCompositeFieldContainer[NixlRegion]
+    def __init__(self, segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ...) -> None: ...
+
+class StartTransferRequest(_message.Message):
+    __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    epoch: int
+    source_pages: bytes
+    source_generations: bytes
+    num_tokens: int
+    segments: _containers.RepeatedCompositeFieldContainer[NixlRegion]
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_pages: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ...) -> None: ...
+
+class StartTransferResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WatchTransferRequest(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+
+class WatchTransferResponse(_message.Message):
+    __slots__ = ("state", "error")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    state: TransferState
+    error: _common_pb2.Error
+    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class AbortTransferRequest(_message.Message):
+    __slots__ = ("transfer_id",)
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
+
+class AbortTransferResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
