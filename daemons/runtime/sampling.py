@@ -1,0 +1,198 @@
+"""How tokens are drawn and what ends an output: the request's options with every default filled in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_floats, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+
+SAMPLER_VERSION = 1
+MAX_TOP_LOGPROBS = 64
+MAX_STOPS = 64
+MAX_STOP_BYTES = 1024
+MAX_STOP_IDS = 256
+MAX_LOGIT_BIASES = 1024
+
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Domain form of `radixmesh.common.v1.SamplingParams`; `num_top_logprobs` None = no logprobs."""
+
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    num_top_logprobs: int | None = None
+    prompt_logprobs: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.num_top_logprobs is not None or self.prompt_logprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """Domain form of `radixmesh.common.v1.StopParams`; `max_tokens` None = as many as the context holds."""
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+def output_seed(seed: int, index: int) -> int:
+    """Seed of output `index` of a request: the request's own for 0, else the SplitMix64 of both (Steele et al., 2014)."""
+    if index == 0:
+        return seed
+    z = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return z ^ (z >> 31)
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
+    """Checks and converts. Raises INVALID_ARGUMENT naming the field and its range."""
+    m = message
+    sampling = Sampling(
+        repetition_penalty=_or(m, "repetition_penalty", 1.0),
+        frequency_penalty=_or(m, "frequency_penalty", 0.0),
+        presence_penalty=_or(m, "presence_penalty", 0.0),
+        logit_bias=_logit_bias(m),
+        temperature=_or(m, "temperature", 1.0),
+        top_k=m.top_k,
+        top_p=_or(m, "top_p", 1.0),
+        min_p=_or(m, "min_p", 0.0),
+        seed=m.seed if m.HasField("seed") else None,
+        num_top_logprobs=m.num_top_logprobs if m.HasField("num_top_logprobs") else None,
+        prompt_logprobs=m.prompt_logprobs,
+    )
+    _check_range("temperature", sampling.temperature, 0.0, 100.0)
+    _check_range("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6)
+    _check_range("frequency_penalty", sampling.frequency_penalty, -2.0, 2.0)
+    _check_range("presence_penalty", sampling.presence_penalty, -2.0, 2.0)
+    _check_range("top_p", sampling.top_p, 1e-9, 1.0)
+    _check_range("min_p", sampling.min_p, 0.0, 1.0)
+    _check_range("top_k", sampling.top_k, 0, 2**31 - 1)
+    _check_range("num_top_logprobs", sampling.num_top_logprobs or 0, 0, MAX_TOP_LOGPROBS)
+    return sampling
+
+
+def sampling_to_proto(sampling: Sampling) -> common_pb2.SamplingParams:
+    """Every field set, but for `seed` and `num_top_logprobs` where they are None."""
+    message = common_pb2.SamplingParams(
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        num_top_logprobs=sampling.num_top_logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
+    )
+    if sampling.logit_bias:
+        message.logit_bias_ids = pack_ints([token for token, _ in sampling.logit_bias])
+        message.logit_bias_values = pack_floats([bias for _, bias in sampling.logit_bias])
+    return message
+
+
+def stop_from_proto(message: common_pb2.StopParams) -> Stop:
+    """Checks and converts. Raises INVALID_ARGUMENT or TOO_MANY_STOPS."""
+    m = message
+    if m.HasField("max_tokens"):
+        _check_range("max_tokens", m.max_tokens, 1, 2**31 - 1)
+    _check_range("min_tokens", m.min_tokens, 0, m.max_tokens if m.HasField("max_tokens") else 2**31 - 1)
+    check_stops(m.stop)
+    stop_ids = unpack_ints(m.stop_ids, "stop_ids")
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise _too_many("stop_ids", len(stop_ids), MAX_STOP_IDS)
+    return Stop(
+        max_tokens=m.max_tokens if m.HasField("max_tokens") else None,
+        min_tokens=m.min_tokens,
+        stop=tuple(m.stop),
+        stop_ids=tuple(int(token) for token in stop_ids),
+        ignore_eos=m.ignore_eos,
+        include_stop=m.include_stop,
+        skip_special_tokens=m.skip_special_tokens if m.HasField("skip_special_tokens") else True,
+    )
+
+
+def stop_to_proto(stop: Stop) -> common_pb2.StopParams:
+    """Every field set, but for `max_tokens` where it is None."""
+    return common_pb2.StopParams(
+        max_tokens=stop.max_tokens,
+        min_tokens=stop.min_tokens,
+        stop=stop.stop,
+        stop_ids=pack_ints(stop.stop_ids),
+        ignore_eos=stop.ignore_eos,
+        include_stop=stop.include_stop,
+        skip_special_tokens=stop.skip_special_tokens,
+    )
+
+
+def check_stops(stops: Iterable[str]) -> None:
+    """Raises TOO_MANY_STOPS or INVALID_ARGUMENT unless `stops` (strings) keep the contract's limits."""
+    strings = list(stops)
+    if len(strings) > MAX_STOPS:
+        raise _too_many("stop", len(strings), MAX_STOPS)
+    for string in strings:
+        size = len(string.encode())
+        if size == 0:
+            raise _invalid("stop", "a stop string is empty: leave it out")
+        if size > MAX_STOP_BYTES:
+            raise _too_many("stop (bytes of one string)", size, MAX_STOP_BYTES)
+
+
+def _or(message: common_pb2.SamplingParams, field: str, default: float) -> float:
+    return float(getattr(message, field)) if message.HasField(field) else default  # type: ignore[arg-type]
+
+
+def _logit_bias(message: common_pb2.SamplingParams) -> tuple[tuple[int, float], ...]:
+    ids = unpack_ints(message.logit_bias_ids, "logit_bias_ids")
+    values = unpack_floats(message.logit_bias_values, "logit_bias_values")
+    if len(ids) != len(values):
+        raise _invalid("logit_bias", f"{len(ids)} ids but {len(values)} values: give one value per id")
+    _check_range("logit_bias (entries)", len(ids), 0, MAX_LOGIT_BIASES)
+    for value in values.tolist():
+        _check_range("logit_bias", value, -100.0, 100.0)
+    if len(set(ids.tolist())) != len(ids):
+        raise _invalid("logit_bias", "an id occurs twice: give each id once")
+    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def _check_range(field: str, value: float, low: float, high: float) -> None:
+    if math.isnan(value) or not low <= value <= high:
+        raise MeshError(
+            common_pb2.ERROR_REASON_INVALID_ARGUMENT,
+            f"{field} is {value:g}: choose a value in [{low:g}, {high:g}]",
+            {"field": field, "min": f"{low:g}", "max": f"{high:g}"},
+        )
+
+
+def _invalid(field: str, message: str) -> MeshError:
+    return MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
+
+
+def _too_many(field: str, count: int, most: int) -> MeshError:
+    return MeshError(
+        common_pb2.ERROR_REASON_TOO_MANY_STOPS, f"{field}: {count} given, at most {most} are kept", {"max": str(most)}
+    )

@@ -1,0 +1,164 @@
+"""One step of a worker: the plan that a scheduler makes and the result that comes back.
+
+The domain form of `radixmesh.worker.v1.StepPlan` and `StepResult`, whose comments are the specification. Both ends build and
+read these; `step_codec` turns them into messages, so scheduler and worker can also meet in one process without any.
+
+A plan is a diff against the worker's slots, applied in the order of its fields: barrier ops, releases, admits, grants, page
+copies, then the forward. Result rows follow the decode set as last sent, then the finishing prefills in the order of the chunks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.worker.v1 import worker_pb2
+
+
+class Task(IntEnum):
+    """What an admitted request computes; values as in `radixmesh.common.v1.Task`."""
+
+    GENERATE = 1
+    EMBED = 2
+    SCORE = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Frees a slot; ignored if the slot has moved on to another generation."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """A request enters a slot; its tokens are `prompt_ids` then `output_ids`.
+
+    `cached_pages` hold the KV of the first `cached_len` tokens, but for the last `cached_len % page_size` of them, which a page
+    copy of the same plan brings into the slot's first granted page. `cached_len` < number of tokens.
+    """
+
+    slot: int
+    generation: int
+    request_id: str
+    index: int = 0
+    task: Task = Task.GENERATE
+    prompt_ids: IntArray
+    output_ids: IntArray = field(default_factory=empty_ints)
+    cached_len: int = 0
+    cached_pages: IntArray = field(default_factory=empty_ints)
+    cached_page_generations: IntArray = field(default_factory=empty_ints)
+    max_total_len: int
+    sampling: Sampling
+    min_tokens: int = 0
+    suppressed_ids: IntArray = field(default_factory=empty_ints)
+    logprobs_start: int = 0
+    cache_namespace: str = ""
+    grammar_hash: str = ""
+    adapter: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grant:
+    """Pages appended to a slot's page table, consumed in order."""
+
+    slot: int
+    pages: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageCopy:
+    """Copies the KV of the first `num_tokens` tokens of a page into a granted one."""
+
+    source_page: int
+    target_page: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """`length` tokens of a slot, from its computed length on; sampling too if they reach its total length."""
+
+    slot: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step. `decode_set` None means unchanged; `has_forward` False means that only state changes."""
+
+    epoch: int
+    step_id: int
+    group_generation: int = 0
+    barrier_ops: tuple[worker_pb2.BarrierOp, ...] = ()
+    expected_us: int = 0
+    releases: tuple[Release, ...] = ()
+    admits: tuple[Admit, ...] = ()
+    grants: tuple[Grant, ...] = ()
+    page_copies: tuple[PageCopy, ...] = ()
+    chunks: tuple[Chunk, ...] = ()
+    decode_set: IntArray | None = None
+    has_forward: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Logprobs of consecutive tokens: own float32 [tokens]; alternatives int32 / float32 [tokens, num_top]."""
+
+    own: FloatArray
+    num_top: int
+    top_ids: IntArray
+    top: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotLogprobs:
+    """Logprobs of one slot's consecutive tokens from `first_position` (prompt + output) on."""
+
+    slot: int
+    generation: int
+    first_position: int
+    logprobs: TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotVector:
+    """Pooled output of an embed or score task, float32."""
+
+    slot: int
+    generation: int
+    values: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step computed: `counts` int32 [rows], `ids` int32 [sum(counts)], device times on the worker's monotonic clock."""
+
+    epoch: int
+    step_id: int
+    counts: IntArray
+    ids: IntArray
+    logprobs: tuple[SlotLogprobs, ...] = ()
+    prompt_logprobs: tuple[SlotLogprobs, ...] = ()
+    vectors: tuple[SlotVector, ...] = ()
+    device_start_ns: int = 0
+    device_end_ns: int = 0
+    weights_version: int = 1
+    digest: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageRecords:
+    """Page records of the consecutive pages from `first_page` on; all int32 [n], `ids` int32 [sum(filled)]."""
+
+    first_page: int
+    generations: IntArray
+    filled: IntArray
+    previous_pages: IntArray
+    previous_generations: IntArray
+    namespace_indexes: IntArray
+    weights_versions: IntArray
+    ids: IntArray
