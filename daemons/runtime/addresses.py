@@ -1,0 +1,38 @@
+"""Addresses of daemons: "host:port", "[v6]:port" or "unix:/path"."""
+
+from __future__ import annotations
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+
+from .errors import MeshError
+
+UNIX_PREFIX = "unix:"
+# sockaddr_un.sun_path holds 108 bytes with its final zero.
+_MAX_UNIX_PATH_BYTES = 107
+
+
+def parse_address(address: str) -> str:
+    """The address as grpc takes it ("unix://" shortened). Raises MeshError INVALID_ARGUMENT if it is none."""
+    if address.startswith(UNIX_PREFIX):
+        path = address.removeprefix(UNIX_PREFIX)
+        path = path[2:] if path.startswith("//") else path
+        if not path or len(path.encode()) > _MAX_UNIX_PATH_BYTES:
+            raise _invalid(address, f"the path of a unix socket has 1 to {_MAX_UNIX_PATH_BYTES} bytes")
+        return UNIX_PREFIX + path
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise _invalid(address, 'write "host:port" or "unix:/path"')
+    return address
+
+
+def split_host_port(address: str) -> tuple[str, int]:
+    """Host (brackets of IPv6 removed) and port of a "host:port" address. Raises MeshError INVALID_ARGUMENT."""
+    if address.startswith(UNIX_PREFIX):
+        raise _invalid(address, 'write "host:port"')
+    host, _, port = parse_address(address).rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _invalid(address: str, hint: str) -> MeshError:
+    message = f"{address!r} is no usable address: {hint}"
+    return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "address"})

@@ -1,0 +1,74 @@
+"""A grpc.aio channel with the one set of defaults of the mesh."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from .addresses import parse_address
+from .server import MAX_MESSAGE_BYTES
+
+# Read-only verbs that any peer may be asked twice. Encode is not here: the router retries it on *another* replica.
+_IDEMPOTENT = (
+    ("radixmesh.router.v1.RouterService", "GetModelInfo"),
+    ("radixmesh.router.v1.RouterAdminService", "ListSchedulers"),
+    ("radixmesh.scheduler.v1.SchedulerService", "GetState"),
+    ("radixmesh.tokenizer.v1.TokenizerService", "GetVocabulary"),
+    ("radixmesh.worker.v1.WorkerService", "GetCapabilities"),
+)
+_SERVICE_CONFIG = {
+    "methodConfig": [
+        {
+            "name": [{"service": service, "method": method} for service, method in _IDEMPOTENT],
+            "retryPolicy": {
+                "maxAttempts": 4,
+                "initialBackoff": "0.05s",
+                "maxBackoff": "0.5s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ]
+}
+_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # A peer that is silent without having closed (SIGSTOP, partition) fails its streams after 2 + 3 s.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A daemon that was restarted is found again at once, not after grpc's backoff of up to 120 s.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    # Doubles as the time limit of one connection attempt: no smaller than a slow handshake.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Channels to one address share neither connection nor backoff: closing one and opening another starts afresh.
+    ("grpc.use_local_subchannel_pool", 1),
+    # The mesh talks to itself: an http_proxy of the environment is never meant for it.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 1),
+    ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to "host:port" or "unix:/path"; connects lazily. Raises MeshError INVALID_ARGUMENT for other text."""
+    return grpc.aio.insecure_channel(parse_address(address), options=_OPTIONS)
+
+
+async def check_health(address: str, timeout_s: float = 1.0, service: str = "") -> str:
+    """What grpc.health.v1 says there: "SERVING", "NOT_SERVING", or "UNREACHABLE" if nobody answers in time."""
+    async with open_channel(address) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer = await check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            return "SERVICE_UNKNOWN" if error.code() is grpc.StatusCode.NOT_FOUND else "UNREACHABLE"
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)

@@ -1,0 +1,38 @@
+"""The settings that every daemon has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from .settings import setting
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonSettings:
+    """Where a daemon listens, what it says, how it leaves. Daemons derive their own settings from it."""
+
+    listen: tuple[str, ...] = setting(
+        ("127.0.0.1:0",), "addresses to serve gRPC on: host:port (0: any free) or unix:/path"
+    )
+    address_file: Path | None = setting(None, "file that gets the bound addresses, one a line, once they accept calls")
+    metrics_listen: str | None = setting(None, "host:port that serves Prometheus metrics over HTTP")
+    log_level: LogLevel = setting(LogLevel.INFO, "least level that is logged")
+    drain_s: float = setting(30.0, "seconds that running work gets to finish after SIGTERM")
+    stall_s: float = setting(10.0, "seconds of pending work without progress after which health is NOT_SERVING")
+
+    def __post_init__(self) -> None:
+        if not self.listen:
+            raise ValueError("--listen (or RADIXMESH_LISTEN): name at least one address")
+        if self.drain_s < 0:
+            raise ValueError(f"--drain-s (or RADIXMESH_DRAIN_S) must be >= 0, not {self.drain_s}")
+        if self.stall_s <= 0:
+            raise ValueError(f"--stall-s (or RADIXMESH_STALL_S) must be > 0, not {self.stall_s}")

@@ -1,0 +1,134 @@
+"""A grpc.aio server with the one set of defaults of the mesh, health and reflection included."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar, cast
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+
+from .addresses import UNIX_PREFIX, parse_address
+from .errors import MeshError
+from .health import HealthService
+from .rpc_errors import ErrorInterceptor
+
+_Servicer = TypeVar("_Servicer")
+
+# A step's plan or a detokenizer batch is KBs; blobs (grammars, images) are the largest messages.
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_CONCURRENT_STREAMS = 65_536
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
+    # Two daemons on one port would share its connections at random: the second must fail to bind.
+    ("grpc.so_reuseport", 0),
+    # A silent client (stopped host, cut cable) is noticed as soon as a silent server is: see channel.py.
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Our channels ping every 2 s; grpc's own default would answer that with GOAWAY "too_many_pings".
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+
+class MeshServer:
+    """Serves the services of one daemon on any number of addresses.
+
+    health: its service is registered here, and closed first on stop. on_error: told of every typed error that leaves.
+    """
+
+    def __init__(self, health: HealthService, on_error: Callable[[MeshError], None] | None = None) -> None:
+        self._health = health
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(on_error)], options=_OPTIONS)
+        self._service_names: list[str] = []
+        self._addresses: tuple[str, ...] = ()
+        self.add(health_pb2_grpc.add_HealthServicer_to_server, health)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """What start() bound; empty before."""
+        return self._addresses
+
+    def add(self, add_to_server: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> None:
+        """Registers a servicer with the function that was generated for it. Before start() only."""
+        recorder = _Recorder(self._server)
+        add_to_server(servicer, cast(grpc.aio.Server, recorder))
+        for name in recorder.service_names:
+            self._service_names.append(name)
+            self._health.add_service(name)
+
+    async def start(self, listen: Sequence[str]) -> tuple[str, ...]:
+        """Binds "host:port" (port 0: any free one) and "unix:/path" addresses and serves.
+
+        Returns the bound addresses, ports filled in. Raises MeshError INVALID_ARGUMENT if one cannot be bound.
+        """
+        if not listen:
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, "name at least one address to listen on")
+        reflection.enable_server_reflection((*self._service_names, reflection.SERVICE_NAME), self._server)
+        self._addresses = tuple(self._bind(address) for address in listen)
+        await self._server.start()
+        return self._addresses
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls, gives the running ones grace_s seconds, then cancels them. Idempotent."""
+        self._health.close()
+        await self._server.stop(grace_s)
+        for address in self._addresses:
+            _remove_socket(address)
+
+    async def wait(self) -> None:
+        """Returns when the server has stopped."""
+        await self._server.wait_for_termination()
+
+    def _bind(self, address: str) -> str:
+        target = parse_address(address)
+        try:
+            port = self._server.add_insecure_port(target)
+        except RuntimeError as error:
+            message = f"cannot listen on {address} ({error}): is another process there, or the folder missing?"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "listen"}) from error
+        if target.startswith(UNIX_PREFIX):
+            return target
+        return f"{target.rpartition(':')[0]}:{port}"
+
+
+def _remove_socket(address: str) -> None:
+    if address.startswith(UNIX_PREFIX):
+        with suppress(FileNotFoundError):
+            os.unlink(address.removeprefix(UNIX_PREFIX))
+
+
+class _Handlers(Protocol):
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None: ...
+
+    def add_registered_method_handlers(
+        self, service_name: str, handlers: Mapping[str, grpc.RpcMethodHandler[object, object]]
+    ) -> None: ...
+
+
+class _Recorder:
+    """Stands in for the server while generated code registers a servicer, and learns the service's name from it."""
+
+    def __init__(self, server: _Handlers) -> None:
+        self._server = server
+        self.service_names: list[str] = []
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        handlers = tuple(handlers)
+        self.service_names += [h.service_name() for h in handlers if isinstance(h, grpc.ServiceRpcHandler)]
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(
+        self, service_name: str, handlers: Mapping[str, grpc.RpcMethodHandler[object, object]]
+    ) -> None:
+        self._server.add_registered_method_handlers(service_name, handlers)
