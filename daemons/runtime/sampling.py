@@ -59,7 +59,7 @@ class Stop:
 
 
 def output_seed(seed: int, index: int) -> int:
-    """Seed of output `index` of a request: the request's own for 0, else the SplitMix64 of both (Steele et al., 2014)."""
+    """Seed of output `index`: the request's own for 0, else SplitMix64 of both (Steele, Lea, Flood: OOPSLA 2014)."""
     if index == 0:
         return seed
     z = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
@@ -163,7 +163,7 @@ def check_stops(stops: Iterable[str]) -> None:
 
 
 def _or(message: common_pb2.SamplingParams, field: str, default: float) -> float:
-    return float(getattr(message, field)) if message.HasField(field) else default  # type: ignore[arg-type]
+    return float(getattr(message, field)) if message.HasField(field) else default
 
 
 def _logit_bias(message: common_pb2.SamplingParams) -> tuple[tuple[int, float], ...]:

@@ -1,10 +1,11 @@
 """One step of a worker: the plan that a scheduler makes and the result that comes back.
 
-The domain form of `radixmesh.worker.v1.StepPlan` and `StepResult`, whose comments are the specification. Both ends build and
-read these; `step_codec` turns them into messages, so scheduler and worker can also meet in one process without any.
+The domain form of `radixmesh.worker.v1.StepPlan` and `StepResult`, whose comments are the specification. Both ends
+build and read these; `step_codec` turns them into messages, so scheduler and worker can also meet in one process.
 
-A plan is a diff against the worker's slots, applied in the order of its fields: barrier ops, releases, admits, grants, page
-copies, then the forward. Result rows follow the decode set as last sent, then the finishing prefills in the order of the chunks.
+A plan is a diff against the worker's slots, applied in the order of its fields: barrier ops, releases, admits, grants,
+page copies, then the forward. Result rows follow the decode set as last sent, then the finishing prefills in the order
+of the chunks.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class Release:
 class Admit:
     """A request enters a slot; its tokens are `prompt_ids` then `output_ids`.
 
-    `cached_pages` hold the KV of the first `cached_len` tokens, but for the last `cached_len % page_size` of them, which a page
-    copy of the same plan brings into the slot's first granted page. `cached_len` < number of tokens.
+    `cached_pages` hold the KV of the first `cached_len` tokens, but for the last `cached_len % page_size` of them, which
+    a page copy of the same plan brings into the slot's first granted page. `cached_len` < number of tokens.
     """
 
     slot: int
@@ -135,7 +136,7 @@ class SlotVector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed: `counts` int32 [rows], `ids` int32 [sum(counts)], device times on the worker's monotonic clock."""
+    """What a step computed: `counts` int32 [rows], `ids` int32 [sum(counts)]; times on the worker's monotonic clock."""
 
     epoch: int
     step_id: int

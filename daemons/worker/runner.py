@@ -1,7 +1,7 @@
 """The seam between the step contract and a model: slots, pages and plans above it, maths and KV memory below.
 
-A runner owns the KV pool and the weights and nothing of the contract. The executor above it owns slots, page tables, generations
-and records, and hands it one list of segments a step.
+A runner owns the KV pool and the weights and nothing of the contract. The executor above it owns slots, page tables,
+generations and records, and hands it one list of segments a step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class SampleInput:
 class Segment:
     """Consecutive tokens of one slot to compute: a prefill chunk, or one token of a decode (the same thing).
 
-    `ids` int32 [length] are at positions `start`, `start + 1`, ...; `pages` int32 cover positions [0, start + length): position p
-    lives in pages[p // page_size] at p % page_size. KV of [0, start) is there already.
+    `ids` int32 [length] are at positions `start`, `start + 1`, ...; `pages` int32 cover positions [0, start + length):
+    position p lives in pages[p // page_size] at p % page_size. KV of [0, start) is there already.
     """
 
     slot: int
@@ -56,7 +56,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentOutput:
-    """What a segment gave: `token` where it sampled, logprobs where asked for, `vector` float32 at the end of an embed task."""
+    """What a segment gave: `token` where it sampled, logprobs where asked for, `vector` float32 of an embed task."""
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None
