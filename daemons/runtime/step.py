@@ -38,8 +38,8 @@ class Release:
 class Admit:
     """A request enters a slot; its tokens are `prompt_ids` then `output_ids`.
 
-    `cached_pages` hold the KV of the first `cached_len` tokens, but for the last `cached_len % page_size` of them, which
-    a page copy of the same plan brings into the slot's first granted page. `cached_len` < number of tokens.
+    `cached_pages` hold the KV of the first `cached_len` tokens, but for the last `cached_len % page_size` of them,
+    which a page copy of the same plan brings into the slot's first granted page. `cached_len` < number of tokens.
     """
 
     slot: int
