@@ -12,7 +12,12 @@ _STUB_SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 @pytest.mark.timeout(300)  # The first run installs the tool environment.
 def test_committed_stubs_are_what_the_protos_generate(tmp_path: Path) -> None:
     made = subprocess.run(
-        ["make", "-s", "stubs", f"STUBS_OUT={tmp_path}"], cwd=_ROOT, capture_output=True, text=True, timeout=280, check=False
+        ["make", "-s", "stubs", f"STUBS_OUT={tmp_path}"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert made.returncode == 0, made.stdout + made.stderr
     generated = _stubs_under(tmp_path)
