@@ -243,6 +243,24 @@ class Usage(_message.Message):
     cached_tokens: int
     def __init__(self, prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
+class Blob(_message.Message):
+    __slots__ = ("hash", "data")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    hash: str
+    data: bytes
+    def __init__(self, hash: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class EmbeddingSpan(_message.Message):
+    __slots__ = ("blob_hash", "position", "num_tokens")
+    BLOB_HASH_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    blob_hash: str
+    position: int
+    num_tokens: int
+    def __init__(self, blob_hash: _Optional[str] = ..., position: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
 class Logprobs(_message.Message):
     __slots__ = ("token_logprobs", "num_top", "top_ids", "top_logprobs")
     TOKEN_LOGPROBS_FIELD_NUMBER: _ClassVar[int]

@@ -33,19 +33,21 @@ GROUP_STATE_SERVING: GroupState
 GROUP_STATE_STANDBY: GroupState
 
 class ServeRequest(_message.Message):
-    __slots__ = ("hello", "submits", "stops", "aborts")
+    __slots__ = ("hello", "submits", "stops", "aborts", "reservations")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SUBMITS_FIELD_NUMBER: _ClassVar[int]
     STOPS_FIELD_NUMBER: _ClassVar[int]
     ABORTS_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     submits: _containers.RepeatedCompositeFieldContainer[Submit]
     stops: _containers.RepeatedCompositeFieldContainer[FinishedByStop]
     aborts: _containers.RepeatedCompositeFieldContainer[Abort]
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stops: _Optional[_Iterable[_Union[FinishedByStop, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ...) -> None: ...
+    reservations: _containers.RepeatedCompositeFieldContainer[Reservation]
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stops: _Optional[_Iterable[_Union[FinishedByStop, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ..., reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "index", "attempt", "sequence", "model", "task", "prompt_ids", "resumed_output_ids", "sampling", "stop", "logprobs_start", "cache_salt", "priority", "deadline_ms", "tenant", "grammar_hash", "grammar_artefact", "transfer_id")
+    __slots__ = ("handle", "request_id", "index", "attempt", "sequence", "model", "task", "prompt_ids", "resumed_output_ids", "sampling", "stop", "logprobs_start", "cache_salt", "priority", "deadline_ms", "tenant", "grammar_hash", "blobs", "transfer_id", "embeddings", "send_kv_to")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -63,8 +65,10 @@ class Submit(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_HASH_FIELD_NUMBER: _ClassVar[int]
-    GRAMMAR_ARTEFACT_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    SEND_KV_TO_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     index: int
@@ -82,9 +86,39 @@ class Submit(_message.Message):
     deadline_ms: int
     tenant: str
     grammar_hash: str
-    grammar_artefact: bytes
+    blobs: _containers.RepeatedCompositeFieldContainer[_common_pb2.Blob]
     transfer_id: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., grammar_artefact: _Optional[bytes] = ..., transfer_id: _Optional[str] = ...) -> None: ...
+    embeddings: _containers.RepeatedCompositeFieldContainer[_common_pb2.EmbeddingSpan]
+    send_kv_to: TransferTarget
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_common_pb2.Blob, _Mapping]]] = ..., transfer_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., send_kv_to: _Optional[_Union[TransferTarget, _Mapping]] = ...) -> None: ...
+
+class Reservation(_message.Message):
+    __slots__ = ("transfer_id", "num_tokens", "lease_ms")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    num_tokens: int
+    lease_ms: int
+    def __init__(self, transfer_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+
+class ReservationResult(_message.Message):
+    __slots__ = ("target", "transfer_id", "error")
+    TARGET_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    target: TransferTarget
+    transfer_id: str
+    error: _common_pb2.Error
+    def __init__(self, target: _Optional[_Union[TransferTarget, _Mapping]] = ..., transfer_id: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
+class TransferTarget(_message.Message):
+    __slots__ = ("transfer_id", "regions")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    regions: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, transfer_id: _Optional[str] = ..., regions: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class FinishedByStop(_message.Message):
     __slots__ = ("handle", "num_output")
@@ -107,7 +141,7 @@ class Abort(_message.Message):
     def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ...) -> None: ...
 
 class ServeResponse(_message.Message):
-    __slots__ = ("hello", "tokens", "prompt_logprobs", "vectors", "finished", "rejected", "abort_results", "load")
+    __slots__ = ("hello", "tokens", "prompt_logprobs", "vectors", "finished", "rejected", "abort_results", "load", "reservation_results")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +150,7 @@ class ServeResponse(_message.Message):
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     ABORT_RESULTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_RESULTS_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     tokens: TokenBatch
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[PromptLogprobs]
@@ -124,7 +159,8 @@ class ServeResponse(_message.Message):
     rejected: _containers.RepeatedCompositeFieldContainer[Rejected]
     abort_results: _containers.RepeatedCompositeFieldContainer[AbortResult]
     load: Load
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[OutputVector, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., abort_results: _Optional[_Iterable[_Union[AbortResult, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    reservation_results: _containers.RepeatedCompositeFieldContainer[ReservationResult]
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., tokens: _Optional[_Union[TokenBatch, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[OutputVector, _Mapping]]] = ..., finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ..., rejected: _Optional[_Iterable[_Union[Rejected, _Mapping]]] = ..., abort_results: _Optional[_Iterable[_Union[AbortResult, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., reservation_results: _Optional[_Iterable[_Union[ReservationResult, _Mapping]]] = ...) -> None: ...
 
 class SchedulerHello(_message.Message):
     __slots__ = ("hello", "adapters", "page_size", "num_pages")

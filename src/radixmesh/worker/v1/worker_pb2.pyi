@@ -314,18 +314,8 @@ class Admit(_message.Message):
     cache_namespace: str
     grammar_hash: str
     adapter: str
-    embeddings: _containers.RepeatedCompositeFieldContainer[EmbeddingSpan]
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ..., cached_len: _Optional[int] = ..., cached_pages: _Optional[bytes] = ..., cached_page_generations: _Optional[bytes] = ..., max_total_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_tokens: _Optional[int] = ..., suppressed_ids: _Optional[bytes] = ..., logprobs_start: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., adapter: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[EmbeddingSpan, _Mapping]]] = ...) -> None: ...
-
-class EmbeddingSpan(_message.Message):
-    __slots__ = ("blob_hash", "position", "num_tokens")
-    BLOB_HASH_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    blob_hash: str
-    position: int
-    num_tokens: int
-    def __init__(self, blob_hash: _Optional[str] = ..., position: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    embeddings: _containers.RepeatedCompositeFieldContainer[_common_pb2.EmbeddingSpan]
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ..., cached_len: _Optional[int] = ..., cached_pages: _Optional[bytes] = ..., cached_page_generations: _Optional[bytes] = ..., max_total_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_tokens: _Optional[int] = ..., suppressed_ids: _Optional[bytes] = ..., logprobs_start: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., adapter: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ...) -> None: ...
 
 class Grants(_message.Message):
     __slots__ = ("slots", "counts", "pages")
