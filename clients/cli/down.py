@@ -1,0 +1,37 @@
+"""`radixmesh down`: asks the supervisor of a running cluster to stop it, and waits until it has."""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+from radixmesh.cli.terminal import Terminal
+from radixmesh.daemons.cluster.errors import NotRunningError
+from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state
+
+
+def run(arguments: list[str]) -> int:
+    """Stops the cluster: 0 when it is gone, 1 if there is none or it takes too long."""
+    parser = argparse.ArgumentParser(prog="radixmesh down", description="Stop a cluster that 'radixmesh up' started.")
+    parser.add_argument("-p", "--project", help="which cluster, if several run here")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait (default 60)")
+    options = parser.parse_args(arguments)
+    terminal = Terminal()
+    try:
+        folder = find_run_folder(options.project, Path.cwd(), os.environ)
+        state = read_state(folder)
+    except NotRunningError as error:
+        terminal.error(f"radixmesh down: {error}")
+        return 1
+    os.kill(state.supervisor_pid, signal.SIGTERM)
+    deadline = time.monotonic() + options.timeout
+    while is_supervised(folder):
+        if time.monotonic() > deadline:
+            terminal.error(
+                f"radixmesh down: {state.project} still runs after {options.timeout:g} s (pid {state.supervisor_pid})"
+            )
+            return 1
+        time.sleep(0.05)
+    terminal.line(f"{state.project} is stopped.")
+    return 0

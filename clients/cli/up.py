@@ -1,0 +1,130 @@
+"""`radixmesh up`: starts a compose file's services as local processes, shows what they do, and keeps them running."""
+
+import argparse
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from radixmesh.cli.terminal import Terminal
+from radixmesh.daemons.cluster.compose_reader import read_compose
+from radixmesh.daemons.cluster.errors import ClusterError
+from radixmesh.daemons.cluster.local_cluster import LocalCluster
+from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.run_folder import default_run_folder
+
+_DEMO_PROMPT = "I met a traveller from an antique land"
+_EXIT_INTERRUPTED = 130
+
+
+def run(arguments: list[str]) -> int:
+    """Runs until Ctrl-C or SIGTERM (0), or until the cluster cannot be started (1)."""
+    options = _parser().parse_args(arguments)
+    terminal = Terminal(colour=not options.no_color)
+    try:
+        scale = dict(_parse_scale(text) for text in options.scale)
+        return asyncio.run(_up(options, scale, terminal))
+    except ClusterError as error:
+        terminal.error(f"radixmesh up: {error}")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="radixmesh up", description="Run a compose file's services as local processes."
+    )
+    parser.add_argument(
+        "-f", "--file", type=Path, default=Path("compose/local.yml"), help="compose file (compose/local.yml)"
+    )
+    parser.add_argument(
+        "--scale", action="append", default=[], metavar="SERVICE=N", help="number of replicas; repeatable"
+    )
+    parser.add_argument("-p", "--project", help="name of this cluster, instead of the file's")
+    parser.add_argument("--run-folder", type=Path, help="where its state goes (default .radixmesh/<project>)")
+    parser.add_argument("--no-publish", action="store_true", help="choose free ports instead of the published ones")
+    parser.add_argument("--no-color", action="store_true", help="plain text")
+    parser.add_argument(
+        "--wait-s", type=float, default=600.0, help="with --demo: how long it may take to become healthy"
+    )
+    parser.add_argument(
+        "--demo", nargs="?", const=_DEMO_PROMPT, metavar="PROMPT", help="stream one completion, then serve on"
+    )
+    return parser
+
+
+def _parse_scale(text: str) -> tuple[str, int]:
+    name, _, count = text.partition("=")
+    if not name or not count.isdecimal():
+        raise ClusterError(f"--scale {text}: write it as SERVICE=N, for instance --scale worker=2")
+    return name, int(count)
+
+
+async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Terminal) -> int:
+    project = options.project or read_compose(options.file, os.environ).project
+    cluster = LocalCluster(
+        options.file,
+        scale=scale,
+        project=project,
+        run_folder=options.run_folder or default_run_folder(project, Path.cwd(), os.environ),
+        publish=not options.no_publish,
+        on_line=terminal.prefixed,
+        on_status=lambda status: terminal.progress(status.name, status.state.value, _describe(status), _tally(cluster)),
+    )
+    interrupted = asyncio.Event()
+    _on_stop_signals(interrupted.set)
+    await cluster.start()
+    try:
+        terminal.name_width([status.name for status in cluster.processes])
+        serving = asyncio.create_task(_serve(cluster, options, terminal))
+        stopping = asyncio.create_task(interrupted.wait())
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        serving.cancel()
+        stopping.cancel()
+    finally:
+        await _stop(cluster, terminal)
+    return 0
+
+
+async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: Terminal) -> None:
+    """Shows that everything is up, gives the demonstration if asked for, and then lasts until cancelled."""
+    await cluster.wait_healthy(options.wait_s if options.demo else float("inf"))
+    router = cluster.address("router") if any(status.service == "router" for status in cluster.processes) else None
+    terminal.line(
+        f"\nAll {len(cluster.processes)} processes are healthy." + (f" The router is at {router}." if router else "")
+    )
+    if options.demo is not None and router is not None:
+        from radixmesh.cli.generate import stream_completion
+
+        terminal.line(f'\n$ radixmesh generate "{options.demo}"')
+        await stream_completion(router, options.demo, terminal)
+    if router is not None:
+        terminal.line('\nTry: radixmesh generate "..." | radixmesh status | Ctrl-C stops everything.\n')
+    await asyncio.Event().wait()
+
+
+async def _stop(cluster: LocalCluster, terminal: Terminal) -> None:
+    terminal.line("\nStopping, dependants first; once more to kill at once.")
+    stopping = asyncio.create_task(cluster.stop())
+    _on_stop_signals(stopping.cancel)
+    await asyncio.wait([stopping])
+    if not stopping.cancelled():
+        stopping.result()
+
+
+def _on_stop_signals(action: Callable[[], object]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, action)
+
+
+def _describe(status: ProcessStatus) -> str:
+    if status.state is ProcessState.STARTING and not status.detail:
+        return f"pid {status.pid}" + (f", will serve at {status.address}" if status.address else "")
+    return status.detail
+
+
+def _tally(cluster: LocalCluster) -> str:
+    processes = cluster.processes
+    return f"[{sum(status.state is ProcessState.HEALTHY for status in processes)}/{len(processes)} healthy]"

@@ -1,0 +1,275 @@
+"""A compose file's services as local processes: the library behind `radixmesh up` and behind the tests of the mesh."""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+
+from radixmesh.daemons.cluster.compose import ComposeFile, DependencyCondition
+from radixmesh.daemons.cluster.compose_reader import read_compose
+from radixmesh.daemons.cluster.errors import StartTimeoutError, UnknownServiceError
+from radixmesh.daemons.cluster.plan import (
+    ClusterPlan,
+    ProcessSpec,
+    missing_host_paths,
+    plan_cluster,
+    plan_endpoints,
+    scale_compose,
+    unpublish,
+)
+from radixmesh.daemons.cluster.ports import assign_ports
+from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.process_supervisor import ProcessSupervisor
+from radixmesh.daemons.cluster.run_folder import ClusterState, RunFolder
+
+
+class LocalCluster:
+    """Runs the services of `compose_path` and keeps them running; an async context manager (start, stop).
+
+    scale: service -> number of replicas, instead of the file's. environment: service -> variables added to the file's.
+    run_folder: where state and named volumes go; a temporary folder if None. publish: False gives published ports to
+    chance, so that clusters of several tests do not meet. hang_window_s: instead of the health checks' interval x
+    retries. on_line(process name, line) gets all output, on_status every change of state. Replicas count from 1.
+
+    All methods belong to the event loop in which it was started, and that loop to a thread that lives as long as the
+    processes may (see die_with_parent). Constructing raises ClusterError for whatever is wrong with the file.
+    """
+
+    def __init__(
+        self,
+        compose_path: Path,
+        *,
+        scale: Mapping[str, int] | None = None,
+        environment: Mapping[str, Mapping[str, str]] | None = None,
+        project: str | None = None,
+        run_folder: Path | None = None,
+        publish: bool = True,
+        hang_window_s: float | None = None,
+        on_line: Callable[[str, str], None] | None = None,
+        on_status: Callable[[ProcessStatus], None] | None = None,
+    ) -> None:
+        compose = scale_compose(read_compose(compose_path, os.environ), scale or {})
+        compose = _with_environment(compose, environment or {})
+        self._compose = compose if publish else unpublish(compose)
+        if project is not None:
+            self._compose = replace(self._compose, project=project)
+        for problem in missing_host_paths(self._compose):
+            raise problem
+        # What the file gets wrong is said now, before anything runs; only free ports are missing for the real plan.
+        plan_cluster(self._compose, dict.fromkeys(plan_endpoints(self._compose), 1), Path("/"))
+        self._compose_path = compose_path.absolute()
+        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
+        if run_folder is None:
+            self._own_folder = tempfile.TemporaryDirectory(prefix="radixmesh-")
+            run_folder = Path(self._own_folder.name) / "run"
+        self._folder = RunFolder(run_folder.absolute())
+        self._hang_window_s = hang_window_s
+        self._on_line = on_line or (lambda name, line: None)
+        self._on_status = on_status or (lambda status: None)
+        self._plan: ClusterPlan | None = None
+        self._supervisors: dict[tuple[str, int], ProcessSupervisor] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def project(self) -> str:
+        """The project's name."""
+        return self._compose.project
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the state file is."""
+        return self._folder.path
+
+    @property
+    def processes(self) -> tuple[ProcessStatus, ...]:
+        """A snapshot of every process, in the order of the file."""
+        return tuple(supervisor.status for supervisor in self._supervisors.values())
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Name (`router-1`) -> process id, of the processes that run now."""
+        return {status.name: status.pid for status in self.processes if status.pid is not None}
+
+    def status(self, service: str, replica: int = 1) -> ProcessStatus:
+        """A snapshot of one process. Raises UnknownServiceError."""
+        return self._supervisor(service, replica).status
+
+    def address(self, service: str, replica: int = 1, container_port: int | None = None) -> str:
+        """Where a process serves: `127.0.0.1:port`, the same over all its restarts. Raises UnknownServiceError."""
+        spec = self._supervisor(service, replica).spec
+        address = spec.address if container_port is None else spec.addresses.get(container_port)
+        if address is None:
+            raise UnknownServiceError(f"{spec.name} listens on no such port; it has {sorted(spec.addresses)}")
+        return address
+
+    def recent_lines(self, service: str, replica: int = 1) -> tuple[str, ...]:
+        """The last lines that a process printed, over all its runs."""
+        return self._supervisor(service, replica).recent_lines
+
+    def kill(self, service: str, replica: int = 1, number: signal.Signals = signal.SIGKILL) -> bool:
+        """Sends a signal to a process; False if it does not run now. The supervisor then does what it always does."""
+        return self._supervisor(service, replica).send_signal(number)
+
+    async def start(self) -> None:
+        """Claims the run folder, chooses the ports and begins to start everything; returns before it is healthy.
+
+        Raises AlreadyRunningError or PortTakenError, and leaves nothing behind then.
+        """
+        self._folder.claim()
+        try:
+            ports = await asyncio.to_thread(assign_ports, plan_endpoints(self._compose))
+            self._plan = plan_cluster(self._compose, ports, self._folder.volumes)
+            for folder in self._plan.folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            for spec in self._plan.processes:
+                self._supervisors[spec.service, spec.replica] = self._make_supervisor(spec)
+        except BaseException:
+            self._clear_up()
+            raise
+        self._write_state()
+        for supervisor in self._supervisors.values():
+            supervisor.begin()
+
+    async def wait_healthy(self, timeout_s: float) -> None:
+        """Waits until every process is healthy; raises StartTimeoutError, which says what held it up.
+
+        A process that has ended for good, as its restart policy wants, ends the wait at once with the same error.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not all(status.state is ProcessState.HEALTHY for status in self.processes):
+                    if any(status.state is ProcessState.ENDED for status in self.processes):
+                        break
+                    await self._next_change()
+                else:
+                    return
+        raise StartTimeoutError(self._describe_unhealthy(timeout_s))
+
+    async def wait_until(
+        self, service: str, condition: Callable[[ProcessStatus], bool], *, replica: int = 1
+    ) -> ProcessStatus:
+        """Waits until the status of a process meets `condition`, and returns it. The caller sets the time limit."""
+        while not condition(status := self.status(service, replica)):
+            await self._next_change()
+        return status
+
+    async def stop(self) -> None:
+        """Stops the processes, dependants first, and waits for the last one. Cancelled, it kills what is left."""
+        try:
+            for level in reversed(self._plan.levels if self._plan is not None else ()):
+                members = [member for member in self._supervisors.values() if member.spec.service in level]
+                await asyncio.gather(*(member.stop() for member in members))
+        except asyncio.CancelledError:
+            await asyncio.gather(*(_kill(supervisor) for supervisor in self._supervisors.values()))
+            raise
+        finally:
+            self._clear_up()
+
+    async def __aenter__(self) -> "LocalCluster":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    def _make_supervisor(self, spec: ProcessSpec) -> ProcessSupervisor:
+        return ProcessSupervisor(
+            spec,
+            folder=self._folder.path,
+            hang_window_s=self._hang_window_s,
+            dependencies_ready=lambda: self._wait_for_dependencies(spec),
+            dependencies_healthy=lambda: self._are_dependencies_healthy(spec),
+            on_line=self._on_line,
+            on_status=self._take_status,
+        )
+
+    def _supervisor(self, service: str, replica: int) -> ProcessSupervisor:
+        try:
+            return self._supervisors[service, replica]
+        except KeyError:
+            known = ", ".join(supervisor.spec.name for supervisor in self._supervisors.values())
+            raise UnknownServiceError(
+                f"there is no {service}-{replica}; this cluster runs {known or 'nothing'}"
+            ) from None
+
+    async def _wait_for_dependencies(self, spec: ProcessSpec) -> None:
+        for dependency in spec.depends_on:
+            needed = {ProcessState.HEALTHY}
+            if dependency.condition is DependencyCondition.STARTED:
+                needed |= {ProcessState.STARTING, ProcessState.UNWELL, ProcessState.BACKOFF, ProcessState.ENDED}
+            while any(status.state not in needed for status in self._statuses_of(dependency.service)):
+                await self._next_change()
+
+    def _are_dependencies_healthy(self, spec: ProcessSpec) -> bool:
+        # One that is itself excused by its own dependencies is not healthy either: the blame goes down to the root.
+        return all(
+            status.state is ProcessState.HEALTHY
+            for dependency in spec.depends_on
+            for status in self._statuses_of(dependency.service)
+        )
+
+    def _statuses_of(self, service: str) -> list[ProcessStatus]:
+        return [status for status in self.processes if status.service == service]
+
+    async def _next_change(self) -> None:
+        await self._changed.wait()
+
+    def _take_status(self, status: ProcessStatus) -> None:
+        self._write_state()
+        self._on_status(status)
+        # Wakes all who wait now; who waits from here on waits for the next change.
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _write_state(self) -> None:
+        state = ClusterState(
+            project=self.project,
+            compose_file=str(self._compose_path),
+            supervisor_pid=os.getpid(),
+            processes=self.processes,
+        )
+        with suppress(OSError):
+            # A full disk must not end the cluster; the state file is for onlookers.
+            self._folder.write(state)
+
+    def _describe_unhealthy(self, timeout_s: float) -> str:
+        late = [
+            supervisor
+            for supervisor in self._supervisors.values()
+            if supervisor.status.state is not ProcessState.HEALTHY
+        ]
+        parts = [f"not healthy after {timeout_s:g} s: {', '.join(supervisor.spec.name for supervisor in late)}"]
+        for supervisor in late:
+            parts.append(
+                f"{supervisor.spec.name} is {supervisor.status.state.value} {supervisor.status.detail}".rstrip()
+            )
+            parts.extend(f"  {line}" for line in supervisor.recent_lines[-15:])
+        return "\n".join(parts)
+
+    def _clear_up(self) -> None:
+        self._folder.release()
+        if self._own_folder is not None:
+            self._own_folder.cleanup()
+
+
+async def _kill(supervisor: ProcessSupervisor) -> None:
+    supervisor.send_signal(signal.SIGKILL)
+    await supervisor.stop()
+
+
+def _with_environment(compose: ComposeFile, environment: Mapping[str, Mapping[str, str]]) -> ComposeFile:
+    unknown = sorted(environment.keys() - compose.services.keys())
+    if unknown:
+        raise UnknownServiceError(f"environment for {', '.join(unknown)}: the file has {', '.join(compose.services)}")
+    services = {
+        name: replace(service, environment={**service.environment, **environment.get(name, {})})
+        for name, service in compose.services.items()
+    }
+    return replace(compose, services=services)

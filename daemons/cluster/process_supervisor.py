@@ -1,0 +1,182 @@
+"""Keeps one process of the cluster running: start, check, restart, stop."""
+
+import asyncio
+import signal
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+
+from radixmesh.daemons.cluster.backoff import RestartBackoff
+from radixmesh.daemons.cluster.child_process import ChildProcess
+from radixmesh.daemons.cluster.compose import HealthCheck
+from radixmesh.daemons.cluster.errors import SpawnError
+from radixmesh.daemons.cluster.hang_detector import HangDetector, Verdict
+from radixmesh.daemons.cluster.health_probe import AlwaysServing, GrpcHealthProbe, HealthProbe
+from radixmesh.daemons.cluster.plan import ProcessSpec
+from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+
+_RECENT_LINES = 200
+_STATES = {
+    Verdict.STARTING: ProcessState.STARTING,
+    Verdict.HEALTHY: ProcessState.HEALTHY,
+    Verdict.UNWELL: ProcessState.UNWELL,
+}
+
+
+class ProcessSupervisor:
+    """Owns one ProcessSpec and at most one ChildProcess. All methods belong to the event loop's thread.
+
+    `dependencies_ready` is awaited before the first start only: what dies later is restarted at once, whatever the
+    state of the others, for every daemon copes with the absence of its peers. `dependencies_healthy` tells whether
+    what the process depends on is healthy now.
+    """
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        *,
+        folder: Path,
+        hang_window_s: float | None,
+        dependencies_ready: Callable[[], Awaitable[None]],
+        dependencies_healthy: Callable[[], bool],
+        on_line: Callable[[str, str], None],
+        on_status: Callable[[ProcessStatus], None],
+    ) -> None:
+        self.spec = spec
+        self._folder = folder
+        self._check = spec.health or HealthCheck(container_port=0)
+        self._hang_window_s = self._check.hang_window_s if hang_window_s is None else hang_window_s
+        self._dependencies_ready = dependencies_ready
+        self._dependencies_healthy = dependencies_healthy
+        self._on_line = on_line
+        self._on_status = on_status
+        self._backoff = RestartBackoff()
+        self._recent: deque[str] = deque(maxlen=_RECENT_LINES)
+        self._child: ChildProcess | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._healthy_since: float | None = None
+        self.status = ProcessStatus(
+            service=spec.service,
+            replica=spec.replica,
+            state=ProcessState.WAITING,
+            address=spec.address,
+            pid=None,
+            restarts=0,
+            detail="",
+            started_at=None,
+        )
+
+    @property
+    def recent_lines(self) -> tuple[str, ...]:
+        """The last lines that the process printed, over all its runs."""
+        return tuple(self._recent)
+
+    def begin(self) -> None:
+        """Starts the supervision in the background."""
+        assert self._task is None, f"{self.spec.name} is supervised already"
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
+
+    def send_signal(self, number: signal.Signals) -> bool:
+        """Signals the process; False if it does not run now."""
+        if self._child is None or self._child.exit_code is not None:
+            return False
+        self._child.send_signal(number)
+        return True
+
+    async def stop(self) -> None:
+        """Ends supervision and process: SIGTERM, the grace period, SIGKILL. Cancelling it kills at once."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        if self._child is not None:
+            try:
+                await self._child.stop(self.spec.stop_grace_s)
+            except asyncio.CancelledError:
+                await self._child.kill()
+                raise
+            finally:
+                self._child = None
+                self._enter(ProcessState.STOPPED, "", pid=None)
+        else:
+            self._enter(ProcessState.STOPPED, "", pid=None)
+
+    async def _supervise(self) -> None:
+        await self._dependencies_ready()
+        while True:
+            reason, exit_code = await self._run_once()
+            self._child = None
+            if not self.spec.restart.restarts(exit_code):
+                self._enter(ProcessState.ENDED, reason, pid=None)
+                return
+            healthy_s = 0.0 if self._healthy_since is None else time.monotonic() - self._healthy_since
+            self._healthy_since = None
+            pause_s = self._backoff.pause_after(healthy_s)
+            restarts = self.status.restarts + 1
+            self._enter(
+                ProcessState.BACKOFF, f"{reason}; restart {restarts} in {pause_s:.1f} s", pid=None, restarts=restarts
+            )
+            await asyncio.sleep(pause_s)
+
+    async def _run_once(self) -> tuple[str, int]:
+        """Runs the process to its end; returns why it ended, in words, and its exit code."""
+        try:
+            self._child = child = await ChildProcess.spawn(self.spec, self._folder, self._take_line)
+        except SpawnError as error:
+            return str(error), 1
+        self.status = replace(self.status, started_at=time.time())
+        self._enter(ProcessState.STARTING, "", pid=child.pid)
+        exited = asyncio.create_task(child.wait())
+        try:
+            async with self._probe() as probe:
+                hung = await self._watch(probe, exited)
+            if hung is None:
+                return _describe_exit(exited.result()), exited.result()
+            return f"hung: {hung}; killed", await child.kill()
+        finally:
+            exited.cancel()
+
+    async def _watch(self, probe: HealthProbe, exited: "asyncio.Task[int]") -> str | None:
+        """Checks until the process ends (None) or is found hung (what was heard last)."""
+        detector = HangDetector(self._check, window_s=self._hang_window_s, stop_grace_s=self.spec.stop_grace_s)
+        started = previous = time.monotonic()
+        pause_s = min(self._check.start_interval_s, 0.05)
+        while not (await asyncio.wait([exited], timeout=pause_s))[0]:
+            answer = await probe.ask(self._check.timeout_s)
+            if exited.done():
+                return None
+            now = time.monotonic()
+            verdict = detector.observe(answer, elapsed_s=now - previous, excused=not self._dependencies_healthy())
+            previous = now
+            if verdict is Verdict.HUNG:
+                return f"{answer.value} for {self._hang_window_s:g} s"
+            if verdict is Verdict.HEALTHY and self._healthy_since is None:
+                self._healthy_since = now
+            if _STATES[verdict] is not self.status.state:
+                detail = f"after {now - started:.1f} s" if verdict is Verdict.HEALTHY else answer.value
+                self._enter(_STATES[verdict], detail, pid=self.status.pid)
+            pause_s = self._check.start_interval_s if verdict is Verdict.STARTING else self._check.interval_s
+        return None
+
+    def _probe(self) -> HealthProbe:
+        address = self.spec.address
+        return AlwaysServing() if self.spec.health is None or address is None else GrpcHealthProbe(address)
+
+    def _take_line(self, line: str) -> None:
+        self._recent.append(line)
+        self._on_line(self.spec.name, line)
+
+    def _enter(self, state: ProcessState, detail: str, *, pid: int | None, restarts: int | None = None) -> None:
+        restarts = self.status.restarts if restarts is None else restarts
+        self.status = replace(self.status, state=state, detail=detail, pid=pid, restarts=restarts)
+        self._on_status(self.status)
+
+
+def _describe_exit(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    try:
+        return f"killed by {signal.Signals(-exit_code).name}"
+    except ValueError:
+        return f"killed by signal {-exit_code}"

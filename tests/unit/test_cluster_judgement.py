@@ -1,0 +1,73 @@
+"""When a process counts as hung, and how soon it is started again."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixmesh.daemons.cluster.backoff import RestartBackoff
+from radixmesh.daemons.cluster.compose import HealthCheck
+from radixmesh.daemons.cluster.hang_detector import HangDetector, ProbeAnswer, Verdict
+
+SERVING, NOT_SERVING = ProbeAnswer.SERVING, ProbeAnswer.NOT_SERVING
+SILENT, REFUSED, DRAINING = ProbeAnswer.SILENT, ProbeAnswer.REFUSED, ProbeAnswer.DRAINING
+
+
+def make_detector():
+    """Checks every second, five seconds of window, ten of start period, twenty to stop."""
+    check = HealthCheck(container_port=1, start_period_s=10.0)
+    return HangDetector(check, window_s=5.0, stop_grace_s=20.0)
+
+
+def seconds_until_hung(detector, answer, *, excused=False, limit=100):
+    for second in range(1, limit + 1):
+        if detector.observe(answer, elapsed_s=1.0, excused=excused) is Verdict.HUNG:
+            return second
+    return None
+
+
+@pytest.mark.parametrize(
+    ("answer", "excused", "expected"),
+    [
+        (SILENT, False, 5),
+        (SILENT, True, 5),
+        (NOT_SERVING, False, 5),
+        (NOT_SERVING, True, None),
+        (DRAINING, False, 20),
+        (REFUSED, False, 20),
+    ],
+)
+def test_time_to_be_found_hung_after_serving(answer, excused, expected):
+    detector = make_detector()
+    assert detector.observe(SERVING, elapsed_s=1.0, excused=False) is Verdict.HEALTHY
+    assert seconds_until_hung(detector, answer, excused=excused) == expected
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(SILENT, 15), (REFUSED, 15), (NOT_SERVING, None)])
+def test_time_to_be_found_hung_before_serving(answer, expected):
+    assert seconds_until_hung(make_detector(), answer) == expected
+
+
+def test_one_good_answer_clears_everything():
+    detector = make_detector()
+    for _ in range(20):
+        detector.observe(SERVING, elapsed_s=1.0, excused=False)
+        assert [detector.observe(SILENT, elapsed_s=1.0, excused=False) for _ in range(4)] == [Verdict.UNWELL] * 4
+
+
+def test_a_pause_of_the_supervisor_is_not_one_of_the_process():
+    detector = make_detector()
+    detector.observe(SERVING, elapsed_s=1.0, excused=False)
+    assert detector.observe(SILENT, elapsed_s=3600.0, excused=False) is Verdict.UNWELL
+
+
+def test_backoff_doubles_to_its_limit_and_starts_over_after_a_stable_run():
+    backoff = RestartBackoff(initial_s=0.1, max_s=5.0, stable_s=1.0)
+    pauses = [backoff.pause_after(0.5) for _ in range(8)]
+    assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+    assert [backoff.pause_after(1.0), backoff.pause_after(0.0)] == pytest.approx([0.1, 0.2])
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=50))
+def test_backoff_stays_between_its_limits(healthy_times):
+    backoff = RestartBackoff()
+    assert all(0.1 <= backoff.pause_after(healthy_s) <= 5.0 for healthy_s in healthy_times)
