@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.worker.v1 import worker_pb2
 
@@ -149,6 +150,15 @@ class StepResult:
     device_end_ns: int = 0
     weights_version: int = 1
     digest: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Nothing of step `step_id` (0 = the claim) has run, nor will of any later one of the epoch."""
+
+    epoch: int
+    step_id: int
+    error: MeshError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
