@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from .addresses import parse_address
-from .server import MAX_MESSAGE_BYTES
+from .server import KEEPALIVE, MAX_MESSAGE_BYTES
 
 # Read-only verbs that any peer may be asked twice. Encode is not here: the router retries it on *another* replica.
 _IDEMPOTENT = (
@@ -35,11 +35,7 @@ _SERVICE_CONFIG = {
 _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that is silent without having closed (SIGSTOP, partition) fails its streams after 2 + 3 s.
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    *KEEPALIVE,
     # A daemon that was restarted is found again at once, not after grpc's backoff of up to 120 s.
     ("grpc.initial_reconnect_backoff_ms", 50),
     # Doubles as the time limit of one connection attempt: no smaller than a slow handshake.

@@ -23,18 +23,22 @@ _Servicer = TypeVar("_Servicer")
 # A step's plan or a detokenizer batch is KBs; blobs (grammars, images) are the largest messages.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_CONCURRENT_STREAMS = 65_536
-
+# For both ends: a peer that is silent without having closed (SIGSTOP, partition) fails its streams after 2 + 3 s.
+KEEPALIVE: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 2_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # Without this one grpc 1.85 waits 60 s for the answer to a keepalive ping, whatever the line above says.
+    ("grpc.http2.ping_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
     # Two daemons on one port would share its connections at random: the second must fail to bind.
     ("grpc.so_reuseport", 0),
-    # A silent client (stopped host, cut cable) is noticed as soon as a silent server is: see channel.py.
-    ("grpc.keepalive_time_ms", 2_000),
-    ("grpc.keepalive_timeout_ms", 3_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
+    *KEEPALIVE,
     # Our channels ping every 2 s; grpc's own default would answer that with GOAWAY "too_many_pings".
     ("grpc.http2.min_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),

@@ -1,4 +1,4 @@
-"""Bytes of a plan, a result and a page record as version 1 of the contract writes them: peers of that version read these."""
+"""Bytes of the step contract as its version 1 writes them: peers of that version read exactly these."""
 
 import numpy as np
 
