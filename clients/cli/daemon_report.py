@@ -1,0 +1,87 @@
+"""Asks a daemon of any kind what it is doing: health, epoch and load, in words."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.router.v1 import router_pb2, router_pb2_grpc
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonReport:
+    """What one daemon said; empty where its kind has no such thing, or did not answer."""
+
+    health: str
+    epoch: str = ""
+    load: str = ""
+
+
+async def ask_daemon(address: str, timeout_s: float) -> DaemonReport:
+    """Asks the daemon at `address`; one that does not answer makes a report that says so. Never takes more than twice
+    `timeout_s` seconds. The kind of daemon is found out by which of the services it has.
+    """
+    async with open_channel(address) as channel:
+        health = await _ask_health(channel, timeout_s)
+        if health in ("refused", "silent"):
+            return DaemonReport(health=health)
+        asked: tuple[Callable[[grpc.aio.Channel, float], Awaitable[tuple[str, str]]], ...] = (
+            _ask_scheduler,
+            _ask_worker,
+            _ask_router,
+        )
+        answers = await asyncio.gather(*(ask(channel, timeout_s) for ask in asked), return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, tuple):
+            return DaemonReport(health=health, epoch=answer[0], load=answer[1])
+        if not isinstance(answer, grpc.aio.AioRpcError):
+            raise answer
+    return DaemonReport(health=health)
+
+
+async def _ask_health(channel: grpc.aio.Channel, timeout_s: float) -> str:
+    call = channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    try:
+        reply = await call
+        state = (await call.trailing_metadata()).get("radixmesh-state")
+    except grpc.aio.AioRpcError as error:
+        return "silent" if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED else "refused"
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+    return state if isinstance(state, str) else status.lower().replace("_", " ")
+
+
+async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> tuple[str, str]:
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+    state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=timeout_s)
+    load = state.load
+    group = scheduler_pb2.GroupState.Name(load.group).removeprefix("GROUP_STATE_").lower()
+    pages = f"pages {load.free_pages} free {load.cached_pages} cached of {load.total_pages}"
+    parts = [f"group {group}", f"{load.num_running} running {load.num_waiting} waiting", pages]
+    if state.quarantined_pages:
+        parts.append(f"{state.quarantined_pages} quarantined")
+    return str(load.epoch), ", ".join(parts)
+
+
+async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> tuple[str, str]:
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    reply = await stub.GetCapabilities(worker_pb2.GetCapabilitiesRequest(), timeout=timeout_s)
+    what = reply.capabilities
+    rank = f", rank {what.rank} of {what.world_size}" if what.world_size > 1 else ""
+    return str(reply.highest_epoch), f"{what.backend}, {what.num_slots} slots, {what.num_pages} pages{rank}"
+
+
+async def _ask_router(channel: grpc.aio.Channel, timeout_s: float) -> tuple[str, str]:
+    stub = router_pb2_grpc.RouterAdminServiceStub(channel)
+    schedulers = (await stub.ListSchedulers(router_pb2.ListSchedulersRequest(), timeout=timeout_s)).schedulers
+    connected = sum(scheduler.is_connected for scheduler in schedulers)
+    running = sum(scheduler.num_running for scheduler in schedulers)
+    return "", f"{running} running, schedulers {connected} of {len(schedulers)} connected"
