@@ -19,14 +19,18 @@ _LAST_OUTPUT_S = 0.5
 class ChildProcess:
     """Made by `spawn`. The group dies with the process, so that its own children never outlive a restart."""
 
-    def __init__(self, process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: "asyncio.Task[None]") -> None:
         self._process = process
-        self._output = asyncio.create_task(_forward_lines(process, on_line))
+        self._output = output
 
     @classmethod
     async def spawn(cls, spec: ProcessSpec, folder: Path, on_line: Callable[[str], None]) -> "ChildProcess":
         """Starts `spec` in `folder`; every line of its stdout and stderr goes to `on_line`. Raises SpawnError."""
         shim = (sys.executable, "-I", "-S", die_with_parent.__file__, str(os.getpid()))
+        # A pipe of our own: with asyncio's, some versions do not report the end of a process while a child of it still
+        # holds the other end.
+        read_end, write_end = os.pipe()
+        output = asyncio.create_task(_forward_lines(read_end, on_line))
         try:
             process = await asyncio.create_subprocess_exec(
                 *shim,
@@ -34,14 +38,17 @@ class ChildProcess:
                 cwd=folder,
                 env=_environment(os.environ, spec.environment),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stdout=write_end,
+                stderr=write_end,
                 # Ctrl-C at the terminal then reaches the supervisor alone, which stops the daemons in order.
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
             raise SpawnError(f"{spec.name}: {error}") from error
-        return cls(process, on_line)
+        finally:
+            # Without a process this ends the reader as well.
+            os.close(write_end)
+        return cls(process, output)
 
     @property
     def pid(self) -> int:
@@ -103,15 +110,21 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
 
 
-async def _forward_lines(process: asyncio.subprocess.Process, on_line: Callable[[str], None]) -> None:
-    stream = process.stdout
-    assert stream is not None, "the process was started with a pipe"
-    pending = b""
-    while chunk := await stream.read(_MAX_LINE_BYTES):
-        *lines, pending = (pending + chunk).split(b"\n")
-        if len(pending) > _MAX_LINE_BYTES:
-            lines, pending = [*lines, pending], b""
-        for line in lines:
-            on_line(line.decode(errors="replace").rstrip("\r"))
-    if pending:
-        on_line(pending.decode(errors="replace"))
+async def _forward_lines(read_end: int, on_line: Callable[[str], None]) -> None:
+    stream = asyncio.StreamReader()
+    pipe = os.fdopen(read_end, "rb", buffering=0)
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(stream), pipe
+    )
+    try:
+        pending = b""
+        while chunk := await stream.read(_MAX_LINE_BYTES):
+            *lines, pending = (pending + chunk).split(b"\n")
+            if len(pending) > _MAX_LINE_BYTES:
+                lines, pending = [*lines, pending], b""
+            for line in lines:
+                on_line(line.decode(errors="replace").rstrip("\r"))
+        if pending:
+            on_line(pending.decode(errors="replace"))
+    finally:
+        transport.close()

@@ -151,6 +151,7 @@ async def test_a_stall_is_blamed_on_its_root_alone(make_cluster, tmp_path):
     async with make_cluster(hang_window_s=1.0, environment=environment) as cluster:
         await cluster.wait_healthy(30)
         router_stall.touch()
+        await asyncio.sleep(0.5)
         worker_stall.touch()
         async with asyncio.timeout(30):
             await cluster.wait_until("worker", lambda status: status.restarts == 1)
@@ -164,12 +165,6 @@ async def test_a_stall_is_blamed_on_its_root_alone(make_cluster, tmp_path):
         router_stall.touch()
         async with asyncio.timeout(30):
             await cluster.wait_until("router", lambda status: status.restarts == 1)
-
-
-async def test_slow_loading_is_not_a_hang(make_cluster):
-    async with make_cluster(hang_window_s=0.3, environment={"worker": {"FAKE_LOADING_S": "2"}}) as cluster:
-        await cluster.wait_healthy(30)
-        assert cluster.status("worker").restarts == 0
 
 
 async def test_a_crash_loop_backs_off_and_says_why_nothing_is_healthy(make_cluster, journal):
@@ -204,6 +199,8 @@ async def test_children_of_a_process_die_with_it(make_cluster, tmp_path):
         await cluster.wait_healthy(30)
         first = int(child_file.read_text())
         cluster.kill("worker")
+        status = await cluster.wait_until("worker", lambda status: status.restarts == 1)
+        assert status.detail.startswith("killed by SIGKILL")
         await wait_restarted(cluster, "worker", 1)
         assert wait_gone([first]) == []
         second = int(child_file.read_text())
