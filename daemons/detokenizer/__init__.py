@@ -1,0 +1,1 @@
+"""The detokenizer daemon: ids to text, as they come, and stop strings."""

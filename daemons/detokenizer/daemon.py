@@ -1,0 +1,68 @@
+"""The detokenizer as a process keeps it alive: the vocabulary's tables, and the count of entries of all streams."""
+
+from __future__ import annotations
+
+import asyncio
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.detokenizer.config import DetokenizerSettings
+from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.detokenizer.service import DetokenizerService
+from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
+from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
+from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.detokenizer.v1 import detokenizer_pb2_grpc
+
+_DRAIN_POLL_S = 0.05
+
+
+class DetokenizerDaemon(Daemon):
+    """Serves Detokenize once its tables are built."""
+
+    def __init__(self, runtime: Runtime, settings: DetokenizerSettings) -> None:
+        self._settings = settings
+        self._instance_id = runtime.instance_id
+        self._budget = EntryBudget(settings.max_entries)
+        self._loaded: tuple[Vocabulary, DecoderFamily] | None = None
+        self._service = DetokenizerService(self, runtime.progress, settings.max_pending_bytes)
+        runtime.server.add(detokenizer_pb2_grpc.add_DetokenizerServiceServicer_to_server, self._service)
+
+    async def load(self) -> None:
+        self._loaded = await asyncio.to_thread(self._load)
+
+    async def drain(self) -> None:
+        """Entries are a cache that any replica rebuilds: what is open may finish while drain_s lasts."""
+        while self._budget.num_entries:  # noqa: ASYNC110 - entries end in domain code, which knows no event loop.
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def close(self) -> None:
+        return
+
+    def new_table(self) -> DecoderTable:
+        assert self._loaded is not None, "streams are refused while loading"
+        vocabulary, family = self._loaded
+        limits = Limits(
+            max_stops=self._settings.max_stops,
+            max_stop_bytes=self._settings.max_stop_bytes,
+            max_output_tokens=vocabulary.identity.max_total_len or self._settings.max_output_tokens,
+        )
+        return DecoderTable(family, vocabulary.vocab_size, limits, self._budget)
+
+    def hello(self) -> common_pb2.Hello:
+        assert self._loaded is not None, "streams are refused while loading"
+        vocabulary = self._loaded[0]
+        identity = vocabulary.identity
+        model = common_pb2.ModelIdentity(
+            name=identity.name,
+            tokenizer_fingerprint=vocabulary.fingerprint,
+            vocab_size=vocabulary.vocab_size,
+            max_total_len=identity.max_total_len,
+            eos_ids=pack_ints(identity.eos_ids),
+        )
+        return make_hello("detokenizer", self._instance_id, model)
+
+    def _load(self) -> tuple[Vocabulary, DecoderFamily]:
+        vocabulary = Vocabulary.load(self._settings.model)
+        return vocabulary, family_of(vocabulary)

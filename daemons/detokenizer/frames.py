@@ -1,0 +1,80 @@
+"""Frames of the Detokenize stream to and from the table's messages."""
+
+from __future__ import annotations
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, TextDelta, TokenBatch
+from radixmesh.daemons.detokenizer.outbox import Pending
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.detokenizer.v1 import detokenizer_pb2
+
+
+def read_open(message: detokenizer_pb2.Open) -> OpenEntry:
+    """Raises MeshError MALFORMED_MESSAGE for an array of broken length."""
+    stop = message.stop
+    return OpenEntry(
+        handle=message.handle,
+        request_id=message.request_id,
+        prompt_tail_ids=unpack_ints(message.prompt_tail_ids, "opens.prompt_tail_ids").tolist(),
+        output_ids=unpack_ints(message.output_ids, "opens.output_ids").tolist(),
+        emitted_text_bytes=message.emitted_text_bytes,
+        stops=tuple(stop.stop),
+        include_stop=stop.include_stop,
+        skip_special_tokens=not stop.HasField("skip_special_tokens") or stop.skip_special_tokens,
+        eos_ids=unpack_ints(message.eos_ids, "opens.eos_ids").tolist(),
+    )
+
+
+def read_tokens(message: detokenizer_pb2.TokenRows) -> TokenBatch:
+    """Raises MeshError MALFORMED_MESSAGE if the arrays do not fit each other."""
+    handles = unpack_ints(message.handles, "tokens.handles")
+    first_indexes = unpack_ints(message.first_output_indexes, "tokens.first_output_indexes")
+    counts = unpack_ints(message.counts, "tokens.counts")
+    ids = unpack_ints(message.ids, "tokens.ids")
+    num_rows = len(handles)
+    if len(first_indexes) != num_rows or len(counts) != num_rows or len(message.finals) not in (0, num_rows):
+        raise _malformed(f"{num_rows} handles need as many first_output_indexes and counts, and as many finals or none")
+    if num_rows and (int(counts.min()) < 0 or int(first_indexes.min()) < 0):
+        raise _malformed("counts and first_output_indexes cannot be negative")
+    num_ids = int(counts.sum(dtype="int64"))
+    if num_ids != len(ids):
+        raise _malformed(f"counts sum to {num_ids}, ids holds {len(ids)}")
+    return TokenBatch(
+        handles=handles.tolist(),
+        first_indexes=first_indexes.tolist(),
+        counts=counts.tolist(),
+        finals=message.finals or bytes(num_rows),
+        ids=ids.tolist(),
+        min_id=int(ids.min()) if num_ids else 0,
+        max_id=int(ids.max()) if num_ids else 0,
+    )
+
+
+def write_response(pending: Pending) -> detokenizer_pb2.DetokenizeResponse:
+    return detokenizer_pb2.DetokenizeResponse(
+        rows=[_text_row(delta) for delta in pending.deltas],
+        failures=[_failure(failure) for failure in pending.failures],
+    )
+
+
+def _text_row(delta: TextDelta) -> detokenizer_pb2.TextRow:
+    row = detokenizer_pb2.TextRow(
+        handle=delta.handle,
+        text_offset=delta.text_offset,
+        text=delta.text,
+        num_tokens=delta.num_tokens,
+        is_final=delta.is_final,
+    )
+    if delta.stop is not None:
+        row.stop.stop = delta.stop.stop
+        row.stop.num_tokens = delta.stop.num_tokens
+    return row
+
+
+def _failure(failure: EntryFailure) -> detokenizer_pb2.EntryFailure:
+    return detokenizer_pb2.EntryFailure(handle=failure.handle, is_lost=failure.is_lost, error=failure.error.to_proto())
+
+
+def _malformed(message: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, f"tokens: {message}", {"field": "tokens"})

@@ -1,0 +1,119 @@
+"""What a stream has to say and has not said yet: at most one response, merged into until its reader takes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
+
+# Bytes that a row or failure costs beside its text.
+_ROW_BYTES = 64
+# A response grows no further than about this; a fourth of what channels take, see _cost_of.
+MAX_RESPONSE_BYTES = 8 << 20
+
+
+class Pending(NamedTuple):
+    """One response. deltas: one per entry. failures: one per entry, in order."""
+
+    deltas: list[TextDelta]
+    failures: list[EntryFailure]
+
+
+class Outbox:
+    """Merges deltas per entry. One producer and one consumer on one event loop.
+
+    max_bytes: past it `has_room` is false, and the producer reads no further until the consumer has taken what there
+    is. So a reader that never reads costs this much and no more.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._deltas: dict[int, TextDelta] = {}
+        self._failures: dict[int, EntryFailure] = {}
+        self._num_bytes = 0
+        self._is_due = False
+        self._is_closed = False
+        self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    @property
+    def has_room(self) -> bool:
+        return self._num_bytes < self._max_bytes
+
+    def put(self, deltas: Iterable[TextDelta], failures: Iterable[EntryFailure]) -> None:
+        """Adds to the next response, and makes one due even if there is nothing in it (each request is answered)."""
+        pending = self._deltas
+        num_bytes = self._num_bytes
+        for delta in deltas:
+            before = pending.get(delta.handle)
+            num_bytes += _cost_of(delta)
+            pending[delta.handle] = delta if before is None else _merged(before, delta)
+        for failure in failures:
+            num_bytes += _ROW_BYTES + len(failure.error.message)
+            self._failures[failure.handle] = failure
+        self._num_bytes = num_bytes
+        self._is_due = True
+        self._changed.set()
+
+    def forget(self, handles: Iterable[int]) -> None:
+        """The router wants nothing more of these entries (closed, or opened anew)."""
+        for handle in handles:
+            self._deltas.pop(handle, None)
+            self._failures.pop(handle, None)
+
+    def close(self) -> None:
+        """Nothing more will be put. What is there can still be taken."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def take(self) -> Pending | None:
+        """All there is, once there is something; None once the outbox is closed and empty."""
+        while not self._is_due:
+            if self._is_closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        if self._num_bytes > MAX_RESPONSE_BYTES:
+            return self._take_some()
+        pending = Pending(list(self._deltas.values()), list(self._failures.values()))
+        self._deltas, self._failures = {}, {}
+        self._num_bytes = 0
+        self._is_due = False
+        self._taken.set()
+        return pending
+
+    def _take_some(self) -> Pending:
+        """As much as a message may hold: replays of many long outputs can be more than that."""
+        deltas: list[TextDelta] = []
+        num_bytes = 0
+        while self._deltas and num_bytes < MAX_RESPONSE_BYTES:
+            delta = self._deltas.pop(next(iter(self._deltas)))
+            deltas.append(delta)
+            num_bytes += _cost_of(delta)
+        failures: list[EntryFailure] = []
+        while self._failures and num_bytes < MAX_RESPONSE_BYTES:
+            failure = self._failures.pop(next(iter(self._failures)))
+            failures.append(failure)
+            num_bytes += _ROW_BYTES + len(failure.error.message)
+        self._num_bytes = max(0, self._num_bytes - num_bytes)
+        self._is_due = bool(self._deltas or self._failures)
+        if not self._is_due:
+            self._num_bytes = 0
+        self._taken.set()
+        return Pending(deltas, failures)
+
+    async def wait_for_room(self) -> None:
+        while not self.has_room:
+            self._taken.clear()
+            await self._taken.wait()
+
+
+def _cost_of(delta: TextDelta) -> int:
+    # Characters, not bytes: a fourth of the truth at worst, which the limits allow for.
+    return _ROW_BYTES + len(delta.text)
+
+
+def _merged(old: TextDelta, new: TextDelta) -> TextDelta:
+    return new._replace(text_offset=old.text_offset, text=old.text + new.text)

@@ -1,0 +1,142 @@
+"""The gRPC edge of the detokenizer: one table and one outbox per stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+import grpc
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
+from radixmesh.daemons.detokenizer.frames import read_open, read_tokens, write_response
+from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
+from radixmesh.daemons.detokenizer.outbox import Outbox
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.progress import Progress, State
+from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+
+log = get_logger(__name__)
+
+_Request = detokenizer_pb2.DetokenizeRequest
+_Response = detokenizer_pb2.DetokenizeResponse
+# Replayed tokens after which other streams get a turn: about 5 ms.
+_TURN_TOKENS = 50_000
+
+
+class TableMaker(Protocol):
+    """What a loaded daemon offers to its streams."""
+
+    def new_table(self) -> DecoderTable: ...
+
+    def hello(self) -> common_pb2.Hello: ...
+
+
+class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
+    """Detokenize: the reader applies frames and fills the outbox, the generator empties it into the stream."""
+
+    def __init__(self, maker: TableMaker, progress: Progress, max_pending_bytes: int) -> None:
+        self._maker = maker
+        self._progress = progress
+        self._max_pending_bytes = max_pending_bytes
+        self._num_streams = 0
+
+    @property
+    def num_streams(self) -> int:
+        return self._num_streams
+
+    async def Detokenize(
+        self,
+        request_iterator: AsyncIterator[_Request],
+        context: grpc.aio.ServicerContext[_Request, _Response],
+    ) -> AsyncIterator[_Response]:
+        """See detokenizer.proto for the conversation."""
+        self._progress.require_serving()
+        first = await anext(request_iterator, None)
+        if first is None:
+            return
+        ours = self._maker.hello()
+        _check_first(first, ours)
+        log.info("stream_opened", peer=first.hello.instance_id, daemon=first.hello.daemon)
+        self._num_streams += 1
+        table = self._maker.new_table()
+        outbox = Outbox(self._max_pending_bytes)
+        reader = asyncio.create_task(self._read(first, request_iterator, table, outbox))
+        try:
+            yield _Response(hello=ours)
+            while (pending := await outbox.take()) is not None:
+                yield write_response(pending)
+            await reader  # Raises what ended it.
+        finally:
+            reader.cancel()
+            log.info("stream_closed", peer=first.hello.instance_id, num_entries=len(table))
+            table.clear()
+            self._num_streams -= 1
+
+    async def _read(
+        self, first: _Request, requests: AsyncIterator[_Request], table: DecoderTable, outbox: Outbox
+    ) -> None:
+        try:
+            await self._apply(first, table, outbox)
+            async for request in requests:
+                if request.HasField("hello"):
+                    message = "hello belongs into the first frame of a stream only"
+                    raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+                await self._apply(request, table, outbox)
+                self._progress.completed()
+        finally:
+            outbox.close()
+
+    async def _apply(self, request: _Request, table: DecoderTable, outbox: Outbox) -> None:
+        """Opens, then tokens, then closes. All arrays are read first: a broken frame changes nothing."""
+        opens = [read_open(message) for message in request.opens]
+        has_tokens = request.HasField("tokens")
+        batch = read_tokens(request.tokens) if has_tokens else None
+        close_handles = unpack_ints(request.close_handles, "close_handles").tolist()
+        await outbox.wait_for_room()
+        num_replayed = 0
+        deltas: list[TextDelta] = []
+        failures: list[EntryFailure] = []
+        for entry in opens:
+            outbox.forget((entry.handle,))
+            outcome = self._refusal(entry.handle, table) or table.open(entry)
+            if isinstance(outcome, TextDelta):
+                deltas.append(outcome)
+            elif isinstance(outcome, EntryFailure):
+                failures.append(outcome)
+                log.info("open_refused", request_id=entry.request_id, error=str(outcome.error))
+            num_replayed += len(entry.output_ids)
+            if num_replayed >= _TURN_TOKENS:
+                num_replayed = 0
+                await asyncio.sleep(0)
+        if batch is not None:
+            new_deltas, new_failures = table.push(batch)
+            deltas += new_deltas
+            failures += new_failures
+        if close_handles:
+            table.close(close_handles)
+        if opens or has_tokens:
+            outbox.put(deltas, failures)
+
+    def _refusal(self, handle: int, table: DecoderTable) -> EntryFailure | None:
+        """Set while draining: what is open may finish, new entries go to another replica."""
+        if self._progress.state is not State.DRAINING:
+            return None
+        table.close((handle,))
+        try:
+            self._progress.require_serving()
+        except MeshError as error:
+            return EntryFailure(handle, True, error)
+        return None
+
+
+def _check_first(first: _Request, ours: common_pb2.Hello) -> None:
+    if not first.HasField("hello"):
+        message = "start the stream with a hello: who you are and which contract versions you speak"
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+    check_hello(first.hello, ours)
