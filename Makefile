@@ -64,7 +64,7 @@ stubs: tools
 		--python_out=$(STUBS_OUT) --pyi_out=$(STUBS_OUT) --grpc_python_out=$(STUBS_OUT) --mypy_grpc_out=quiet:$(STUBS_OUT) $(PROTOS)
 
 run: install
-	$(VENV)/bin/radixmesh up -f compose/local.yml --try
+	$(VENV)/bin/radixmesh up -f compose/local.yml --demo
 
 test: install tools
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not full' $(PYTEST_ARGS)

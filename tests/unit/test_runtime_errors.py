@@ -14,12 +14,12 @@ _PROTO = Path(__file__).resolve().parents[2] / "protos/radixmesh/common/v1/commo
 
 
 def test_every_reason_has_the_status_that_its_comment_names() -> None:
-    documented = dict(
-        (name, status)
+    documented = {
+        name: status
         for status, name in re.findall(
             r"^  // ([A-Z_]+)\. .*\n(?:  // .*\n)*  ERROR_REASON_(\w+) = \d+;", _PROTO.read_text(), re.M
         )
-    )
+    }
     named = {reason_name(value): status_of(value) for value in ErrorReason.values() if value != 0}
     assert named == documented
 

@@ -52,8 +52,8 @@ def test_defaults_apply() -> None:
 
 def test_every_type_from_flags() -> None:
     argv = (
-        "--model /m --backend simulated --decode-depth 2 --share 0.5 --peers a:1,b:2 --name n --limit none --no-is-eager "
-        "--listen unix:/s,0.0.0.0:1 --log-level debug --drain-s 1.5 --address-file /f"
+        "--model /m --backend simulated --decode-depth 2 --share 0.5 --peers a:1,b:2 --name n --limit none "
+        "--no-is-eager --listen unix:/s,0.0.0.0:1 --log-level debug --drain-s 1.5 --address-file /f"
     )
     assert _load(argv.split()) == WorkerSettings(
         model=Path("/m"),
