@@ -1,19 +1,20 @@
-"""The first message of every stream: who is there, what it speaks, what it serves."""
+"""Hello: what daemons tell each other first, and the check that decides whether they may work together."""
 
 from __future__ import annotations
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 
+from .arrays import pack_ints
 from .errors import MeshError
+from .fingerprint import ModelIdentity
 
-# The contract versions that this code speaks.
 MIN_CONTRACT_VERSION = 1
 MAX_CONTRACT_VERSION = 1
 
 
-def make_hello(daemon: str, instance_id: str, model: common_pb2.ModelIdentity | None = None) -> common_pb2.Hello:
-    """Our own Hello. model: None where the sender serves any."""
+def make_hello(instance_id: str, daemon: str, model: common_pb2.ModelIdentity | None = None) -> common_pb2.Hello:
+    """Our side of a stream's first exchange. `model` None: the daemon serves any."""
     return common_pb2.Hello(
         instance_id=instance_id,
         daemon=daemon,
@@ -23,39 +24,71 @@ def make_hello(daemon: str, instance_id: str, model: common_pb2.ModelIdentity | 
     )
 
 
-def check_hello(theirs: common_pb2.Hello, ours: common_pb2.Hello) -> int:
-    """The contract version that both speak, the highest. What one side leaves empty is not compared.
+def identity_to_proto(
+    identity: ModelIdentity,
+    *,
+    model_fingerprint: str = "",
+    tokenizer_fingerprint: str = "",
+    grammar_format: str = "",
+    sampler_version: int = 0,
+) -> common_pb2.ModelIdentity:
+    """What a model folder says of itself, as peers compare it; an empty fingerprint is not compared."""
+    return common_pb2.ModelIdentity(
+        name=identity.name,
+        model_fingerprint=model_fingerprint,
+        tokenizer_fingerprint=tokenizer_fingerprint,
+        grammar_format=grammar_format,
+        sampler_version=sampler_version,
+        vocab_size=identity.vocab_size,
+        max_total_len=identity.max_total_len,
+        eos_ids=pack_ints(identity.eos_ids),
+    )
 
-    Raises MeshError MISSING_FIELD, INVALID_ARGUMENT, VERSION_MISMATCH, MODEL_MISMATCH, TOKENIZER_MISMATCH or
-    SAMPLER_MISMATCH.
+
+def check_peer(ours: common_pb2.Hello, theirs: common_pb2.Hello) -> int:
+    """Highest contract version that both speak.
+
+    Raises MISSING_FIELD (no instance id or versions), VERSION_MISMATCH, MODEL_MISMATCH, TOKENIZER_MISMATCH (fingerprint
+    or vocabulary size) or SAMPLER_MISMATCH. What either side leaves empty or 0 is not compared.
     """
-    if not theirs.instance_id:
-        raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "set hello.instance_id", {"field": "hello.instance_id"})
-    version = _common_version(theirs, ours)
-    for field, reason in (
-        ("tokenizer_fingerprint", ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH),
-        ("model_fingerprint", ErrorReason.ERROR_REASON_MODEL_MISMATCH),
-        ("sampler_version", ErrorReason.ERROR_REASON_SAMPLER_MISMATCH),
-    ):
-        their_value, our_value = getattr(theirs.model, field), getattr(ours.model, field)
-        if their_value and our_value and their_value != our_value:
-            message = f"{field} of {theirs.daemon or 'the peer'} and {ours.daemon} differ: start both on one model"
-            raise MeshError(reason, message, {"ours": str(our_value), "theirs": str(their_value)})
+    _check_complete(theirs)
+    version = min(ours.max_contract_version, theirs.max_contract_version)
+    if version < max(ours.min_contract_version, theirs.min_contract_version):
+        raise _mismatch(
+            ErrorReason.ERROR_REASON_VERSION_MISMATCH,
+            "contract versions",
+            f"{ours.min_contract_version}-{ours.max_contract_version}",
+            f"{theirs.min_contract_version}-{theirs.max_contract_version}",
+        )
+    if ours.HasField("model") and theirs.HasField("model"):
+        _check_models(ours.model, theirs.model)
     return version
 
 
-def _common_version(theirs: common_pb2.Hello, ours: common_pb2.Hello) -> int:
-    low, high = theirs.min_contract_version, theirs.max_contract_version
-    if not 1 <= low <= high:
-        message = f"contract versions {low} to {high} are no range: send 1 <= min_contract_version <= max"
-        raise MeshError(
-            ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "hello.min_contract_version", "min": "1"}
-        )
-    version = min(high, ours.max_contract_version)
-    if version < max(low, ours.min_contract_version):
-        our_range = f"{ours.min_contract_version}-{ours.max_contract_version}"
-        message = f"{ours.daemon} speaks contract versions {our_range}, the peer {low}-{high}: upgrade one of them"
-        raise MeshError(
-            ErrorReason.ERROR_REASON_VERSION_MISMATCH, message, {"ours": our_range, "theirs": f"{low}-{high}"}
-        )
-    return version
+def _check_complete(hello: common_pb2.Hello) -> None:
+    for field in ("instance_id", "min_contract_version", "max_contract_version"):
+        if not getattr(hello, field):
+            message = f"hello.{field} is missing: set it"
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": f"hello.{field}"})
+
+
+def _check_models(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> None:
+    compared = (
+        (ErrorReason.ERROR_REASON_MODEL_MISMATCH, "models", ours.model_fingerprint, theirs.model_fingerprint),
+        (
+            ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH,
+            "tokenizers",
+            ours.tokenizer_fingerprint,
+            theirs.tokenizer_fingerprint,
+        ),
+        (ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH, "vocabulary sizes", ours.vocab_size, theirs.vocab_size),
+        (ErrorReason.ERROR_REASON_SAMPLER_MISMATCH, "samplers", ours.sampler_version, theirs.sampler_version),
+    )
+    for reason, what, mine, other in compared:
+        if mine and other and mine != other:
+            raise _mismatch(reason, what, str(mine), str(other))
+
+
+def _mismatch(reason: ErrorReason, what: str, ours: str, theirs: str) -> MeshError:
+    message = f"{what} differ (ours {ours}, theirs {theirs}): run the same release on the same model folder"
+    return MeshError(reason, message, {"ours": ours, "theirs": theirs})
