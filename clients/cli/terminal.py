@@ -42,8 +42,9 @@ class Terminal:
         self._stream.flush()
 
     def prefixed(self, name: str, text: str) -> None:
-        """Writes a line of a process's output behind its name."""
-        self.line(f"{self._prefix(name)} {text}")
+        """Writes a process's output behind its name, which every line of it gets."""
+        for line in text.split("\n"):
+            self.line(f"{self._prefix(name)} {line}")
 
     def progress(self, name: str, state: str, detail: str, tally: str) -> None:
         """Writes that a process has changed its state; `tally` is how far the whole has come."""

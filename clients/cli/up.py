@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from radixmesh.cli.log_line import readable
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.compose_reader import read_compose
 from radixmesh.daemons.cluster.errors import ClusterError
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-p", "--project", help="name of this cluster, instead of the file's")
     parser.add_argument("--run-folder", type=Path, help="where its state goes (default .radixmesh/<project>)")
     parser.add_argument("--no-publish", action="store_true", help="choose free ports instead of the published ones")
+    parser.add_argument("--raw-logs", action="store_true", help="show the daemons' JSON logs as they are")
     parser.add_argument("--no-color", action="store_true", help="plain text")
     parser.add_argument(
         "--wait-s", type=float, default=600.0, help="with --demo: how long it may take to become healthy"
@@ -68,7 +70,7 @@ async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Term
         project=project,
         run_folder=options.run_folder or default_run_folder(project, Path.cwd(), os.environ),
         publish=not options.no_publish,
-        on_line=terminal.prefixed,
+        on_line=terminal.prefixed if options.raw_logs else lambda name, line: terminal.prefixed(name, readable(line)),
         on_status=lambda status: terminal.progress(status.name, status.state.value, _describe(status), _tally(cluster)),
     )
     interrupted = asyncio.Event()
