@@ -94,9 +94,9 @@ async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: T
     """Shows that everything is up, gives the demonstration if asked for, and then lasts until cancelled."""
     await cluster.wait_healthy(options.wait_s if options.demo else float("inf"))
     router = cluster.address("router") if any(status.service == "router" for status in cluster.processes) else None
-    terminal.line(
-        f"\nAll {len(cluster.processes)} processes are healthy." + (f" The router is at {router}." if router else "")
-    )
+    count = len(cluster.processes)
+    tally = "1 process is healthy." if count == 1 else f"All {count} processes are healthy."
+    terminal.line(f"\n{tally}" + (f" The router is at {router}." if router else ""))
     if options.demo is not None and router is not None:
         from radixmesh.cli.generate import stream_completion
 
