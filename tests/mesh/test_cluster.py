@@ -301,10 +301,27 @@ def test_up_shows_progress_and_prefixed_output(running_up):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_leaves_no_process_behind(running_up, number):
     process, pids, _ = running_up
-    process.send_signal(number)
+    # As a terminal does it: to the whole process group.
+    os.killpg(process.pid, number)
     assert process.wait(20) == 0
     assert wait_gone(pids, 0.0) == []
     assert "goodbye" in process.stdout.read()
+
+
+def test_ctrl_c_while_starting_leaves_no_process_behind(compose_path, tmp_path):
+    compose_path.write_text(COMPOSE.replace("FAKE_PEERS", 'FAKE_LOADING_S: "100", FAKE_PEERS'))
+    process = start_up(compose_path, tmp_path)
+    try:
+        read_until(process, r"router-1 +\| hello")
+        pids = [status.pid for status in read_state(tmp_path / ".radixmesh" / "fakes").processes]
+        assert all(is_alive(pid) for pid in pids)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        assert wait_gone(pids, 0.0) == []
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def test_a_second_ctrl_c_kills_at_once(compose_path, tmp_path):
