@@ -1,0 +1,1 @@
+"""The tokenizer daemon: text and chats to ids, and back at once."""

@@ -1,0 +1,28 @@
+"""Settings of the tokenizer daemon."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.settings import required, setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSettings(CommonSettings):
+    """Which vocabulary and template, and how much work at once."""
+
+    model: Path = field(metadata=required("folder of the model, in Hugging Face format"))
+    max_items: int = setting(4096, "items of one batch")
+    max_text_bytes: int = setting(4 << 20, "UTF-8 bytes of one text or rendered chat")
+    max_messages: int = setting(4096, "messages of one chat")
+    num_threads: int = setting(2, "batches that are worked on at once")
+    max_queued: int = setting(1024, "calls that wait or run at once before others are refused")
+
+    def __post_init__(self) -> None:
+        # A slotted dataclass is made anew: super() without arguments would look for the class before that.
+        CommonSettings.__post_init__(self)
+        for name in ("max_items", "max_text_bytes", "max_messages", "num_threads", "max_queued"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -1,0 +1,121 @@
+"""The gRPC edge of the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import grpc
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.tokenizer.chat import Chat, invalid_chat, read_message, read_template_args, read_tools
+from radixmesh.daemons.tokenizer.text_codec import Encoded, TextCodec, TextItem
+from radixmesh.daemons.tokenizer.work_queue import WorkQueue
+from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+
+class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
+    """codec: what a loaded daemon encodes with; asked for per call, after the queue has refused calls while loading."""
+
+    def __init__(self, codec: Callable[[], TextCodec], queue: WorkQueue) -> None:
+        self._codec = codec
+        self._queue = queue
+
+    async def Encode(
+        self,
+        request: tokenizer_pb2.EncodeRequest,
+        context: grpc.aio.ServicerContext[tokenizer_pb2.EncodeRequest, tokenizer_pb2.EncodeResponse],
+    ) -> tokenizer_pb2.EncodeResponse:
+        return await self._queue.run(lambda: _encode(self._codec(), request))
+
+    async def Decode(
+        self,
+        request: tokenizer_pb2.DecodeRequest,
+        context: grpc.aio.ServicerContext[tokenizer_pb2.DecodeRequest, tokenizer_pb2.DecodeResponse],
+    ) -> tokenizer_pb2.DecodeResponse:
+        return await self._queue.run(lambda: _decode(self._codec(), request))
+
+    async def CompileGrammar(
+        self,
+        request: tokenizer_pb2.CompileGrammarRequest,
+        context: grpc.aio.ServicerContext[tokenizer_pb2.CompileGrammarRequest, tokenizer_pb2.CompileGrammarResponse],
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            "this tokenizer compiles no grammars: send the request without a constraint",
+            {"feature": "CompileGrammar"},
+        )
+
+    async def GetVocabulary(
+        self,
+        request: tokenizer_pb2.GetVocabularyRequest,
+        context: grpc.aio.ServicerContext[tokenizer_pb2.GetVocabularyRequest, tokenizer_pb2.GetVocabularyResponse],
+    ) -> tokenizer_pb2.GetVocabularyResponse:
+        return await self._queue.run(lambda: _describe(self._codec()))
+
+
+def _encode(codec: TextCodec, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
+    codec.check_num_items(len(request.items))
+    return tokenizer_pb2.EncodeResponse(
+        items=[_encoded_item(encoded) for encoded in codec.encode([_read_item(item) for item in request.items])],
+        tokenizer_fingerprint=codec.vocabulary.fingerprint,
+    )
+
+
+def _decode(codec: TextCodec, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
+    codec.check_num_items(len(request.ids))
+    batch = [unpack_ints(ids, f"ids[{item}]") for item, ids in enumerate(request.ids)]
+    skip_special_tokens = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+    return tokenizer_pb2.DecodeResponse(texts=codec.decode(batch, skip_special_tokens))
+
+
+def _describe(codec: TextCodec) -> tokenizer_pb2.GetVocabularyResponse:
+    vocabulary = codec.vocabulary
+    return tokenizer_pb2.GetVocabularyResponse(
+        model=common_pb2.ModelIdentity(
+            name=vocabulary.identity.name,
+            tokenizer_fingerprint=vocabulary.fingerprint,
+            vocab_size=vocabulary.vocab_size,
+            max_total_len=vocabulary.identity.max_total_len,
+            eos_ids=pack_ints(vocabulary.identity.eos_ids),
+        ),
+        special_ids=pack_ints(vocabulary.special_ids),
+        has_chat_template=not codec.template.is_empty,
+        tokens=vocabulary.tokens,
+    )
+
+
+def _read_item(item: tokenizer_pb2.EncodeItem) -> TextItem | Chat | MeshError:
+    form = item.WhichOneof("input")
+    if form == "text":
+        add_special_tokens = not item.HasField("add_special_tokens") or item.add_special_tokens
+        return TextItem(text=item.text, add_special_tokens=add_special_tokens)
+    if form is None:
+        message = "set text or chat in every item"
+        return MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "input"})
+    try:
+        return _read_chat(item.chat)
+    except MeshError as error:
+        return error
+
+
+def _read_chat(chat: tokenizer_pb2.ChatInput) -> Chat:
+    if chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt:
+        raise invalid_chat("continue_final_message excludes add_generation_prompt: leave one of them out")
+    return Chat(
+        messages=[read_message(message.role, message.content, message.extra_json) for message in chat.messages],
+        tools=read_tools(chat.tools_json),
+        template_args=read_template_args(chat.template_args_json),
+        add_generation_prompt=(
+            chat.add_generation_prompt if chat.HasField("add_generation_prompt") else not chat.continue_final_message
+        ),
+        continue_final_message=chat.continue_final_message,
+    )
+
+
+def _encoded_item(encoded: Encoded) -> tokenizer_pb2.EncodedItem:
+    if encoded.error is not None:
+        return tokenizer_pb2.EncodedItem(error=encoded.error.to_proto())
+    return tokenizer_pb2.EncodedItem(ids=pack_ints(encoded.ids), rendered=encoded.rendered)
