@@ -1,0 +1,43 @@
+"""The prefix cache that holds nothing: a baseline, and what keeps the seam honest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.step import PageRecords
+from radixmesh.daemons.scheduler.prefix_cache import Inserted, Match, Namespace, PrefixCache
+
+
+class NoCache(PrefixCache):
+    """Finds nothing and takes nothing."""
+
+    @property
+    def num_cached(self) -> int:
+        return 0
+
+    @property
+    def num_evictable(self) -> int:
+        return 0
+
+    def match(self, namespace: Namespace, ids: IntArray) -> Match:
+        return Match(empty_ints(), 0)
+
+    def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray) -> Inserted:
+        # "All known" is how a cache declines: the caller keeps every page.
+        return Inserted(Match(empty_ints(), 0), len(pages))
+
+    def lock(self, match: Match) -> None:
+        pass
+
+    def unlock(self, match: Match) -> None:
+        pass
+
+    def evict(self, num: int) -> IntArray:
+        return empty_ints()
+
+    def adopt(self, records: PageRecords, names: Sequence[str], weights_version: int) -> IntArray:
+        return empty_ints()
+
+    def reset(self) -> IntArray:
+        return empty_ints()

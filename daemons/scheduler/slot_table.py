@@ -1,0 +1,111 @@
+"""The scheduler's picture of the worker's slots: one column per fact, so that a step is a few array operations."""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+import numpy.typing as npt
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.scheduler.prefix_cache import Match
+from radixmesh.daemons.scheduler.request import Request
+
+_FIRST_PAGE_COLUMNS = 64
+
+
+class SlotTable:
+    """Columns int32 [num_slots], indexed by slot; meaningful where `live` is not 0.
+
+    For every slot: computed_len <= planned_len; computed_len < total_len <= max_total_len once a result is processed.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        def column() -> IntArray:
+            return np.zeros(num_slots, np.int32)
+
+        self.num_slots = num_slots
+        self.live = column()
+        """Generation of the request in the slot; 0 = free."""
+        self.owner = column()
+        self.handle = column()
+        self.attempt = column()
+        self.prompt_len = column()
+        self.target_len = column()
+        """Tokens known at admission: the prefill is over once they are computed."""
+        self.total_len = column()
+        """Tokens known by processed results."""
+        self.computed_len = column()
+        """Tokens whose KV is there, by processed results."""
+        self.planned_len = column()
+        """Tokens whose KV is there once every plan sent has run: an upper bound."""
+        self.max_total_len = column()
+        self.num_pages = column()
+        self.num_owned = column()
+        """Of the slot's pages, those that are not the prefix cache's."""
+        self.pages: npt.NDArray[np.int32] = np.zeros((num_slots, _FIRST_PAGE_COLUMNS), np.int32)
+        """Page table: row s holds num_pages[s] pages."""
+        self.requests: list[Request | None] = [None] * num_slots
+        self.locks: list[Match | None] = [None] * num_slots
+        """What each slot holds locked in the prefix cache."""
+        self._generation = column()
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_running(self) -> int:
+        return self.num_slots - len(self._free)
+
+    def running(self) -> list[Request]:
+        """Requests in slots, oldest first."""
+        return sorted((r for r in self.requests if r is not None), key=lambda request: request.arrival)
+
+    def take(self, request: Request, cached_len: int) -> int:
+        """Puts a request into a free slot under a new generation; returns the slot. No pages yet."""
+        slot = self._free.pop()
+        self._generation[slot] += 1
+        request.slot, request.generation = slot, int(self._generation[slot])
+        self.live[slot] = request.generation
+        self.owner[slot], self.handle[slot] = request.owner, request.handle
+        self.attempt[slot] = request.submission.attempt
+        self.prompt_len[slot] = request.prompt_len
+        self.target_len[slot] = self.total_len[slot] = request.total_len
+        self.computed_len[slot] = self.planned_len[slot] = cached_len
+        self.max_total_len[slot] = request.max_total_len
+        self.num_pages[slot] = self.num_owned[slot] = 0
+        self.requests[slot] = request
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Forgets the slot's request; results that name its generation are stale from now on."""
+        request = self.requests[slot]
+        assert request is not None, slot
+        request.slot = -1
+        self.live[slot] = 0
+        self.num_pages[slot] = self.num_owned[slot] = 0
+        self.requests[slot] = None
+        self.locks[slot] = None
+        self._free.append(slot)
+
+    def append_pages(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
+        """Appends counts[i] of `pages`, in order, to the page table of slots[i]; slots are distinct."""
+        ends = self.num_pages[slots] + counts
+        self._reserve_columns(int(ends.max(initial=0)))
+        firsts = np.cumsum(counts) - counts
+        columns = np.arange(len(pages)) + np.repeat(self.num_pages[slots] - firsts, counts)
+        self.pages[np.repeat(slots, counts), columns] = pages
+        self.num_pages[slots] = ends
+
+    def pages_of(self, slot: int) -> IntArray:
+        """View of a slot's pages, valid until the next append_pages."""
+        return self.pages[slot, : self.num_pages[slot]]
+
+    def _reserve_columns(self, num: int) -> None:
+        width = self.pages.shape[1]
+        if num > width:
+            wider = np.zeros((self.num_slots, max(num, 2 * width)), np.int32)
+            wider[:, :width] = self.pages
+            self.pages = wider

@@ -1,0 +1,31 @@
+"""How long a step will take, learned from those that ran: for lookahead, and for telling a hang from a long step."""
+
+from __future__ import annotations
+
+_WEIGHT = 0.2
+
+
+class StepEstimate:
+    """Moving averages of device time, one per power of two of the step's tokens (chunks and decodes together)."""
+
+    def __init__(self) -> None:
+        self._us: dict[int, float] = {}
+
+    def observe(self, num_tokens: int, device_us: float) -> None:
+        """A step of so many tokens took so long."""
+        bucket = num_tokens.bit_length()
+        old = self._us.get(bucket)
+        self._us[bucket] = device_us if old is None else old + _WEIGHT * (device_us - old)
+
+    def expect_us(self, num_tokens: int) -> int:
+        """Expected microseconds; 0 = nothing is known yet.
+
+        From the nearest known size; a larger step than any known counts in proportion to its tokens, since taking it
+        for a hang would cost an epoch, waiting longer costs only detection time.
+        """
+        if not self._us:
+            return 0
+        bucket = num_tokens.bit_length()
+        nearest = min(self._us, key=lambda known: (abs(known - bucket), -known))
+        scale = 2 ** max(0, bucket - nearest)
+        return max(1, int(self._us[nearest] * scale))

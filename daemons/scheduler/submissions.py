@@ -1,0 +1,114 @@
+"""Which request answers to which key, handle and id; and, for a while, which keys have ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.scheduler.request import Request, RequestKey, Submission
+
+_MAX_ENDED = 65_536
+
+
+class AbortOutcome(IntEnum):
+    """Values as in `radixmesh.scheduler.v1.AbortOutcome`."""
+
+    FOUND = 1
+    FINISHED = 2
+    UNKNOWN = 3
+
+
+class _Ended(NamedTuple):
+    attempt: int
+    owner: int
+    handle: int
+
+
+class Submissions:
+    """Live requests by (request id, index) and by (owner, handle); ended keys are remembered, a bounded number."""
+
+    def __init__(self, max_ended: int = _MAX_ENDED) -> None:
+        self._live: dict[RequestKey, Request] = {}
+        self._by_handle: dict[tuple[int, int], Request] = {}
+        self._indexes: dict[str, set[int]] = {}
+        self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
+        self._ended_ids: dict[str, int] = {}
+        self._max_ended = max_ended
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def live(self) -> Iterable[Request]:
+        """All live requests; a copy, so that they may end meanwhile."""
+        return list(self._live.values())
+
+    def get(self, key: RequestKey) -> Request | None:
+        return self._live.get(key)
+
+    def by_handle(self, owner: int, handle: int) -> Request | None:
+        return self._by_handle.get((owner, handle))
+
+    def is_repeat(self, submission: Submission) -> bool:
+        """Whether this very submit (stream, handle, attempt) was taken already and has ended."""
+        ended = self._ended.get(submission.key)
+        return ended == _Ended(submission.attempt, submission.owner, submission.handle)
+
+    def check_attempt(self, submission: Submission) -> None:
+        """Raises STALE_ATTEMPT if a higher attempt is live or has ended."""
+        live, ended = self._live.get(submission.key), self._ended.get(submission.key)
+        current = live.submission.attempt if live is not None else ended.attempt if ended is not None else None
+        if current is not None and submission.attempt < current:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_STALE_ATTEMPT,
+                f"attempt {submission.attempt} of {submission.key.request_id} is over, {current} took its place: drop it",
+                {"attempt": str(submission.attempt), "current": str(current)},
+            )
+
+    def add(self, request: Request) -> None:
+        """A request goes live; its key has no live request."""
+        assert request.key not in self._live, request.key
+        self._live[request.key] = request
+        self._by_handle[request.owner, request.handle] = request
+        self._indexes.setdefault(request.key.request_id, set()).add(request.key.index)
+
+    def attach(self, request: Request, owner: int, handle: int) -> None:
+        """Rows of a live request go to another stream or handle from now on."""
+        self._by_handle.pop((request.owner, request.handle), None)
+        request.owner, request.handle = owner, handle
+        self._by_handle[owner, handle] = request
+
+    def end(self, request: Request) -> None:
+        """A live request has ended."""
+        key = request.key
+        del self._live[key]
+        self._by_handle.pop((request.owner, request.handle), None)
+        indexes = self._indexes[key.request_id]
+        indexes.discard(key.index)
+        if not indexes:
+            del self._indexes[key.request_id]
+        self._remember(key, _Ended(request.submission.attempt, request.owner, request.handle))
+
+    def find(self, request_id: str, index: int | None, below_attempt: int | None) -> list[Request]:
+        """Live requests that an abort names."""
+        indexes = sorted(self._indexes.get(request_id, ())) if index is None else [index]
+        found = (self._live.get(RequestKey(request_id, i)) for i in indexes)
+        return [r for r in found if r is not None and (below_attempt is None or r.submission.attempt < below_attempt)]
+
+    def has_ended(self, request_id: str, index: int | None) -> bool:
+        """Whether such an output is remembered to have ended."""
+        return request_id in self._ended_ids if index is None else RequestKey(request_id, index) in self._ended
+
+    def _remember(self, key: RequestKey, ended: _Ended) -> None:
+        if key not in self._ended:
+            self._ended_ids[key.request_id] = self._ended_ids.get(key.request_id, 0) + 1
+        self._ended[key] = ended
+        self._ended.move_to_end(key)
+        while len(self._ended) > self._max_ended:
+            old, _ = self._ended.popitem(last=False)
+            self._ended_ids[old.request_id] -= 1
+            if not self._ended_ids[old.request_id]:
+                del self._ended_ids[old.request_id]
