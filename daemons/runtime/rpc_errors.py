@@ -25,6 +25,10 @@ log = get_logger(__name__)
 DOMAIN = "radixmesh"
 REQUEST_ID_KEY = "radixmesh-request-id"
 _DETAILS_KEY = "grpc-status-details-bin"
+# grpc refuses trailers beyond 8 KiB and the reason would be lost with them: an error may quote what a client sent.
+_MAX_MESSAGE_CHARS = 300
+_MAX_VALUE_CHARS = 200
+_MAX_VALUES = 8
 
 _Req = TypeVar("_Req")
 _Resp = TypeVar("_Resp")
@@ -96,7 +100,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if self._on_error is not None:
             self._on_error(error)
         code = grpc.StatusCode[error.status]
-        return await context.abort(code, error.message, ((_DETAILS_KEY, _details_of(error, code)),))
+        message = _cut(error.message, _MAX_MESSAGE_CHARS)
+        return await context.abort(code, message, ((_DETAILS_KEY, _details_of(error, code)),))
 
 
 class _TypedRequests:
@@ -172,11 +177,16 @@ def _deserialized(deserialize: _Deserializer, raw: bytes) -> object:
 
 
 def _details_of(error: MeshError, code: grpc.StatusCode) -> bytes:
-    status = status_pb2.Status(code=code.value[0], message=error.message)
-    status.details.add().Pack(
-        error_details_pb2.ErrorInfo(reason=error.reason_name, domain=DOMAIN, metadata=dict(error.metadata))
-    )
+    metadata = {key: _cut(value, _MAX_VALUE_CHARS) for key, value in list(error.metadata.items())[:_MAX_VALUES]}
+    status = status_pb2.Status(code=code.value[0], message=_cut(error.message, _MAX_MESSAGE_CHARS))
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=error.reason_name, domain=DOMAIN, metadata=metadata))
     return bytes(status.SerializeToString())
+
+
+def _cut(text: str, max_chars: int) -> str:
+    # Lone surrogates (a client's broken text, quoted) have no UTF-8.
+    text = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _info_in(metadata: Iterable[tuple[str, str | bytes]]) -> error_details_pb2.ErrorInfo | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Protocol, TypeVar, cast
 
 import grpc
@@ -87,8 +85,6 @@ class MeshServer:
         """Takes no new calls, gives the running ones grace_s seconds, then cancels them. Idempotent."""
         self._health.close()
         await self._server.stop(grace_s)
-        for address in self._addresses:
-            _remove_socket(address)
 
     async def wait(self) -> None:
         """Returns when the server has stopped."""
@@ -104,12 +100,6 @@ class MeshServer:
         if target.startswith(UNIX_PREFIX):
             return target
         return f"{target.rpartition(':')[0]}:{port}"
-
-
-def _remove_socket(address: str) -> None:
-    if address.startswith(UNIX_PREFIX):
-        with suppress(FileNotFoundError):
-            os.unlink(address.removeprefix(UNIX_PREFIX))
 
 
 class _Handlers(Protocol):

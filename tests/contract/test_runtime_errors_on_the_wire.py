@@ -7,9 +7,18 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from support.runtime_servicers import Bench, frame, serving
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.health import HealthService, Progress
 from radixmesh.daemons.runtime.rpc_errors import REQUEST_ID_KEY, mesh_error_from_rpc
-from radixmesh.detokenizer.v1.detokenizer_pb2_grpc import DetokenizerServiceStub
+from radixmesh.daemons.runtime.server import MeshServer
+from radixmesh.detokenizer.v1.detokenizer_pb2 import DetokenizeResponse, TextRow
+from radixmesh.detokenizer.v1.detokenizer_pb2_grpc import (
+    DetokenizerServiceServicer,
+    DetokenizerServiceStub,
+    add_DetokenizerServiceServicer_to_server,
+)
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 from radixmesh.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub
 
@@ -38,6 +47,18 @@ async def test_a_mesh_error_arrives_as_status_and_error_info() -> None:
             {"field": "items"},
         )
         assert [e.reason_name for e in bench.errors] == ["EMPTY_PROMPT"]
+
+
+@pytest.mark.parametrize("quote", ["日" * 100_000, "broken \ud800 text"])
+async def test_an_error_that_quotes_a_client_keeps_its_reason(quote: str) -> None:
+    async with serving() as bench, open_channel(bench.address) as channel:
+        bench.tokenizer.quote = quote
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await TokenizerServiceStub(channel).Encode(tokenizer_pb2.EncodeRequest())
+        error = mesh_error_from_rpc(failure.value)
+        assert error.reason_name == "TOO_MANY_STOPS"
+        assert error.message[:6] == error.metadata["key0"][:6] == quote[:6]
+        assert await _works(bench)
 
 
 async def test_a_bug_is_internal_logged_and_tells_no_details(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,6 +114,31 @@ async def test_a_stream_that_fails_delivers_what_came_before(handle: int, reason
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await call.read()
         assert mesh_error_from_rpc(failure.value).reason_name == reason
+
+
+class _WritingDetokenizer(DetokenizerServiceServicer):
+    """The other style of handler: a coroutine that writes by itself."""
+
+    async def Detokenize(self, request_iterator, context) -> None:  # type: ignore[no-untyped-def]
+        async for request in request_iterator:
+            if request.opens[0].handle < 0:
+                raise MeshError(ErrorReason.ERROR_REASON_TOO_MANY_STOPS, "send fewer")
+            await context.write(DetokenizeResponse(rows=[TextRow(handle=request.opens[0].handle)]))
+
+
+async def test_a_handler_that_writes_by_itself_fails_typed_too() -> None:
+    server = MeshServer(HealthService(Progress()))
+    server.add(add_DetokenizerServiceServicer_to_server, _WritingDetokenizer())
+    (address,) = await server.start(["127.0.0.1:0"])
+    async with open_channel(address) as channel:
+        call = DetokenizerServiceStub(channel).Detokenize(iter([frame(4), frame(5), frame(-1)]))
+        handles = []
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            async for answer in call:
+                handles.append(answer.rows[0].handle)
+        assert handles == [4, 5]
+        assert mesh_error_from_rpc(failure.value).reason_name == "TOO_MANY_STOPS"
+    await server.stop(0)
 
 
 async def test_a_half_closed_stream_ends_with_ok() -> None:

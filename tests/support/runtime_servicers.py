@@ -20,10 +20,11 @@ Context = grpc.aio.ServicerContext
 
 
 class Tokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """GetVocabulary answers, Encode refuses, Decode has a bug, CompileGrammar is not offered."""
+    """GetVocabulary answers, Encode refuses (quoting `quote`), Decode has a bug, CompileGrammar is not offered."""
 
     def __init__(self) -> None:
         self.request_ids: list[str] = []
+        self.quote = ""
 
     async def GetVocabulary(
         self, request: tokenizer_pb2.GetVocabularyRequest, context: Context
@@ -32,6 +33,10 @@ class Tokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         return tokenizer_pb2.GetVocabularyResponse(tokens=["a", "b"])
 
     async def Encode(self, request: tokenizer_pb2.EncodeRequest, context: Context) -> tokenizer_pb2.EncodeResponse:
+        if self.quote:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_TOO_MANY_STOPS, self.quote, {f"key{i}": self.quote for i in range(50)}
+            )
         raise MeshError(ErrorReason.ERROR_REASON_EMPTY_PROMPT, "send at least one token: ü", {"field": "items"})
 
     async def Decode(self, request: tokenizer_pb2.DecodeRequest, context: Context) -> tokenizer_pb2.DecodeResponse:
