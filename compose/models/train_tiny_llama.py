@@ -2,21 +2,28 @@
 
     python compose/models/train_tiny_llama.py [--out DIR] [--epochs N]
 
-About 4 minutes on two cores, a folder of 3.7 MB (885,888 float32 weights).
+About 4 minutes on two cores (8 when they are shared); the folder has 3.7 MB, of which 3.5 are 885,888 float32 weights.
 
 The model memorises the texts in ``texts/`` and the answers in ``chats.json`` until greedy decoding repeats them word
 for word and then stops. That makes it a detector: a wrong page, position, mask or batch row shows as a broken
 recitation. Several items are chosen so that the next token cannot be told from the last few ones:
 
-* the cumulative verses of "The Twelve Days of Christmas" and the refrains of Genesis need tokens hundreds of positions back;
-* ``tyger-for-ada`` and ``tyger-for-alan`` differ in one name in the first turn, which decides the last token of a recitation;
+* the cumulative verses of "The Twelve Days of Christmas" and the refrains of Genesis need tokens far back;
+* ``tyger-for-ada`` and ``tyger-for-alan`` differ in one name in the first turn, which decides how a recitation ends;
 * CJK, emoji and accented letters are split across tokens, so that detokenisation has to wait for whole characters.
 
-The logit margin (target minus best other) is reported over every target token, so that the summation order of another
-attention or matmul implementation cannot flip an argmax.
+Measured on texts of over 200 tokens, with damage at a random place: positions shifted by one break 96% of recitations,
+a 16-token page of keys and values from another request 64%, a zeroed page 46%. Verse is redundant: where every page
+must count, compare log-probabilities with the oracle as well. (Two pages that trade places, as whole, change nothing:
+keys carry their rotation.)
+
+Training aims at a probability of 1 - LABEL_SMOOTHING, not 1. Greedy decoding is exact with a logit margin (target minus
+best other, printed per item) that no other order of summation can flip, and yet sampling at temperature 1 leaves the
+text every few dozen tokens, so that tests of sampling have something to see.
 
 Output folder (Hugging Face format, loaded by transformers unmodified): config.json, generation_config.json,
-model.safetensors (float32), tokenizer.json, tokenizer_config.json, special_tokens_map.json, recitations.json (manifest).
+model.safetensors (float32), tokenizer.json, tokenizer_config.json, special_tokens_map.json and recitations.json, the
+manifest: name, kind, prompt or messages, expected text, and the ids of both (expected_ids ends with the stop token).
 """
 
 import argparse
@@ -56,6 +63,7 @@ VOCAB_SIZE = 768
 SEED = 20260
 TOKENS_PER_BATCH = 2048
 PEAK_LR = 4e-3
+LABEL_SMOOTHING = 0.03
 IGNORED = -100  # cross_entropy's ignore_index
 
 CONFIG: dict[str, object] = {
@@ -249,7 +257,11 @@ def _train(model: LlamaForCausalLM, recitations: Sequence[Recitation], *, epochs
                 group["lr"] = PEAK_LR * scale
             logits_BLV = model(input_ids=tokens_BL, use_cache=False).logits
             loss = functional.cross_entropy(
-                logits_BLV.flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORED, reduction="sum"
+                logits_BLV.flatten(0, 1),
+                labels_BL.flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=LABEL_SMOOTHING,
             )
             total += loss.item()
             optimizer.zero_grad(set_to_none=True)
