@@ -6,9 +6,13 @@ generations and records, and hands it one list of segments a step.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -64,6 +68,33 @@ class SegmentOutput:
     vector: FloatArray | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRows:
+    """Decodes of one token each as arrays [rows], for runners whose `can_batch` took the slots' sampling.
+
+    Row i computes token `ids[i]` at `positions[i]` of slot `slots[i]` and draws the one after it, at positions[i] + 1.
+    `page_tables` int32 [num_slots, max_pages] of all slots: position p lives in page_tables[slot, p // page_size].
+    `seeds` uint64 and `is_sampled` bool (temperature > 0) say how. All are valid until step() returns.
+    """
+
+    slots: IntArray
+    ids: IntArray
+    positions: IntArray
+    page_tables: IntArray
+    seeds: npt.NDArray[np.uint64]
+    is_sampled: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """`tokens` int32 [rows] of the decode rows, `segments` of the segments; device times on a monotonic clock."""
+
+    tokens: IntArray
+    segments: list[SegmentOutput]
+    start_ns: int
+    end_ns: int
+
+
 class ModelRunner(ABC):
     """Runs forwards over a paged KV pool. One thread calls it; calls do not overlap."""
 
@@ -88,3 +119,21 @@ class ModelRunner(ABC):
     @abstractmethod
     def clear(self) -> None:
         """Forgets all KV (its memory stays). Not needed for rightness; makes stale reads visible in tests."""
+
+    def now_ns(self) -> int:
+        """The clock of StepOutput's times and of `ready_ns`; any thread may ask."""
+        return time.monotonic_ns()
+
+    def can_batch(self, sampling: Sampling) -> bool:
+        """Whether decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
+        return False
+
+    def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
+        """One forward of rows and segments, times included; `ready_ns`: when its plan was there, same clock.
+
+        Default: times forward() for the segments; there are no rows where can_batch() is always False.
+        """
+        assert len(rows.slots) == 0, f"{len(rows.slots)} decode rows for a runner that takes none"
+        start_ns = self.now_ns()
+        outputs = self.forward(segments) if segments else []
+        return StepOutput(tokens=empty_ints(), segments=outputs, start_ns=start_ns, end_ns=self.now_ns())
