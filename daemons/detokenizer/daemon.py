@@ -9,8 +9,7 @@ from radixmesh.daemons.detokenizer.config import DetokenizerSettings
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.service import DetokenizerService
 from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
-from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.hello import identity_to_proto, make_hello
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.vocabulary import Vocabulary
 from radixmesh.detokenizer.v1 import detokenizer_pb2_grpc
@@ -28,6 +27,11 @@ class DetokenizerDaemon(Daemon):
         self._loaded: tuple[Vocabulary, DecoderFamily] | None = None
         self._service = DetokenizerService(self, runtime.progress, settings.max_pending_bytes)
         runtime.server.add(detokenizer_pb2_grpc.add_DetokenizerServiceServicer_to_server, self._service)
+
+    @property
+    def num_entries(self) -> int:
+        """Outputs that are open, all streams together."""
+        return self._budget.num_entries
 
     async def load(self) -> None:
         self._loaded = await asyncio.to_thread(self._load)
@@ -53,15 +57,8 @@ class DetokenizerDaemon(Daemon):
     def hello(self) -> common_pb2.Hello:
         assert self._loaded is not None, "streams are refused while loading"
         vocabulary = self._loaded[0]
-        identity = vocabulary.identity
-        model = common_pb2.ModelIdentity(
-            name=identity.name,
-            tokenizer_fingerprint=vocabulary.fingerprint,
-            vocab_size=vocabulary.vocab_size,
-            max_total_len=identity.max_total_len,
-            eos_ids=pack_ints(identity.eos_ids),
-        )
-        return make_hello("detokenizer", self._instance_id, model)
+        model = identity_to_proto(vocabulary.identity, tokenizer_fingerprint=vocabulary.fingerprint)
+        return make_hello(self._instance_id, "detokenizer", model)
 
     def _load(self) -> tuple[Vocabulary, DecoderFamily]:
         vocabulary = Vocabulary.load(self._settings.model)

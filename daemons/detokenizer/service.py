@@ -16,7 +16,7 @@ from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
 from radixmesh.daemons.detokenizer.outbox import Outbox
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.daemons.runtime.hello import check_peer
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.progress import Progress, State
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
@@ -139,4 +139,4 @@ def _check_first(first: _Request, ours: common_pb2.Hello) -> None:
     if not first.HasField("hello"):
         message = "start the stream with a hello: who you are and which contract versions you speak"
         raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
-    check_hello(first.hello, ours)
+    check_peer(ours, first.hello)

@@ -65,6 +65,11 @@ def check_peer(ours: common_pb2.Hello, theirs: common_pb2.Hello) -> int:
     return version
 
 
+def check_hello(theirs: common_pb2.Hello, ours: common_pb2.Hello) -> int:
+    """check_peer() as the reader of a frame says it: what came, then what it is measured by."""
+    return check_peer(ours, theirs)
+
+
 def _check_complete(hello: common_pb2.Hello) -> None:
     for field in ("instance_id", "min_contract_version", "max_contract_version"):
         if not getattr(hello, field):

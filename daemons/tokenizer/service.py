@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import grpc
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import identity_to_proto
 from radixmesh.daemons.tokenizer.chat import Chat, invalid_chat, read_message, read_template_args, read_tools
 from radixmesh.daemons.tokenizer.text_codec import Encoded, TextCodec, TextItem
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue
@@ -74,13 +74,7 @@ def _decode(codec: TextCodec, request: tokenizer_pb2.DecodeRequest) -> tokenizer
 def _describe(codec: TextCodec) -> tokenizer_pb2.GetVocabularyResponse:
     vocabulary = codec.vocabulary
     return tokenizer_pb2.GetVocabularyResponse(
-        model=common_pb2.ModelIdentity(
-            name=vocabulary.identity.name,
-            tokenizer_fingerprint=vocabulary.fingerprint,
-            vocab_size=vocabulary.vocab_size,
-            max_total_len=vocabulary.identity.max_total_len,
-            eos_ids=pack_ints(vocabulary.identity.eos_ids),
-        ),
+        model=identity_to_proto(vocabulary.identity, tokenizer_fingerprint=vocabulary.fingerprint),
         special_ids=pack_ints(vocabulary.special_ids),
         has_chat_template=not codec.template.is_empty,
         tokens=vocabulary.tokens,
