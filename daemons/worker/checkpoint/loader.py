@@ -1,0 +1,86 @@
+"""Fills a model's tensors from a folder, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .config_reader import bad_checkpoint
+from .tensor_index import TensorEntry, index_tensors
+
+_SHOWN_NAMES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorTargets:
+    """Where the tensors of a checkpoint go.
+
+    tensors: name in the checkpoint -> the tensor to fill, of the checkpoint's shape; often a view (a transposed slice
+    of a fused weight). is_ignored: names that may be there and mean nothing to this model.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    is_ignored: Callable[[str], bool]
+
+
+def load_tensors(folder: Path, targets: TensorTargets) -> int:
+    """Copies every tensor of the folder into its target, converting dtype and device. Returns the bytes read.
+
+    All names and shapes are checked before any data is read. Raises MeshError BAD_CHECKPOINT naming file and tensor.
+    """
+    entries = index_tensors(folder)
+    check_tensors(folder, entries, targets)
+    files: dict[Path, list[str]] = {}
+    for name, entry in entries.items():
+        if name in targets.tensors:
+            files.setdefault(entry.file, []).append(name)
+    return sum(_load_file(file, names, targets) for file, names in sorted(files.items()))
+
+
+def check_tensors(folder: Path, entries: Mapping[str, TensorEntry], targets: TensorTargets) -> None:
+    """Raises MeshError BAD_CHECKPOINT for a missing, unexpected or wrongly shaped tensor."""
+    missing = [name for name in targets.tensors if name not in entries]
+    if missing:
+        expected = f"{missing[0]!r} of shape {list(targets.tensors[missing[0]].shape)}"
+        raise bad_checkpoint(folder, f"lacks tensor {expected}{_and_others(missing)}", missing[0])
+    unexpected = [name for name in entries if name not in targets.tensors and not targets.is_ignored(name)]
+    if unexpected:
+        name = unexpected[0]
+        raise bad_checkpoint(
+            entries[name].file,
+            f"holds tensor {name!r}, which config.json has no place for{_and_others(unexpected)}: "
+            "is it the config of another model?",
+            name,
+        )
+    for name, target in targets.tensors.items():
+        if entries[name].shape != tuple(target.shape):
+            raise bad_checkpoint(
+                entries[name].file,
+                f"holds tensor {name!r} of shape {list(entries[name].shape)}, expected {list(target.shape)}",
+                name,
+            )
+
+
+def _load_file(file: Path, names: list[str], targets: TensorTargets) -> int:
+    num_bytes = 0
+    name = ""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                tensor = tensors.get_tensor(name)
+                num_bytes += tensor.nbytes
+                targets.tensors[name].copy_(tensor)
+    except (SafetensorError, OSError) as error:
+        raise bad_checkpoint(file, f"cannot be read at tensor {name!r} ({error}): copy it again", name) from error
+    return num_bytes
+
+
+def _and_others(names: list[str]) -> str:
+    if len(names) == 1:
+        return ""
+    others = ", ".join(repr(name) for name in names[1 : 1 + _SHOWN_NAMES])
+    return f" and {len(names) - 1} more ({others}{', ...' if len(names) > 1 + _SHOWN_NAMES else ''})"

@@ -1,0 +1,16 @@
+"""Llama 1, 2 and 3, and what has exactly their shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.models.model import ModelFamily
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+
+
+def create_family() -> ModelFamily:
+    from .family import LlamaFamily
+
+    return LlamaFamily()

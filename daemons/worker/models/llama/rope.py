@@ -1,0 +1,63 @@
+"""Rotary position embedding: the table of angles, and the rotation.
+
+Source: Su et al., RoFormer (2021); the half-split pairing of the published Llama checkpoints in this format.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .config import LlamaConfig, RopeScaling
+
+_BLOCK = 1024
+
+
+class RopeTable:
+    """cos and sin by position, float32 [positions, head_dim / 2]; grows in blocks of a fixed size.
+
+    A block is always computed at the same shape, so a position's values do not depend on when it was first needed.
+    """
+
+    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
+        self._frequencies_h = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
+        self._cos_Ph = self._frequencies_h.new_empty(0, config.head_dim // 2)
+        self._sin_Ph = self._cos_Ph
+
+    def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each [T, 1, head_dim / 2], of int64 positions."""
+        while int(positions_T.max()) >= self._cos_Ph.shape[0]:
+            self._grow()
+        return self._cos_Ph[positions_T].unsqueeze(1), self._sin_Ph[positions_T].unsqueeze(1)
+
+    def _grow(self) -> None:
+        first = self._cos_Ph.shape[0]
+        positions = torch.arange(first, first + _BLOCK, device=self._cos_Ph.device, dtype=torch.float32)
+        angles_Ph = positions[:, None] * self._frequencies_h[None, :]
+        self._cos_Ph = torch.cat((self._cos_Ph, angles_Ph.cos()))
+        self._sin_Ph = torch.cat((self._sin_Ph, angles_Ph.sin()))
+
+
+def rotate(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
+    """Turns the pairs (x[i], x[i + D/2]) of every head by the row's angles; float32 inside, dtype of x outside."""
+    a_THh, b_THh = x_THD.float().chunk(2, dim=-1)
+    turned = torch.cat((a_THh * cos_T1h - b_THh * sin_T1h, b_THh * cos_T1h + a_THh * sin_T1h), dim=-1)
+    return turned.to(x_THD.dtype)
+
+
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+    """Angle per position of each pair, float32 [head_dim / 2], with the scaling applied."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies_h = 1.0 / (theta**exponents)
+    if scaling is None:
+        return frequencies_h
+    stretched_h = frequencies_h / scaling.factor
+    if scaling.kind == "linear":
+        return stretched_h
+    wave_lengths_h = 2 * math.pi / frequencies_h
+    turns_h = scaling.original_max_len / wave_lengths_h
+    # 1 = high frequency, kept; 0 = low frequency, stretched.
+    kept_h = (turns_h - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept_h = kept_h.clamp(0.0, 1.0)
+    return (1 - kept_h) * stretched_h + kept_h * frequencies_h

@@ -1,0 +1,86 @@
+"""The seam between a runner and the maths of a model family."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from radixmesh.daemons.worker.attention.backend import AttentionShape, StepAttention
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
+from radixmesh.daemons.worker.group import Group
+from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
+
+from .kv_layout import KvLayout, KvPlanes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a model lives: device, dtype of weights and KV, and the ranks that share it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    group: Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBatch:
+    """The rows of a step. T counts padding rows, which come last; the first `num_rows` are tokens.
+
+    ids_T, positions_T int64. kv_slots_N int64 [num_rows]: where each token's KV is to be written in the pool.
+    """
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    num_rows: int
+    kv_slots_N: torch.Tensor
+    kv: KvPlanes
+    attention: StepAttention
+    tiles: RowTiles
+
+
+class RowProbe(NamedTuple):
+    """A row function of the model with real weights, and the shapes of one row of its inputs: for verifying tiles."""
+
+    name: str
+    function: RowFunction
+    row_shapes: tuple[tuple[int, ...], ...]
+
+
+class Model(ABC):
+    """A causal language model over a paged KV pool. Weights are filled once, before the first forward."""
+
+    vocab_size: int
+    max_total_len: int
+    kv_layout: KvLayout
+    attention_shape: AttentionShape
+
+    @abstractmethod
+    def forward(self, batch: ModelBatch) -> torch.Tensor:
+        """Writes the KV of all tokens and returns the last layer's output, [T, hidden], before the final norm."""
+
+    @abstractmethod
+    def logits(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+        """float32 [T, vocabulary] of rows of `forward`'s output; T is a number of rows that `tiles` can cover."""
+
+    @abstractmethod
+    def row_probes(self) -> tuple[RowProbe, ...]:
+        """Every kind of function that this model gives to `RowTiles.map`, once per set of weight shapes."""
+
+
+class BuiltModel(NamedTuple):
+    """A model with unfilled weights, and which tensor of a checkpoint goes where."""
+
+    model: Model
+    targets: TensorTargets
+
+
+class ModelFamily(ABC):
+    """All architectures that one folder implements."""
+
+    @abstractmethod
+    def build(self, config: ConfigReader, placement: Placement) -> BuiltModel:
+        """Raises MeshError BAD_CHECKPOINT or UNSUPPORTED naming the key of the config."""
