@@ -98,13 +98,21 @@ async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: T
     tally = "1 process is healthy." if count == 1 else f"All {count} processes are healthy."
     terminal.line(f"\n{tally}" + (f" The router is at {router}." if router else ""))
     if options.demo is not None and router is not None:
-        from radixmesh.cli.generate import stream_completion
-
-        terminal.line(f'\n$ radixmesh generate "{options.demo}"')
-        await stream_completion(router, options.demo, terminal)
+        await _demonstrate(router, options.demo, terminal)
     if router is not None:
         terminal.line('\nTry: radixmesh generate "..." | radixmesh status | Ctrl-C stops everything.\n')
     await asyncio.Event().wait()
+
+
+async def _demonstrate(router: str, prompt: str, terminal: Terminal) -> None:
+    from radixmesh.cli.generate import stream_completion
+    from radixmesh.daemons.runtime.errors import MeshError
+
+    terminal.line(f'\n$ radixmesh generate --temperature 0 "{prompt}"')
+    try:
+        await stream_completion(router, prompt, terminal)
+    except MeshError as error:
+        raise ClusterError(f"the cluster is healthy, but the demonstration failed: {error}") from error
 
 
 async def _stop(cluster: LocalCluster, terminal: Terminal) -> None:

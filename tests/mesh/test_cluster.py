@@ -378,6 +378,65 @@ def test_health_verb_answers_with_its_exit_code(running_up, tmp_path):
     assert gone.returncode == 1 and "UNAVAILABLE" in gone.stderr
 
 
+ROUTER = """
+import asyncio, os
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.health import HealthService
+from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.server import MeshServer
+from radixmesh.router.v1 import router_pb2, router_pb2_grpc
+
+class Router(router_pb2_grpc.RouterServiceServicer):
+    async def Generate(self, request, context):
+        yield router_pb2.GenerateResponse(deltas=[router_pb2.Delta(text=f" echoed {request.text}")])
+        if "FAIL" not in os.environ:
+            done = router_pb2.OutputFinished(reason=common_pb2.FINISH_REASON_STOP)
+            yield router_pb2.GenerateResponse(finished=[done])
+            return
+        raise ValueError("on purpose")
+
+async def main():
+    progress = Progress()
+    progress.loaded()
+    server = MeshServer(HealthService(progress))
+    server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, Router())
+    await server.start([os.environ["RADIXMESH_LISTEN"]])
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def start_demo(compose_path, tmp_path, environment):
+    (tmp_path / "router.py").write_text(ROUTER)
+    compose_path.write_text(f"""services: {{router: {{command: [python, /code/router.py],
+        environment: {{RADIXMESH_LISTEN: "0.0.0.0:50051"{environment}}}, stop_grace_period: 1s, volumes: [".:/code"],
+        healthcheck: {{test: [CMD, radixmesh, health, "127.0.0.1:50051"], start_period: 30s}}}}}}""")
+    return start_up(compose_path, tmp_path, "--demo", "say it")
+
+
+def test_a_demonstration_follows_health_and_the_cluster_serves_on(compose_path, tmp_path):
+    process = start_demo(compose_path, tmp_path, "")
+    try:
+        lines = "".join(read_until(process, "^Try: "))
+        assert re.search(r"1 process is healthy\. The router is at 127\.0\.0\.1:\d+\.\n", lines)
+        assert '$ radixmesh generate --temperature 0 "say it"\nsay it echoed say it\n' in lines
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_failed_demonstration_stops_everything_with_its_reason(compose_path, tmp_path):
+    process = start_demo(compose_path, tmp_path, ", FAIL: 1")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "the demonstration failed" in output and "INTERNAL" in output
+
+
 def test_usage_errors_of_up_are_messages(tmp_path, compose_path):
     for arguments, hint in ((["--scale", "worker"], "SERVICE=N"), (["--scale", "nobody=2"], "router, worker")):
         process = start_up(compose_path, tmp_path, *arguments)
