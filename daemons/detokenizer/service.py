@@ -74,6 +74,8 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
             await reader  # Raises what ended it.
         finally:
             reader.cancel()
+            # Also takes note of an error that nobody is left to be told of.
+            await asyncio.gather(reader, return_exceptions=True)
             log.info("stream_closed", peer=first.hello.instance_id, num_entries=len(table))
             table.clear()
             self._num_streams -= 1

@@ -44,7 +44,26 @@ def byte_level() -> Tokenizer:
 
 def byte_fallback() -> Tokenizer:
     """Like the SentencePiece models of the Llama 2 family."""
-    words = ["▁", "▁▁", "a", "b", "▁a", "▁the", "he", "llo", "▁hello", ".", ",", "日", "本", "s", "t", "o", "p", "\ufffd"]
+    words = [
+        "▁",
+        "▁▁",
+        "a",
+        "b",
+        "▁a",
+        "▁the",
+        "he",
+        "llo",
+        "▁hello",
+        ".",
+        ",",
+        "日",
+        "本",
+        "s",
+        "t",
+        "o",
+        "p",
+        "\ufffd",
+    ]
     tokenizer = Tokenizer(models.BPE(vocab=_vocab([*_BYTES, *words]), merges=[], unk_token="<unk>", byte_fallback=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(

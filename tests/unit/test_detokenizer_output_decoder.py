@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from functools import cache
@@ -101,8 +102,9 @@ def cases(draw: st.DrawFn) -> Case:
     ids = [i for chunk_ids in draw(st.lists(chunk, max_size=5)) for i in chunk_ids][:60]
     full = tokenizer.decode(ids, skip_special_tokens=False)
     from_text = (
-        st.integers(0, max(0, len(full) - 1))
-        .flatmap(lambda a: st.integers(a + 1, min(len(full), a + 12)).map(lambda b: full[a:b]))
+        st.integers(0, max(0, len(full) - 1)).flatmap(
+            lambda a: st.integers(a + 1, min(len(full), a + 12)).map(lambda b: full[a:b])
+        )
         if full
         else st.nothing()
     )
@@ -118,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 def pieces(ids: list[int], cuts: list[int]) -> list[list[int]]:
     borders = sorted({min(cut, len(ids)) for cut in cuts} | {0, len(ids)})
-    return [ids[a:b] for a, b in zip(borders, borders[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(borders)]
 
 
 def outcome_of(output: OutputDecoder, text: str) -> Outcome:

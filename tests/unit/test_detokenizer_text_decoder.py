@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 
 import pytest
@@ -36,7 +37,7 @@ def token_id(kind: str, token: str) -> int:
 
 def pieces_of(decoder: TextDecoder, ids: list[int], cuts: list[int]) -> str:
     borders = sorted({min(cut, len(ids)) for cut in cuts} | {0, len(ids)})
-    return "".join(decoder.push(ids[a:b]) for a, b in zip(borders, borders[1:], strict=False))
+    return "".join(decoder.push(ids[a:b]) for a, b in itertools.pairwise(borders))
 
 
 @st.composite
@@ -161,4 +162,3 @@ def test_a_decoder_that_takes_text_back_is_refused() -> None:
         family_of(vocabulary_of(tokenizer))
     assert error.value.reason == ErrorReason.ERROR_REASON_UNSUPPORTED
     assert error.value.metadata == {"feature": "decoder CTC"}
-

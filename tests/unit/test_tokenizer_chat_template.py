@@ -59,10 +59,12 @@ REASONING = """{% set ns = namespace(last=-1) %}
 {% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
 {% for m in messages %}
 {% if m.role == 'system' %}{% continue %}{% endif %}
-<{{ m.role }}>{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}</think>{% endif %}
+<{{ m.role }}>{% if m.reasoning_content and loop.index0 > ns.last %}<think>{{ m.reasoning_content }}{% endif %}
 {% generation %}{% set inner = m.content %}{{ inner }}{% endgeneration %}{{ inner }}</{{ m.role }}>
 {% endfor %}
-{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}{% endif %}
+{% if add_generation_prompt %}
+<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{% endif %}
 {% if documents %}{{ documents | length }} documents{% endif %}"""
 
 TEMPLATES = {"chatml": CHATML, "llama_like": LLAMA_LIKE, "reasoning": REASONING}
