@@ -37,7 +37,9 @@ class _NaiveStep(StepAttention):
             row += segment.length
         return out_THD
 
-    def _attend(self, q_THD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, at_T: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, q_THD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, at_T: torch.Tensor
+    ) -> torch.Tensor:
         groups = self._shape.group_size
         k_LHD = k_LKD.float().repeat_interleave(groups, dim=1)
         v_LHD = v_LKD.float().repeat_interleave(groups, dim=1)

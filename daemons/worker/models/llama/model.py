@@ -87,8 +87,7 @@ class _LlamaBlock:
         qkv = _linear(x_TD, layer.w_qkv_DX, layer.b_qkv_X).view(x_TD.shape[0], -1, config.head_dim)
         num_rotated = config.num_heads + config.num_kv_heads
         rotated = rotate(qkv[:, :num_rotated], cos_T1h, sin_T1h)
-        q_THd, k_TKd = rotated.split((config.num_heads, config.num_kv_heads), dim=1)
-        return q_THd, k_TKd, qkv[:, num_rotated:]
+        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], qkv[:, num_rotated:]
 
     def finish(self, inputs: Tensors) -> Tensors:
         """(x_TD, o_THd) -> x_TD with the attention's output and the MLP added."""

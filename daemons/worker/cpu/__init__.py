@@ -1,0 +1,41 @@
+"""The model runner on CPUs. Importing this package imports no torch; `load_cpu_runner` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.runner import ModelRunner
+
+
+def load_cpu_runner(
+    model: Path,
+    *,
+    page_size: int = 1,
+    num_pages: int | None = None,
+    threads: int | None = None,
+    is_deterministic: bool = True,
+    attention_backend: str = "paged_torch",
+    dtype: str = "float32",
+    max_total_len: int | None = None,
+) -> ModelRunner:
+    """Loads a folder in Hugging Face format; takes seconds and more, blocks.
+
+    num_pages None: sized by memory (`kv_pool.py`). threads None: as torch chooses (OMP_NUM_THREADS, or the cores).
+    is_deterministic False: faster, but a row's last bits depend on its batch. dtype of weights and KV: "float32" or
+    "bfloat16". max_total_len shortens what the config allows; None leaves it.
+    Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
+    """
+    from .load import load_runner
+
+    return load_runner(
+        model,
+        page_size=page_size,
+        num_pages=num_pages,
+        threads=threads,
+        is_deterministic=is_deterministic,
+        attention_backend=attention_backend,
+        dtype=dtype,
+        max_total_len=max_total_len,
+    )

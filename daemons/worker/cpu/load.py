@@ -1,0 +1,86 @@
+"""From a folder and settings to a runner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.worker.attention.backend import AttentionPlacement
+from radixmesh.daemons.worker.attention.registry import attention_backends
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.loader import load_tensors
+from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.models.model import BuiltModel, Placement
+from radixmesh.daemons.worker.models.registry import model_families
+from radixmesh.daemons.worker.tiles import RowTiles
+
+from .determinism import verified_tiles
+from .kv_pool import KvPool, default_num_pages
+from .runner import CpuRunner
+
+_log = get_logger(__name__)
+
+_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_runner(
+    model: Path,
+    *,
+    page_size: int,
+    num_pages: int | None,
+    threads: int | None,
+    is_deterministic: bool,
+    attention_backend: str,
+    dtype: str,
+    max_total_len: int | None,
+) -> CpuRunner:
+    """See `load_cpu_runner`."""
+    _check_settings(page_size=page_size, num_pages=num_pages, threads=threads, max_total_len=max_total_len)
+    if dtype not in _DTYPES:
+        raise _invalid("dtype", f"is {dtype!r}: choose one of {', '.join(_DTYPES)}")
+    create_attention = attention_backends().create(attention_backend)
+    num_threads = threads or torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    placement = Placement(device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup())
+    built = load_model(model, placement)
+    length = min(built.model.max_total_len, max_total_len or built.model.max_total_len)
+    layout = built.model.kv_layout
+    if num_pages is None:
+        num_pages = default_num_pages(layout, page_size=page_size, dtype=placement.dtype, max_total_len=length)
+    with torch.inference_mode():
+        attention = create_attention(
+            built.model.attention_shape,
+            AttentionPlacement(device=placement.device, dtype=placement.dtype, is_deterministic=is_deterministic),
+        )
+        tiles = verified_tiles(built.model, placement.dtype, placement.device) if is_deterministic else RowTiles(None)
+        pool = KvPool(layout, num_pages=num_pages, page_size=page_size, dtype=placement.dtype, device=placement.device)
+    return CpuRunner(built.model, pool, attention, tiles, max_total_len=length, num_threads=num_threads)
+
+
+def load_model(folder: Path, placement: Placement) -> BuiltModel:
+    """Reads config and weights. Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
+    started = time.monotonic()
+    config = ConfigReader.open(folder)
+    architecture = config.strings("architectures")[0]
+    with torch.inference_mode():
+        built = model_families().create(architecture).build(config, placement)
+        num_bytes = load_tensors(folder, built.targets)
+    seconds = round(time.monotonic() - started, 3)
+    _log.info("weights_loaded", folder=str(folder), architecture=architecture, bytes=num_bytes, seconds=seconds)
+    return built
+
+
+def _check_settings(**settings: int | None) -> None:
+    for name, value in settings.items():
+        if value is not None and value < 1:
+            raise _invalid(name, f"is {value}: choose a number >= 1")
+
+
+def _invalid(field: str, what: str) -> MeshError:
+    return MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, f"{field} {what}", {"field": field})

@@ -1,0 +1,171 @@
+"""Runs segments through a model on CPUs and draws their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.arrays import FloatArray
+from radixmesh.daemons.runtime.step import Task, TokenLogprobs
+from radixmesh.daemons.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
+from radixmesh.daemons.worker.models.model import Model, ModelBatch
+from radixmesh.daemons.worker.runner import ModelRunner, SampleInput, Segment, SegmentOutput
+from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
+from radixmesh.daemons.worker.sampling.penalties import is_adjusted
+from radixmesh.daemons.worker.sampling.sampler import sample_token
+from radixmesh.daemons.worker.tiles import RowTiles
+
+from .kv_pool import KvPool
+
+# Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
+_LOGPROB_ROWS = 128
+
+
+class CpuRunner(ModelRunner):
+    """With verified tiles and a batch-invariant attention, a row's bits depend on its own sequence alone."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        attention: AttentionBackend,
+        tiles: RowTiles,
+        *,
+        max_total_len: int,
+        num_threads: int,
+    ) -> None:
+        self.page_size = pool.page_size
+        self.num_pages = pool.num_pages
+        self.vocab_size = model.vocab_size
+        self.max_total_len = max_total_len
+        self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
+        self.tasks = frozenset({Task.GENERATE})
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._tiles = tiles
+        self._num_threads = num_threads
+
+    @torch.inference_mode()
+    def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
+        if not segments:
+            return []
+        # The number of threads is a property of the calling thread, and part of what fixes the bits.
+        if torch.get_num_threads() != self._num_threads:
+            torch.set_num_threads(self._num_threads)
+        hidden_TD = self._model.forward(self._batch(segments))
+        tokens, logprobs = self._sample(segments, hidden_TD)
+        outputs, row = [], 0
+        for index, segment in enumerate(segments):
+            prompt_logprobs = None
+            if segment.prompt_logprobs:
+                prompt_logprobs = self._prompt_logprobs(segment, hidden_TD[row : row + len(segment.ids)])
+            outputs.append(
+                SegmentOutput(token=tokens.get(index), logprobs=logprobs.get(index), prompt_logprobs=prompt_logprobs)
+            )
+            row += len(segment.ids)
+        return outputs
+
+    @torch.inference_mode()
+    def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
+        """As `forward` without sampling: the logits of every token, float32 [length, vocabulary] a segment."""
+        hidden_TD = self._model.forward(self._batch(segments))
+        rows = self._logits(hidden_TD, np.arange(sum(len(segment.ids) for segment in segments)))
+        return np.split(rows, np.cumsum([len(segment.ids) for segment in segments])[:-1])
+
+    def copy_page(self, source: int, target: int, num_tokens: int) -> None:
+        self._pool.copy_page(source, target, num_tokens)
+
+    def clear(self) -> None:
+        self._pool.clear()
+
+    def _batch(self, segments: Sequence[Segment]) -> ModelBatch:
+        num_rows = sum(len(segment.ids) for segment in segments)
+        padded = self._tiles.padded(num_rows)
+        ids, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
+        ids[:num_rows] = np.concatenate([segment.ids for segment in segments])
+        positions[:num_rows] = np.concatenate(
+            [np.arange(segment.start, segment.start + len(segment.ids)) for segment in segments]
+        )
+        parts = [
+            AttentionSegment(start=s.start, length=len(s.ids), kv_slots=_kv_slots(s, self.page_size)) for s in segments
+        ]
+        return ModelBatch(
+            ids_T=torch.from_numpy(ids),
+            positions_T=torch.from_numpy(positions),
+            num_rows=num_rows,
+            kv_slots_N=torch.from_numpy(np.concatenate([part.kv_slots[part.start :] for part in parts])),
+            kv=self._pool,
+            attention=self._attention.begin(
+                AttentionBatch(segments=parts, num_rows=padded, zero_slot=self._pool.zero_slot)
+            ),
+            tiles=self._tiles,
+        )
+
+    def _sample(
+        self, segments: Sequence[Segment], hidden_TD: torch.Tensor
+    ) -> tuple[dict[int, int], dict[int, TokenLogprobs]]:
+        """Tokens and logprobs by index of the segment."""
+        last_rows = np.cumsum([len(segment.ids) for segment in segments]) - 1
+        sampling = [(index, segment.sample) for index, segment in enumerate(segments) if segment.sample is not None]
+        tokens: dict[int, int] = {}
+        logprobs: dict[int, TokenLogprobs] = {}
+        if not sampling:
+            return tokens, logprobs
+        rows = self._logits(hidden_TD, last_rows[[index for index, _ in sampling]])
+        # NaN would win an argmax; those rows go the careful way.
+        highest, is_plain = rows.argmax(axis=1).tolist(), np.isfinite(rows.max(axis=1)).tolist()
+        for row, (index, sample) in enumerate(sampling):
+            if is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids):
+                tokens[index] = highest[row]
+            else:
+                tokens[index] = _draw(rows[row], sample)
+            if sample.sampling.num_top_logprobs is not None:
+                num_top = sample.sampling.num_top_logprobs
+                logprobs[index] = token_logprobs(rows[row : row + 1], [tokens[index]], num_top)
+        return tokens, logprobs
+
+    def _prompt_logprobs(self, segment: Segment, hidden_LD: torch.Tensor) -> TokenLogprobs:
+        """Of the prompt positions that the segment names; the row before a position predicts it."""
+        assert segment.prompt_logprobs is not None
+        positions = np.asarray(segment.prompt_logprobs)
+        parts = []
+        for first in range(0, len(positions), _LOGPROB_ROWS):
+            chosen = positions[first : first + _LOGPROB_ROWS]
+            rows = self._logits(hidden_LD, chosen - 1 - segment.start)
+            parts.append(token_logprobs(rows, segment.prompt_ids[chosen].tolist(), segment.prompt_num_top))
+        return TokenLogprobs(
+            own=np.concatenate([part.own for part in parts]),
+            num_top=parts[0].num_top,
+            top_ids=np.concatenate([part.top_ids for part in parts]),
+            top=np.concatenate([part.top for part in parts]),
+        )
+
+    def _logits(self, hidden_TD: torch.Tensor, rows: SlotArray) -> FloatArray:
+        """float32 [rows, vocabulary] of some rows of the forward's output."""
+        padded = np.zeros(self._tiles.padded(len(rows)), np.int64)
+        padded[: len(rows)] = rows
+        logits: FloatArray = self._model.logits(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()
+        return logits[: len(rows)]
+
+
+def _kv_slots(segment: Segment, page_size: int) -> SlotArray:
+    """Where the KV of positions [0, start + length) lies, as numbers of tokens of the pool."""
+    length = segment.start + len(segment.ids)
+    pages = segment.pages[: -(-length // page_size)].astype(np.int64)
+    if page_size == 1:
+        return pages
+    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length]
+
+
+def _draw(row: FloatArray, sample: SampleInput) -> int:
+    return sample_token(
+        row,
+        sample.sampling,
+        position=sample.position,
+        prompt_ids=sample.prompt_ids,
+        output_ids=sample.output_ids,
+        suppressed_ids=sample.suppressed_ids,
+    )
