@@ -67,15 +67,16 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         table = self._maker.new_table()
         outbox = Outbox(self._max_pending_bytes)
         reader = asyncio.create_task(self._read(first, request_iterator, table, outbox))
+        # An error that nobody is left to be told of is no asyncio warning.
+        reader.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             yield _Response(hello=ours)
             while (pending := await outbox.take()) is not None:
                 yield write_response(pending)
             await reader  # Raises what ended it.
         finally:
+            # No await from here on: a call that is cancelled twice would leave the entries behind.
             reader.cancel()
-            # Also takes note of an error that nobody is left to be told of.
-            await asyncio.gather(reader, return_exceptions=True)
             log.info("stream_closed", peer=first.hello.instance_id, num_entries=len(table))
             table.clear()
             self._num_streams -= 1
