@@ -18,7 +18,7 @@ from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, PageCopy, Releas
 from radixmesh.worker.v1 import worker_pb2
 
 _MAX_INT32 = 2**31 - 1
-_TASKS = {
+TASK_TO_PROTO = {
     Task.GENERATE: common_pb2.TASK_GENERATE,
     Task.EMBED: common_pb2.TASK_EMBED,
     Task.SCORE: common_pb2.TASK_SCORE,
@@ -152,7 +152,7 @@ def _admit_to_proto(admit: Admit) -> worker_pb2.Admit:
         generation=admit.generation,
         request_id=admit.request_id,
         index=admit.index,
-        task=_TASKS[admit.task],
+        task=TASK_TO_PROTO[admit.task],
         prompt_ids=pack_ints(admit.prompt_ids),
         output_ids=pack_ints(admit.output_ids),
         cached_len=admit.cached_len,
@@ -170,7 +170,7 @@ def _admit_to_proto(admit: Admit) -> worker_pb2.Admit:
 
 
 def _admit(message: worker_pb2.Admit) -> Admit:
-    if message.task not in _TASKS.values():
+    if message.task not in TASK_TO_PROTO.values():
         raise missing_field("admits.task")
     if message.embeddings:
         raise MeshError(

@@ -6,7 +6,7 @@ pages counts only while each page's `previous_generation` is still the generatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,7 @@ class PageRecordTable:
         self.weights_versions[pages] = weights_version
         # The pages are empty before their namespaces are interned: making room may renumber those of all pages.
         self.namespace_indexes[pages] = 0
-        for namespace in set(namespaces):
-            self._intern(namespace)
+        self._intern(set(namespaces))
         self.namespace_indexes[pages] = np.repeat([self._namespaces[namespace] for namespace in namespaces], counts)
 
     def extend(self, pages: IntArray, offsets: IntArray, ids: IntArray) -> None:
@@ -116,15 +115,14 @@ class PageRecordTable:
             ids=self.ids[part][is_filled],
         )
 
-    def _intern(self, namespace: str) -> int:
-        index = self._namespaces.get(namespace)
-        if index is not None:
-            return index
+    def _intern(self, namespaces: Set[str]) -> None:
+        """Gives each an index."""
+        if namespaces <= self._namespaces.keys():
+            return
         if len(self._namespaces) >= self._compact_at:
             self._compact()
-        index = len(self._namespaces)
-        self._namespaces[namespace] = index
-        return index
+        for namespace in namespaces - self._namespaces.keys():
+            self._namespaces[namespace] = len(self._namespaces)
 
     def _compact(self) -> None:
         """Forgets namespaces that no page is in: salts come from users and would grow without end."""

@@ -1,0 +1,70 @@
+"""radixmesh-worker: flags -> settings -> serve."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
+from radixmesh.daemons.runtime.settings import load_settings
+from radixmesh.daemons.worker.backends import check_backend, load_model
+from radixmesh.daemons.worker.config import WorkerSettings
+from radixmesh.daemons.worker.core import CoreConfig, WorkerCore
+from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.service import WorkerService
+from radixmesh.daemons.worker.simulated.faults import FaultInjector
+from radixmesh.worker.v1 import worker_pb2_grpc
+
+
+class WorkerDaemon(Daemon):
+    """The worker's life: the model loads while capabilities and health answer already."""
+
+    def __init__(self, runtime: Runtime, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self.core = WorkerCore(
+            runtime.instance_id,
+            CoreConfig(
+                backend=settings.backend.value,
+                max_plans_in_flight=settings.max_plans_in_flight,
+                max_blob_bytes=settings.max_blob_bytes,
+                blob_store_bytes=settings.blob_store_bytes,
+                dump_folder=settings.dump_folder,
+            ),
+            runtime.progress,
+            runtime.metrics,
+            runtime.fail,
+        )
+
+    async def load(self) -> None:
+        model = await asyncio.to_thread(load_model, self._settings)
+        executor = StepExecutor(
+            model.runner,
+            num_slots=self._settings.num_slots,
+            max_tokens_per_step=self._settings.max_tokens_per_step,
+        )
+        self.core.attach(executor, model.identity)
+
+    async def drain(self) -> None:
+        await self.core.drain()
+
+    async def close(self) -> None:
+        self.core.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a worker until it is told to leave; the exit code."""
+    settings = load_settings(WorkerSettings, argv, "radixmesh-worker")
+
+    async def build(runtime: Runtime) -> Daemon:
+        check_backend(settings)
+        daemon = WorkerDaemon(runtime, settings)
+        faults = FaultInjector(settings.parsed_faults, settings.fault_seed)
+        runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(daemon.core, faults))
+        return daemon
+
+    return run_daemon("worker", settings, build)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

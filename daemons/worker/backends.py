@@ -1,0 +1,143 @@
+"""Backends by name: each makes a runner and says which model that is. What a backend needs is imported only then."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.fingerprint import (
+    ModelIdentity,
+    model_fingerprint,
+    read_model_identity,
+    tokenizer_fingerprint,
+)
+from radixmesh.daemons.runtime.hello import identity_to_proto
+from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.runner import ModelRunner
+
+# Where nobody says otherwise.
+_SIMULATED_MAX_TOTAL_LEN = 8192
+_SIMULATED_TOKENS = 262_144
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A runner and the identity that peers compare."""
+
+    runner: ModelRunner
+    identity: common_pb2.ModelIdentity
+
+
+def check_backend(settings: WorkerSettings) -> None:
+    """Raises UNSUPPORTED for a backend that this version does not have: known before anything is loaded."""
+    if settings.backend not in _LOADERS:
+        names = ", ".join(sorted(_LOADERS))
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"the {settings.backend} backend is not available yet: choose one of {names}",
+            {"feature": settings.backend.value},
+        )
+
+
+def load_model(settings: WorkerSettings) -> LoadedModel:
+    """Loads; takes as long as it takes. Raises BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
+    check_backend(settings)
+    return _LOADERS[settings.backend](settings)
+
+
+def _load_cpu(settings: WorkerSettings) -> LoadedModel:
+    from radixmesh.daemons.worker.cpu import load_cpu_runner
+
+    folder = settings.model
+    assert folder is not None, "settings see to it"
+    runner = load_cpu_runner(
+        folder,
+        page_size=settings.page_size,
+        num_pages=settings.num_pages,
+        threads=settings.cpu_threads,
+        is_deterministic=settings.deterministic,
+        attention_backend=settings.attention_backend,
+        dtype=settings.dtype,
+        max_total_len=settings.max_total_len,
+    )
+    identity = identity_to_proto(
+        read_model_identity(folder),
+        model_fingerprint=model_fingerprint(folder),
+        tokenizer_fingerprint=_tokenizer_fingerprint(folder),
+        sampler_version=SAMPLER_VERSION,
+    )
+    identity.max_total_len = runner.max_total_len
+    return LoadedModel(runner=runner, identity=identity)
+
+
+def _load_simulated(settings: WorkerSettings) -> LoadedModel:
+    from radixmesh.daemons.worker.simulated.clock import make_clock
+    from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+    from radixmesh.daemons.worker.simulated.token_source import Alphabet
+
+    model = _simulated_identity(settings)
+    max_total_len = settings.max_total_len or model.max_total_len or _SIMULATED_MAX_TOTAL_LEN
+    runner = SimulatedRunner(
+        page_size=settings.page_size,
+        num_pages=settings.num_pages or max(1, _SIMULATED_TOKENS // settings.page_size),
+        vocab_size=model.vocab_size,
+        max_total_len=max_total_len,
+        alphabet=Alphabet.of(
+            model.vocab_size,
+            special_ids=_unspeakable_ids(settings.model, model.vocab_size),
+            eos_ids=model.eos_ids,
+            eos_rate=settings.simulated_eos_rate,
+        ),
+        latency=settings.latency,
+        clock=make_clock(settings.simulated_time),
+    )
+    # Its tokens are its own: no other worker may continue what it began, whatever folder that one serves.
+    drawn = f"{model.vocab_size}/{model.eos_ids}/{settings.simulated_eos_rate}"
+    identity = identity_to_proto(
+        model,
+        model_fingerprint=hashlib.sha256(f"simulated/{drawn}".encode()).hexdigest(),
+        tokenizer_fingerprint=_tokenizer_fingerprint(settings.model),
+        sampler_version=SAMPLER_VERSION,
+    )
+    identity.max_total_len = max_total_len
+    return LoadedModel(runner=runner, identity=identity)
+
+
+def _simulated_identity(settings: WorkerSettings) -> ModelIdentity:
+    if settings.model is not None:
+        return read_model_identity(settings.model)
+    return ModelIdentity(
+        name="simulated",
+        vocab_size=settings.simulated_vocab_size,
+        max_total_len=_SIMULATED_MAX_TOTAL_LEN,
+        eos_ids=tuple(sorted(int(text) for text in settings.simulated_eos_ids)),
+    )
+
+
+def _tokenizer_fingerprint(folder: Path | None) -> str:
+    """Empty, so not compared, where the folder has no tokenizer: a worker needs none."""
+    return tokenizer_fingerprint(folder) if folder is not None and (folder / "tokenizer.json").is_file() else ""
+
+
+def _unspeakable_ids(folder: Path | None, vocab_size: int) -> tuple[int, ...]:
+    """Special ids of the folder's tokenizer, and those that it has no spelling for."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return ()
+    from radixmesh.daemons.runtime.vocabulary import Vocabulary
+
+    vocabulary = Vocabulary.load(folder)
+    spellings = vocabulary.tokens
+    unspelled = [i for i in range(vocab_size) if i >= len(spellings) or not spellings[i]]
+    return (*vocabulary.special_ids, *unspelled)
+
+
+_LOADERS: Mapping[Backend, Callable[[WorkerSettings], LoadedModel]] = {
+    Backend.CPU: _load_cpu,
+    Backend.SIMULATED: _load_simulated,
+}

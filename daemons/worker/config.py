@@ -1,0 +1,96 @@
+"""Settings of a worker."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.settings import setting
+from radixmesh.daemons.worker.simulated.clock import ClockKind
+from radixmesh.daemons.worker.simulated.faults import Fault
+from radixmesh.daemons.worker.simulated.latency import LatencyModel
+
+_MIB = 1024 * 1024
+
+
+class Backend(StrEnum):
+    CPU = "cpu"
+    SIMULATED = "simulated"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings(CommonSettings):
+    """One rank of a model: weights, KV memory and steps, driven by a scheduler."""
+
+    backend: Backend = setting(Backend.CPU, "what computes: cpu, simulated (made-up tokens, a latency model) or cuda")
+    model: Path | None = setting(None, "folder of the model in Hugging Face format; a simulated worker needs none")
+    page_size: int = setting(1, "tokens per KV page")
+    num_pages: int | None = setting(None, "KV pages; none: as many as fit the memory (simulated: 262144 tokens)")
+    num_slots: int = setting(256, "requests that can hold a slot at a time")
+    max_total_len: int | None = setting(None, "longest prompt + output in tokens; none: what the model takes")
+    max_tokens_per_step: int = setting(2048, "most tokens, chunks and decodes together, of one step")
+    max_plans_in_flight: int = setting(4, "plans taken ahead of the running one, itself included")
+    max_blob_bytes: int = setting(32 * _MIB, "largest blob")
+    blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
+    dump_folder: Path = setting(
+        Path(tempfile.gettempdir()) / "radixmesh", "folder for plans of died steps and for profiler traces"
+    )
+    cpu_threads: int | None = setting(None, "threads per operation of the CPU backend; none: one a core")
+    deterministic: bool = setting(True, "CPU: a token depends on neither batch nor chunking (off: faster)")
+    attention_backend: str = setting("paged_torch", "CPU: how attention is computed")
+    dtype: str = setting("float32", "CPU: of weights and KV, float32 or bfloat16")
+    simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
+    simulated_base_us: float = setting(2000.0, "microseconds of any step")
+    simulated_decode_row_us: float = setting(10.0, "microseconds a decode row adds")
+    simulated_decode_context_us: float = setting(0.027, "microseconds a token of KV read by decodes adds")
+    simulated_prefill_token_us: float = setting(9.0, "microseconds an uncached prefill token adds")
+    simulated_prefill_context_us: float = setting(0.0005, "microseconds a pair of prefill token and context token adds")
+    simulated_vocab_size: int = setting(32_000, "ids, where no model folder is given")
+    simulated_eos_ids: tuple[str, ...] = setting((), "ids that end an output, where no model folder is given")
+    simulated_eos_rate: float = setting(0.0, "probability that a token is an EOS")
+    faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
+        "refuse, delay, duplicate, reorder, vanish, hang")  # fmt: skip
+    fault_seed: int = setting(0, "seed of the faults that come with a probability")
+
+    def __post_init__(self) -> None:
+        CommonSettings.__post_init__(self)
+        for name in ("page_size", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_blob_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{_flag(name)} must be >= 1, not {getattr(self, name)}")
+        for name in ("num_pages", "max_total_len", "cpu_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{_flag(name)} must be >= 1, not {value}")
+        if self.blob_store_bytes < self.max_blob_bytes:
+            raise ValueError(f"{_flag('blob_store_bytes')} must hold one blob of {_flag('max_blob_bytes')}")
+        if not 0.0 <= self.simulated_eos_rate <= 1.0:
+            raise ValueError(f"{_flag('simulated_eos_rate')} must be in [0, 1], not {self.simulated_eos_rate}")
+        if self.simulated_vocab_size < 1:
+            raise ValueError(f"{_flag('simulated_vocab_size')} must be >= 1, not {self.simulated_vocab_size}")
+        if not all(text.strip().isdigit() for text in self.simulated_eos_ids):
+            raise ValueError(f"{_flag('simulated_eos_ids')} are token ids, not {','.join(self.simulated_eos_ids)}")
+        if self.backend is Backend.CPU and self.model is None:
+            raise ValueError(f"{_flag('model')}: the CPU backend needs the folder of a model")
+        _ = self.latency, self.parsed_faults  # They say what is wrong with themselves.
+
+    @property
+    def latency(self) -> LatencyModel:
+        return LatencyModel(
+            base=self.simulated_base_us,
+            per_decode_row=self.simulated_decode_row_us,
+            per_decode_context=self.simulated_decode_context_us,
+            per_prefill_token=self.simulated_prefill_token_us,
+            per_prefill_context=self.simulated_prefill_context_us,
+        )
+
+    @property
+    def parsed_faults(self) -> tuple[Fault, ...]:
+        return tuple(Fault.parse(text) for text in self.faults)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')} (or RADIXMESH_{name.upper()})"

@@ -1,0 +1,272 @@
+"""The worker as its peers see it: identity, claims, plans in flight. Lives on the event loop; steps run elsewhere.
+
+LOADING --attach--> READY --a step died--> FAILED (the process is about to exit)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.step_codec import TASK_TO_PROTO
+from radixmesh.daemons.worker.blob_store import BlobStore
+from radixmesh.daemons.worker.epochs import EpochLedger
+from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.plan_runner import Answer, PlanRunner
+from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
+from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+# A refusal that says why the process ends should get out before it does.
+_LAST_WORDS_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreConfig:
+    """What a worker is apart from its model. `dump_folder` gets the plans of died steps and profiler traces."""
+
+    backend: str
+    max_plans_in_flight: int
+    max_blob_bytes: int
+    blob_store_bytes: int
+    dump_folder: Path
+
+
+class Holder(Protocol):
+    """The stream that holds the worker, as the core needs it."""
+
+    def deliver(self, response: worker_pb2.ExecuteResponse) -> None:
+        """Sends an answer."""
+
+    def fail(self, error: MeshError) -> None:
+        """Ends the stream with an error."""
+
+
+class WorkerCore:
+    """One worker. on_failed: called once when a step died, after its refusal had time to leave."""
+
+    def __init__(
+        self,
+        instance_id: str,
+        config: CoreConfig,
+        progress: Progress,
+        metrics: Metrics,
+        on_failed: Callable[[BaseException], None],
+    ) -> None:
+        self.config = config
+        self.ledger = EpochLedger()
+        self.blobs = BlobStore(max_bytes=config.blob_store_bytes, max_blob_bytes=config.max_blob_bytes)
+        self._hello = make_hello(instance_id, "worker")
+        self._progress = progress
+        self._metrics = metrics
+        self._on_failed = on_failed
+        self._state = worker_pb2.WORKER_STATE_LOADING
+        self._queue = StepQueue()
+        self._executor: StepExecutor | None = None
+        self._runner: PlanRunner | None = None
+        self._profiler: StepProfiler | None = None
+        self._holder: Holder | None = None
+        self._in_flight: dict[tuple[int, int], worker_pb2.StepPlan] = {}
+        self._num_in_flight = 0
+        self._answered_one = asyncio.Event()
+        self._is_draining = False
+
+    def attach(self, executor: StepExecutor, model: common_pb2.ModelIdentity) -> None:
+        """The model is loaded: claims are taken from now on."""
+        self._executor = executor
+        self._profiler = make_profiler(self.config.dump_folder)
+        dump = PlanDump(self.config.dump_folder, self._hello.instance_id)
+        self._runner = PlanRunner(executor, dump, self._profiler.on_step)
+        self._hello.model.CopyFrom(model)
+        self._state = worker_pb2.WORKER_STATE_READY
+
+    @property
+    def hello(self) -> common_pb2.Hello:
+        return self._hello
+
+    def worker_hello(self) -> worker_pb2.WorkerHello:
+        """What a scheduler learns before it claims."""
+        ledger = self.ledger
+        epoch = ledger.highest_epoch
+        retained = [self._in_flight[key] for key in sorted(self._in_flight) if key[0] == epoch]
+        return worker_pb2.WorkerHello(
+            hello=self._hello,
+            highest_epoch=epoch,
+            holder_instance_id=ledger.holder_instance_id,
+            is_holder_connected=ledger.is_holder_connected,
+            holder_silent_ms=ledger.holder_silent_ms,
+            last_received_step=ledger.last_received_step,
+            last_completed_step=ledger.last_completed_step,
+            retained_plans=[worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in retained],
+            capabilities=self.capabilities(),
+        )
+
+    def capabilities(self) -> worker_pb2.Capabilities:
+        """What the worker is and has; sizes are 0 while it loads."""
+        capabilities = worker_pb2.Capabilities(
+            state=self._state,
+            backend=self.config.backend,
+            max_plans_in_flight=self.config.max_plans_in_flight,
+            max_blob_bytes=self.config.max_blob_bytes,
+            world_size=1,
+        )
+        if self._executor is not None:
+            limits = self._executor.limits
+            capabilities.page_size = limits.page_size
+            capabilities.num_pages = limits.num_pages
+            capabilities.num_slots = limits.num_slots
+            capabilities.max_tokens_per_step = limits.max_tokens_per_step
+            capabilities.max_tokens_per_row = 1
+            capabilities.is_deterministic = self._executor.runner.is_deterministic
+            capabilities.weights_version = self._executor.weights_version
+            capabilities.tasks.extend(TASK_TO_PROTO[task] for task in sorted(limits.tasks))
+            capabilities.barrier_ops.append("flush_cache")
+        return capabilities
+
+    async def claim(self, holder: Holder, claim: worker_pb2.Claim, instance_id: str) -> None:
+        """Returns once the worker is drained, its slots are free and `holder` holds it.
+
+        Raises NOT_SERVING, GROUP_GENERATION, or EPOCH_FENCED if another claim is higher, now or by then.
+        """
+        self._progress.require_serving()
+        runner = self._ready()
+        self.ledger.claim(claim.epoch, instance_id, claim.group_generation)
+        former, self._holder = self._holder, holder
+        if former is not None:
+            log.warning("holder_fenced", epoch=claim.epoch, instance=instance_id)
+            former.fail(self.ledger.fenced())
+        self._metrics.epoch.set(claim.epoch)
+        await self._queue.run(lambda: runner.begin_epoch(claim.epoch, claim.group_generation))
+        self.ledger.check_holder(claim.epoch, instance_id)
+        log.info("claimed", epoch=claim.epoch, instance=instance_id)
+
+    def left(self, holder: Holder) -> None:
+        """A stream ended. Plans of it that are in flight complete; slots stay until the next claim."""
+        if self._holder is holder:
+            self._holder = None
+            self.ledger.disconnected()
+
+    async def submit(self, holder: Holder | None, plan: worker_pb2.StepPlan, refuse: MeshError | None = None) -> None:
+        """Queues a plan, as soon as fewer than max_plans_in_flight are. Its answer goes to `holder`, if that is one.
+
+        `refuse`: an error that refuses the plan unseen.
+        """
+        runner = self._ready()
+        while self._is_draining or self._num_in_flight >= self.config.max_plans_in_flight:
+            await self._next_answer()
+        self._num_in_flight += 1
+        header = plan.header
+        if header.epoch == self.ledger.highest_epoch and header.step_id == self.ledger.last_received_step + 1:
+            self.ledger.last_received_step = header.step_id
+            self._in_flight[header.epoch, header.step_id] = plan
+        self._count_in_flight()
+        assert self._executor is not None
+        ready_ns = self._executor.runner.now_ns()
+        self._queue.submit(
+            lambda: runner.run(plan, ready_ns, refuse), lambda answer: self._answered(holder, header.epoch, answer)
+        )
+
+    def check_complete(self, plan: worker_pb2.StepPlan) -> None:
+        """Raises PROTOCOL_VIOLATION or STEP_GAP unless `plan` is the next one of the epoch that was held last."""
+        expected = self.ledger.last_received_step + 1
+        if plan.header.epoch != self.ledger.highest_epoch or self.ledger.highest_epoch == 0:
+            message = f"complete carries epoch {plan.header.epoch}, the last one here is {self.ledger.highest_epoch}"
+            raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+        if plan.header.step_id != expected:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_STEP_GAP,
+                f"complete carries step {plan.header.step_id}: step {expected} is the first that is missing here",
+                {"expected": str(expected), "got": str(plan.header.step_id)},
+            )
+
+    async def snapshot(self, epoch: int, instance_id: str) -> Sequence[worker_pb2.SnapshotCacheResponse]:
+        """Page records after all received plans, for the holder only. Raises EPOCH_FENCED or NOT_SERVING."""
+        runner = self._ready()
+        self.ledger.check_holder(epoch, instance_id)
+        messages = await self._queue.run(runner.snapshot)
+        self.ledger.check_holder(epoch, instance_id)
+        return messages
+
+    async def profile(self, action: worker_pb2.ProfileAction, num_steps: int) -> str:
+        """Starts or stops a trace; path of the stopped one. Raises UNSUPPORTED or INVALID_ARGUMENT."""
+        self._ready()
+        profiler = self._profiler
+        assert profiler is not None
+        if action == worker_pb2.PROFILE_ACTION_START:
+            await self._queue.run(lambda: profiler.start(num_steps))
+            return ""
+        if action == worker_pb2.PROFILE_ACTION_STOP:
+            return await self._queue.run(profiler.stop)
+        message = "action is unspecified: send START or STOP"
+        raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "action"})
+
+    async def drain(self) -> None:
+        """Takes no more plans; returns when those in flight are answered. The holder's stream ends with NOT_SERVING."""
+        self._is_draining = True
+        while self._num_in_flight:
+            await self._next_answer()
+        if self._holder is not None:
+            message = "the worker leaves: continue on another one"
+            self._holder.fail(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"}))
+
+    def close(self) -> None:
+        """No further steps run."""
+        self._queue.close()
+
+    def _ready(self) -> PlanRunner:
+        if self._runner is None or self._state != worker_pb2.WORKER_STATE_READY:
+            state = worker_pb2.WorkerState.Name(self._state).removeprefix("WORKER_STATE_").lower()
+            message = f"the worker is {state}: retry later"
+            raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": state})
+        return self._runner
+
+    def _answered(self, holder: Holder | None, epoch: int, answer: Answer) -> None:
+        """On the event loop, in step order. The answer leaves before anything is counted."""
+        if holder is not None and answer.response is not None:
+            holder.deliver(answer.response)
+        self._in_flight.pop((epoch, answer.step_id), None)
+        self._num_in_flight -= 1
+        if answer.result is not None:
+            self._completed(epoch, answer)
+        elif answer.refusal is not None:
+            self._metrics.refusals.labels(answer.refusal.reason_name).inc()
+            log.warning("plan_refused", epoch=epoch, step=answer.step_id, error=str(answer.refusal))
+        if answer.died is not None:
+            self._fail(answer.died, answer.step_id)
+        self._count_in_flight()
+        self._answered_one.set()
+
+    def _completed(self, epoch: int, answer: Answer) -> None:
+        assert answer.result is not None
+        if epoch == self.ledger.highest_epoch:
+            self.ledger.last_completed_step = answer.step_id
+        self._progress.completed()
+        self._metrics.steps.inc()
+        self._metrics.batch_size.observe(len(answer.result.counts))
+        self._metrics.step_seconds.observe((answer.result.device_end_ns - answer.result.device_start_ns) * 1e-9)
+
+    def _count_in_flight(self) -> None:
+        self._progress.work_pending(self._num_in_flight)
+        self._metrics.plans_in_flight.set(self._num_in_flight)
+
+    async def _next_answer(self) -> None:
+        self._answered_one.clear()
+        await self._answered_one.wait()
+
+    def _fail(self, error: BaseException, step_id: int) -> None:
+        self._state = worker_pb2.WORKER_STATE_FAILED
+        log.error("step_died", step=step_id, error=repr(error))
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._on_failed, error)

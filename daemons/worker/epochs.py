@@ -1,0 +1,72 @@
+"""Who holds the worker. Claims are ordered by (epoch, instance id); the highest wins, for good.
+
+UNCLAIMED --claim--> HELD, connected --stream ends--> HELD, disconnected --higher claim--> HELD by another
+                       `-----------higher claim: the old stream is fenced----------------^
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+
+
+class EpochLedger:
+    """The highest claim ever accepted here, how far its plans got, and whether its holder lives.
+
+    clock: monotonic seconds.
+    """
+
+    def __init__(self, group_generation: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.group_generation = group_generation
+        self.highest_epoch = 0
+        self.holder_instance_id = ""
+        self.is_holder_connected = False
+        self.last_received_step = 0
+        self.last_completed_step = 0
+        self._clock = clock
+        self._heard_at = clock()
+
+    @property
+    def holder_silent_ms(self) -> int:
+        """Time since the connected holder's last message; 0 if none is connected."""
+        return int((self._clock() - self._heard_at) * 1000.0) if self.is_holder_connected else 0
+
+    def claim(self, epoch: int, instance_id: str, group_generation: int) -> None:
+        """Makes the claimant the holder. Raises GROUP_GENERATION, or EPOCH_FENCED if its claim is not the highest."""
+        if group_generation != self.group_generation:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_GROUP_GENERATION,
+                f"the claim is for group generation {group_generation}, the worker joined {self.group_generation}",
+                {"group_generation": str(self.group_generation)},
+            )
+        if (epoch, instance_id) <= (self.highest_epoch, self.holder_instance_id):
+            raise self.fenced()
+        self.highest_epoch, self.holder_instance_id = epoch, instance_id
+        self.is_holder_connected = True
+        self.last_received_step = self.last_completed_step = 0
+        self._heard_at = self._clock()
+
+    def heard(self) -> None:
+        """The holder sent something."""
+        self._heard_at = self._clock()
+
+    def disconnected(self) -> None:
+        """The holder's stream ended; it stays the holder until somebody claims higher."""
+        self.is_holder_connected = False
+
+    def check_holder(self, epoch: int, instance_id: str) -> None:
+        """Raises EPOCH_FENCED unless that is the claim that holds the worker."""
+        if epoch == 0 or (epoch, instance_id) != (self.highest_epoch, self.holder_instance_id):
+            raise self.fenced()
+
+    def fenced(self) -> MeshError:
+        """What everybody but the holder is told."""
+        holder = self.holder_instance_id or "nobody"
+        return MeshError(
+            ErrorReason.ERROR_REASON_EPOCH_FENCED,
+            f"epoch {self.highest_epoch} of {holder} is the highest here: claim a higher one",
+            {"epoch": str(self.highest_epoch), "holder": self.holder_instance_id},
+        )

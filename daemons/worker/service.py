@@ -1,0 +1,126 @@
+"""The gRPC edge of the worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+import grpc
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.faulty_stream import FaultyStream
+from radixmesh.daemons.worker.session import ExecuteSession
+from radixmesh.daemons.worker.simulated.faults import FaultInjector
+from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
+
+_ExecuteContext = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+    """Validates, converts, delegates to the core. `faults`: what the simulated worker was asked to get wrong."""
+
+    def __init__(self, core: WorkerCore, faults: FaultInjector) -> None:
+        self._core = core
+        self._faults = faults
+
+    # A coroutine that writes itself: messages come and go independently. The stub's type knows generators only.
+    async def Execute(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: _ExecuteContext
+    ) -> None:
+        session = ExecuteSession(self._core, self._faults)
+        reader = asyncio.ensure_future(_read_all(request_iterator, session))
+        writer = asyncio.ensure_future(_write_all(session, FaultyStream(context.write, self._faults)))
+        try:
+            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            if not writer.done() and reader.exception() is None and not reader.result():
+                # The last message, a refusal, is on its way.
+                await writer
+            for task in (reader, writer):
+                if task.done():
+                    task.result()
+        finally:
+            session.close()
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.wait((reader, writer))
+
+    async def SnapshotCache(
+        self, request: worker_pb2.SnapshotCacheRequest, context: object
+    ) -> AsyncIterator[worker_pb2.SnapshotCacheResponse]:
+        for message in await self._core.snapshot(request.epoch, request.instance_id):
+            yield message
+
+    async def GetCapabilities(
+        self, request: worker_pb2.GetCapabilitiesRequest, context: object
+    ) -> worker_pb2.GetCapabilitiesResponse:
+        return worker_pb2.GetCapabilitiesResponse(
+            hello=self._core.hello,
+            capabilities=self._core.capabilities(),
+            highest_epoch=self._core.ledger.highest_epoch,
+            holder_instance_id=self._core.ledger.holder_instance_id,
+        )
+
+    async def PutBlob(self, request: worker_pb2.PutBlobRequest, context: object) -> worker_pb2.PutBlobResponse:
+        if request.WhichOneof("content") == "nixl":
+            raise _unsupported("blobs over NIXL", "nixl")
+        if not request.HasField("data"):
+            message = "content is missing: send data"
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "data"})
+        # Hashing megabytes takes milliseconds that results would wait for.
+        was_known = await asyncio.to_thread(self._core.blobs.put, request.hash, request.data)
+        return worker_pb2.PutBlobResponse(was_known=was_known)
+
+    async def Profile(self, request: worker_pb2.ProfileRequest, context: object) -> worker_pb2.ProfileResponse:
+        return worker_pb2.ProfileResponse(path=await self._core.profile(request.action, request.num_steps))
+
+    async def Stage(self, request: worker_pb2.StageRequest, context: object) -> worker_pb2.StageResponse:
+        what = request.WhichOneof("what")
+        if what is None:
+            message = "nothing to stage: set weights_path, adapter or expert_placement"
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "what"})
+        raise _unsupported(f"staging {what}", what)
+
+    async def PrepareTransfer(
+        self, request: worker_pb2.PrepareTransferRequest, context: object
+    ) -> worker_pb2.PrepareTransferResponse:
+        raise _unsupported("KV transfer", "kv_transfer")
+
+    async def StartTransfer(
+        self, request: worker_pb2.StartTransferRequest, context: object
+    ) -> worker_pb2.StartTransferResponse:
+        raise _unsupported("KV transfer", "kv_transfer")
+
+    async def WatchTransfer(
+        self, request: worker_pb2.WatchTransferRequest, context: object
+    ) -> AsyncIterator[worker_pb2.WatchTransferResponse]:
+        for message in _no_transfers():
+            yield message
+
+    async def AbortTransfer(
+        self, request: worker_pb2.AbortTransferRequest, context: object
+    ) -> worker_pb2.AbortTransferResponse:
+        raise _unsupported("KV transfer", "kv_transfer")
+
+
+async def _read_all(requests: AsyncIterator[worker_pb2.ExecuteRequest], session: ExecuteSession) -> bool:
+    """True if the peer ended the stream, False if a last message of ours ends it."""
+    async for request in requests:
+        if not await session.receive(request):
+            return False
+    return True
+
+
+async def _write_all(session: ExecuteSession, stream: FaultyStream) -> None:
+    while (response := await session.next_response()) is not None:
+        await stream.write(response)
+    await stream.flush()
+
+
+def _no_transfers() -> Iterable[worker_pb2.WatchTransferResponse]:
+    raise _unsupported("KV transfer", "kv_transfer")
+
+
+def _unsupported(what: str, feature: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, f"{what}: not offered by this worker", {"feature": feature})

@@ -1,0 +1,134 @@
+"""One Execute stream, message by message.
+
+NEW --hello--> GREETED --complete*--> GREETED --claim--> HOLDER --plan*--> HOLDER
+Ends: by a refusal (which is the last message), by an error (fenced, protocol violation), or by the peer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+
+from google.protobuf.message import DecodeError
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_peer
+from radixmesh.daemons.runtime.result_codec import refusal_to_proto
+from radixmesh.daemons.runtime.step import Refusal
+from radixmesh.daemons.runtime.step_codec import missing_field
+from radixmesh.daemons.worker.core import WorkerCore
+from radixmesh.daemons.worker.simulated.faults import FaultInjector
+from radixmesh.worker.v1 import worker_pb2
+
+_FIELDS = ("hello", "complete", "claim", "plan")
+
+
+class SessionState(Enum):
+    NEW = auto()
+    GREETED = auto()
+    HOLDER = auto()
+
+
+class ExecuteSession:
+    """Takes the scheduler's messages by receive(), gives the worker's by next_response()."""
+
+    def __init__(self, core: WorkerCore, faults: FaultInjector) -> None:
+        self._core = core
+        self._faults = faults
+        self._state = SessionState.NEW
+        self._instance_id = ""
+        self._outbox: asyncio.Queue[worker_pb2.ExecuteResponse | MeshError | None] = asyncio.Queue()
+
+    async def receive(self, request: worker_pb2.ExecuteRequest) -> bool:
+        """Handles one message; False if the stream is over and no further one counts.
+
+        Raises the MeshError that ends the stream: PROTOCOL_VIOLATION, MALFORMED_MESSAGE, a mismatch, ...
+        """
+        field = _field_of(request)
+        if field == "hello":
+            self._expect(SessionState.NEW, field)
+            check_peer(self._core.hello, request.hello)
+            self._instance_id = request.hello.instance_id
+            self._state = SessionState.GREETED
+            self.deliver(worker_pb2.ExecuteResponse(hello=self._core.worker_hello()))
+        elif field == "complete":
+            self._expect(SessionState.GREETED, field)
+            await self._complete(request.complete)
+        elif field == "claim":
+            self._expect(SessionState.GREETED, field)
+            return await self._claim(request.claim)
+        else:
+            self._expect(SessionState.HOLDER, field)
+            await self._plan(request.plan)
+        return True
+
+    async def next_response(self) -> worker_pb2.ExecuteResponse | None:
+        """The next message to send; None: the stream ends well. Raises the MeshError that ends it otherwise."""
+        response = await self._outbox.get()
+        if isinstance(response, MeshError):
+            raise response
+        return response
+
+    def deliver(self, response: worker_pb2.ExecuteResponse) -> None:
+        """Queues a message; a refusal is the last one. Queued are as many as plans in flight at most."""
+        self._outbox.put_nowait(response)
+        if response.HasField("refusal"):
+            self._outbox.put_nowait(None)
+
+    def fail(self, error: MeshError) -> None:
+        """Ends the stream with `error`, after what was queued."""
+        self._outbox.put_nowait(error)
+
+    def close(self) -> None:
+        """The stream is gone."""
+        self._core.left(self)
+
+    async def _complete(self, data: bytes) -> None:
+        try:
+            request = worker_pb2.ExecuteRequest.FromString(data)
+        except DecodeError as error:
+            message = f"complete holds {len(data)} bytes that are no ExecuteRequest ({error})"
+            raise MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": "complete"}) from error
+        if not request.HasField("plan"):
+            raise missing_field("complete.plan")
+        self._core.check_complete(request.plan)
+        await self._core.submit(None, request.plan)
+
+    async def _claim(self, claim: worker_pb2.Claim) -> bool:
+        if claim.epoch == 0:
+            raise missing_field("claim.epoch")
+        try:
+            await self._core.claim(self, claim, self._instance_id)
+        except MeshError as error:
+            refusal = Refusal(epoch=claim.epoch, step_id=0, error=error)
+            self.deliver(worker_pb2.ExecuteResponse(refusal=refusal_to_proto(refusal)))
+            return False
+        self._state = SessionState.HOLDER
+        self.deliver(worker_pb2.ExecuteResponse(claimed=worker_pb2.Claimed(epoch=claim.epoch)))
+        return True
+
+    async def _plan(self, plan: worker_pb2.StepPlan) -> None:
+        self._core.ledger.heard()
+        refuse = None
+        if self._faults.refuses(plan.header.step_id):
+            refuse = MeshError(ErrorReason.ERROR_REASON_INTERNAL, "refused on demand: a fault was asked for by flag")
+        await self._core.submit(self, plan, refuse)
+
+    def _expect(self, state: SessionState, field: str) -> None:
+        if self._state is not state:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION,
+                f"{field} came while the stream was {self._state.name.lower()}: send hello, claim, then plans",
+                {"field": field},
+            )
+
+
+def _field_of(request: worker_pb2.ExecuteRequest) -> str:
+    present = [name for name in _FIELDS if (request.complete if name == "complete" else request.HasField(name))]
+    if len(present) != 1:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION,
+            f"a message has {' and '.join(present) or 'no field'} set: exactly one of {', '.join(_FIELDS)} is",
+        )
+    return present[0]
