@@ -1,0 +1,67 @@
+"""The router's gRPC edge for operators."""
+
+from __future__ import annotations
+
+import grpc
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.runtime.addresses import parse_address
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.router.v1 import router_pb2, router_pb2_grpc
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+
+class RouterAdminService(router_pb2_grpc.RouterAdminServiceServicer):
+    """Changes what the router routes to."""
+
+    def __init__(self, schedulers: SchedulerPool) -> None:
+        self._schedulers = schedulers
+
+    async def AddScheduler(
+        self,
+        request: router_pb2.AddSchedulerRequest,
+        context: grpc.aio.ServicerContext[router_pb2.AddSchedulerRequest, router_pb2.AddSchedulerResponse],
+    ) -> router_pb2.AddSchedulerResponse:
+        if not request.address:
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "say which address", {"field": "address"})
+        parse_address(request.address)
+        self._schedulers.add(request.address)
+        return router_pb2.AddSchedulerResponse()
+
+    async def RemoveScheduler(
+        self,
+        request: router_pb2.RemoveSchedulerRequest,
+        context: grpc.aio.ServicerContext[router_pb2.RemoveSchedulerRequest, router_pb2.RemoveSchedulerResponse],
+    ) -> router_pb2.RemoveSchedulerResponse:
+        await self._schedulers.remove(request.address)
+        return router_pb2.RemoveSchedulerResponse()
+
+    async def DrainScheduler(
+        self,
+        request: router_pb2.DrainSchedulerRequest,
+        context: grpc.aio.ServicerContext[router_pb2.DrainSchedulerRequest, router_pb2.DrainSchedulerResponse],
+    ) -> router_pb2.DrainSchedulerResponse:
+        return router_pb2.DrainSchedulerResponse(num_running=self._schedulers.drain(request.address))
+
+    async def ListSchedulers(
+        self,
+        request: router_pb2.ListSchedulersRequest,
+        context: grpc.aio.ServicerContext[router_pb2.ListSchedulersRequest, router_pb2.ListSchedulersResponse],
+    ) -> router_pb2.ListSchedulersResponse:
+        return router_pb2.ListSchedulersResponse(schedulers=[_info_of(link) for link in self._schedulers.links])
+
+
+def _info_of(link: SchedulerLink) -> router_pb2.SchedulerInfo:
+    group = scheduler_pb2.GroupState.Name(link.load.group).removeprefix("GROUP_STATE_").lower()
+    return router_pb2.SchedulerInfo(
+        address=link.address,
+        is_connected=link.is_connected,
+        is_draining=link.is_draining or link.load.is_draining,
+        instance_id=link.instance_id,
+        models=link.models,
+        num_running=link.num_running,
+        group=group if link.is_connected and link.load.group else "",
+        epoch=link.load.epoch,
+    )

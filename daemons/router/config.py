@@ -1,0 +1,36 @@
+"""Settings of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.settings import setting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings(CommonSettings):
+    """The mesh's front door: owns every request from its arrival to its last delta."""
+
+    tokenizers: tuple[str, ...] = setting((), "addresses of tokenizers: host:port or unix:/path, comma-separated")
+    detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")
+    schedulers: tuple[str, ...] = setting((), "addresses of schedulers, comma-separated; more can be added at run time")
+    policy: str = setting("round_robin", "how a scheduler is chosen: round_robin or least_load")
+    journal_bytes: int = setting(1 << 30, "bytes of requests kept; past it new requests get JOURNAL_FULL")
+    client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
+    silence_s: float = setting(
+        5.0, "seconds without a frame, or with an answer owed, after which a peer counts as dead"
+    )
+    scheduler_wait_s: float = setting(120.0, "seconds that a request waits for a scheduler that can take it")
+    detokenizer_wait_s: float = setting(120.0, "seconds that text waits for a detokenizer")
+    tokenizer_wait_s: float = setting(10.0, "seconds that a prompt waits for a tokenizer")
+    tokenizer_hedge_s: float = setting(0.4, "seconds after which a second tokenizer is asked too")
+    migrate_after_s: float = setting(1.0, "seconds after which requests leave a scheduler whose group does not serve")
+
+    def __post_init__(self) -> None:
+        CommonSettings.__post_init__(self)
+        if self.journal_bytes <= 0:
+            raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
+        for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")

@@ -1,0 +1,151 @@
+"""What one client has to be told and has not been told yet: at most one pending delta per output.
+
+Nothing is queued: ids are read from the journal and text is merged when the client's stream is writable, so that a slow
+reader gets bigger deltas, never a longer queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.journal import Output, OutputState, Request
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.router.v1 import router_pb2
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.router.journal import Journal
+
+
+class Delivery:
+    """The client's side of a request. One consumer: `while (message := await delivery.take()) is not None`.
+
+    The consumer calls take() only when the client can be written to; the time it spends elsewhere is a stall of its
+    client.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._request: Request | None = None
+        self._dirty: dict[int, Output] = {}
+        self._has_news = asyncio.Event()
+        self._error: MeshError | None = None
+        self._is_resolved_told = False
+        self._num_unfinished = 0
+        self.num_messages = 0
+        self.writing_since: float | None = None
+        self.news_since: float | None = None
+
+    def begin(self, request: Request) -> None:
+        """From now on there is a request to tell of. Outputs whose finish the client knows are not mentioned again."""
+        self._request = request
+        self._num_unfinished = sum(not output.is_finish_delivered for output in request.outputs)
+        self._has_news.set()
+
+    def mark(self, output: Output) -> None:
+        """Something about output is new. The hot path: once per output and frame."""
+        self._dirty[output.index] = output
+        if self.news_since is None:
+            self.news_since = time.monotonic()
+        self._has_news.set()
+
+    def fail(self, error: MeshError) -> None:
+        """Ends the client's stream with error, in place of whatever is still untold."""
+        if self._error is None:
+            self._error = error
+        self._has_news.set()
+
+    async def take(self) -> router_pb2.GenerateResponse | None:
+        """Everything new, once there is something; None after the last finish. Raises MeshError after fail()."""
+        self.writing_since = None
+        while True:
+            self._raise_failure()
+            if self._is_resolved_told and self._num_unfinished == 0:
+                return None
+            await self._has_news.wait()
+            self._has_news.clear()
+            self._raise_failure()
+            message = self._message()
+            if message is not None:
+                self.num_messages += 1
+                self.writing_since = time.monotonic()
+                return message
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _message(self) -> router_pb2.GenerateResponse | None:
+        request = self._request
+        if request is None:
+            return None
+        self.news_since = None
+        if not self._is_resolved_told:
+            # Alone and at once: from here on the client can resume.
+            self._is_resolved_told = True
+            if self._dirty:
+                self._has_news.set()
+            return router_pb2.GenerateResponse(resolved=request.resolved)
+        message = router_pb2.GenerateResponse()
+        if request.prompt_logprobs is not None and not request.are_prompt_logprobs_due:
+            message.prompt_logprobs.CopyFrom(request.prompt_logprobs.take(request.num_prompt))
+            request.prompt_logprobs = None
+        dirty, self._dirty = self._dirty, {}
+        num_bytes = 0
+        for output in dirty.values():
+            if output.index == 0 and request.are_prompt_logprobs_due and output.is_open:
+                continue  # Marked again when they are complete.
+            num_bytes += _add_delta(message, output)
+            if output.state is OutputState.FINISHED and not output.is_finish_delivered:
+                output.is_finish_delivered = True
+                self._num_unfinished -= 1
+                message.finished.append(_finished_of(output))
+        self._journal.charge(request, -num_bytes)
+        is_empty = not (message.deltas or message.finished or message.HasField("prompt_logprobs"))
+        return None if is_empty else message
+
+
+def _add_delta(message: router_pb2.GenerateResponse, output: Output) -> int:
+    """Adds what is new of output, if anything; the bytes that the journal need no longer keep for it."""
+    first, end = output.num_delivered, output.num_seen
+    if end <= first and not output.text:
+        return 0
+    text = output.text[0] if len(output.text) == 1 else "".join(output.text)
+    output.text.clear()
+    delta = message.deltas.add(
+        index=output.index,
+        first_output_index=first,
+        text_offset=output.text_offset,
+        ids=output.ids[first:end].tobytes(),
+        text=text,
+        weights_version=output.weights_version,
+    )
+    output.num_delivered = max(first, end)
+    num_bytes = output.text_bytes - output.text_offset
+    output.text_offset = output.text_bytes
+    if output.logprobs is not None:
+        before = output.logprobs.num_bytes
+        delta.logprobs.CopyFrom(output.logprobs.take(end))
+        num_bytes += before - output.logprobs.num_bytes
+    return num_bytes
+
+
+def _finished_of(output: Output) -> router_pb2.OutputFinished:
+    ending = output.ending
+    assert ending is not None, f"{output.request.request_id}/{output.index} finished without an ending"
+    return router_pb2.OutputFinished(
+        index=output.index,
+        reason=ending.reason,
+        num_output=ending.num_output,
+        text_bytes=output.text_bytes,
+        stop_id=ending.stop_id,
+        stop=ending.stop,
+        usage=common_pb2.Usage(
+            prompt_tokens=output.request.num_prompt,
+            output_tokens=ending.num_output,
+            cached_tokens=ending.cached_tokens,
+        ),
+        error=ending.error.to_proto() if ending.error is not None else None,
+    )

@@ -1,0 +1,211 @@
+"""The request journal: everything needed to run a request again, and what its client has of it.
+
+Life of an output:
+
+    REPLAYING --nothing ends what is known--> WAITING --submitted--> RUNNING --finished--> ENDED --text out--> FINISHED
+        |                                        ^                    |   |                  ^                   ^
+        |                                        +---scheduler lost,--+   +--stop string--> STOPPING --usage-----+
+        +-------already complete--> ENDED           rejected, moved
+
+REPLAYING: resumed by its client; the detokenizer looks for a stop string in what the client has.
+WAITING: no scheduler has it. RUNNING: submitted. STOPPING: a stop string was found; the scheduler's usage is awaited.
+ENDED: no more tokens come; text may still. FINISHED: everything is known; the client may still have to read it.
+A failure or an abort leads to ENDED from anywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.logprob_track import LogprobTrack
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.router.v1 import router_pb2
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.router.delivery import Delivery
+    from radixmesh.daemons.router.detokenizer_link import Entry
+    from radixmesh.daemons.router.scheduler_link import SchedulerLink
+
+# What objects, tasks and buffers cost beside the arrays; measured with 10,000 queued requests.
+REQUEST_BYTES = 12_000
+OUTPUT_BYTES = 3_000
+MAX_ATTEMPT_NO = (1 << 16) - 1
+_RETRY_AFTER_MS = 1000
+
+
+class OutputState(Enum):
+    REPLAYING = auto()
+    WAITING = auto()
+    RUNNING = auto()
+    STOPPING = auto()
+    ENDED = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """Why an output ended. num_output: tokens that count. stop_id, stop: what ended it, if that did."""
+
+    reason: common_pb2.FinishReason
+    num_output: int
+    stop_id: int | None = None
+    stop: str = ""
+    cached_tokens: int = 0
+    error: MeshError | None = None
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Output:
+    """One of a request's n outputs.
+
+    ids: all output tokens known. num_seen: how many of them may be delivered (the detokenizer has looked for a stop).
+    text_bytes: UTF-8 bytes of text taken from the detokenizer; text: what of it the client does not have.
+    num_delivered: ids handed to the client. attempt_no: counts submits by this router.
+    """
+
+    request: Request
+    index: int
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    state: OutputState = OutputState.WAITING
+    state_since: float = field(default_factory=time.monotonic)
+    num_seen: int = 0
+    num_delivered: int = 0
+    text_bytes: int = 0
+    text: list[str] = field(default_factory=list)
+    text_offset: int = 0
+    is_text_done: bool = False
+    is_finish_delivered: bool = False
+    attempt_no: int = -1
+    ending: Ending | None = None
+    logprobs: LogprobTrack | None = None
+    weights_version: int = 0
+    scheduler: SchedulerLink | None = None
+    scheduler_handle: int = 0
+    entry: Entry | None = None
+    # Scheduler address -> moment until which it is not asked again after a rejection.
+    shunned: dict[str, float] = field(default_factory=dict)
+    num_rejections: int = 0
+    waiting_since: float | None = None
+    num_charged: int = 0
+
+    @property
+    def attempt(self) -> int:
+        """As submitted: a client's resumption supersedes whatever earlier routers did."""
+        return (self.request.resumption << 16) | self.attempt_no
+
+    @property
+    def known_ending(self) -> Ending | None:
+        """How the output ended if its ids already say so: no scheduler has to be asked."""
+        if self.ids and self.ids[-1] in self.request.end_ids:
+            return Ending(reason=common_pb2.FINISH_REASON_STOP, num_output=len(self.ids), stop_id=self.ids[-1])
+        if len(self.ids) >= self.request.max_tokens:
+            return Ending(reason=common_pb2.FINISH_REASON_LENGTH, num_output=len(self.ids))
+        return None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether more tokens may come."""
+        return self.state.value < OutputState.ENDED.value
+
+    def move_to(self, state: OutputState) -> None:
+        assert self.state is not OutputState.FINISHED, f"{self.request.request_id}/{self.index} is finished"
+        self.state = state
+        self.state_since = time.monotonic()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Request:
+    """A resolved request. prompt_logprobs: those still to be delivered, None if none are wanted (any more).
+
+    deadline: monotonic moment, None = none. num_bytes: charged to the journal.
+    """
+
+    resolved: router_pb2.Resolved
+    resumption: int
+    deadline: float | None
+    num_prompt: int
+    end_ids: frozenset[int]
+    delivery: Delivery
+    outputs: list[Output] = field(default_factory=list)
+    prompt_logprobs: LogprobTrack | None = None
+    accepted: float = field(default_factory=time.monotonic)
+    num_bytes: int = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.resolved.request_id
+
+    @property
+    def has_text(self) -> bool:
+        return not self.resolved.ids_only
+
+    @property
+    def max_tokens(self) -> int:
+        return self.resolved.stop.max_tokens
+
+    @property
+    def are_prompt_logprobs_due(self) -> bool:
+        """Whether prompt logprobs are incomplete: nothing of output 0 is delivered before them."""
+        return self.prompt_logprobs is not None and self.prompt_logprobs.end < self.num_prompt
+
+
+class Journal:
+    """The requests that live at this router, bounded in bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._requests: dict[str, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(tuple(self._requests.values()))
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def require_room(self, num_bytes: int) -> None:
+        """Raises JOURNAL_FULL unless num_bytes more fit.
+
+        Requests that are in grow beyond the bound rather than fail; each by its own output at most.
+        """
+        if self.num_bytes + num_bytes > self.max_bytes:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_JOURNAL_FULL,
+                f"this router keeps {self.num_bytes} of {self.max_bytes} bytes of requests: retry later or elsewhere",
+                {"retry_after_ms": str(_RETRY_AFTER_MS)},
+            )
+
+    def add(self, request: Request) -> None:
+        """Takes a request in. Raises JOURNAL_FULL."""
+        assert request.request_id not in self._requests, f"{request.request_id} is in the journal"
+        size = journal_size(len(request.resolved.prompt_ids), len(request.resolved.seeds))
+        size += sum(4 * len(output.ids) for output in request.outputs)
+        self.require_room(size)
+        self._requests[request.request_id] = request
+        self.charge(request, size)
+
+    def charge(self, request: Request, num_bytes: int) -> None:
+        """request has grown by num_bytes, or shrunk if negative."""
+        request.num_bytes += num_bytes
+        self.num_bytes += num_bytes
+
+    def drop(self, request: Request) -> None:
+        """Forgets a request. Idempotent."""
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]
+            self.num_bytes -= request.num_bytes
+
+
+def journal_size(num_prompt_bytes: int, num_outputs: int) -> int:
+    """Bytes that a request costs before it has output."""
+    return REQUEST_BYTES + num_prompt_bytes + num_outputs * OUTPUT_BYTES

@@ -1,0 +1,304 @@
+"""The stream to one scheduler: submits down, tokens up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Protocol
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.frame_stream import Dial
+from radixmesh.daemons.router.journal import Ending, Output, OutputState
+from radixmesh.daemons.router.peer_link import PeerLink
+from radixmesh.daemons.router.submit import submit_of
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+_Request = scheduler_pb2.ServeRequest
+_Response = scheduler_pb2.ServeResponse
+_MAX_FRAME_BYTES = 4 << 20
+
+
+class SchedulerEvents(Protocol):
+    """Who wants the tokens."""
+
+    def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
+        """These outputs have new ids in the journal, num_tokens together."""
+
+    def on_prompt_logprobs(self, output: Output) -> None:
+        """More prompt logprobs are in the journal."""
+
+    def on_finished(self, output: Output, ending: Ending) -> None:
+        """The scheduler is done with output; all its ids are in the journal."""
+
+    def on_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
+        """The scheduler will not run output."""
+
+    def on_scheduler_lost(self, outputs: list[Output]) -> None:
+        """Outputs that were on a link which broke."""
+
+    def on_scheduler_changed(self, link: SchedulerLink) -> None:
+        """A link was connected, or its group's state changed."""
+
+
+class SchedulerLink(PeerLink[_Request, _Response]):
+    """One scheduler. Frames bundle what there is to say when the transport takes one."""
+
+    def __init__(
+        self,
+        address: str,
+        dial: Dial[_Request, _Response],
+        silence_s: float,
+        hello: common_pb2.Hello,
+        events: SchedulerEvents,
+    ) -> None:
+        super().__init__(address, dial, silence_s)
+        self._hello = hello
+        self._events = events
+        self.is_draining = False
+        self.identity: common_pb2.ModelIdentity | None = None
+        self.adapters: tuple[str, ...] = ()
+        self.load = scheduler_pb2.Load()
+        self.group_since = time.monotonic()
+        self._sequence = 0
+        self._last_handle = 0
+        self._last_abort_id = 0
+        self._running: dict[int, Output] = {}
+        self._submits: deque[tuple[int, Output, int]] = deque()
+        self._stops: list[scheduler_pb2.FinishedByStop] = []
+        self._aborts: list[scheduler_pb2.Abort] = []
+        self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_outstanding(self) -> int:
+        """Outputs running or waiting there, ours since its last Load included."""
+        return self.load.num_running + self.load.num_waiting + max(0, self._sequence - self.load.submit_sequence)
+
+    @property
+    def is_group_serving(self) -> bool:
+        return self.is_connected and self.load.group == scheduler_pb2.GROUP_STATE_SERVING
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names served, the base model first; empty before the first connection."""
+        return () if self.identity is None else (self.identity.name, *self.adapters)
+
+    def takes(self, model: str, identity: common_pb2.ModelIdentity) -> bool:
+        """Whether a new submit for that model can go here and would give what the identity promises."""
+        if not self.is_connected or self.is_draining or self.load.is_draining or model not in self.models:
+            return False
+        if self.load.group == scheduler_pb2.GROUP_STATE_STANDBY:
+            return False
+        return self.identity is not None and is_same_model(self.identity, identity)
+
+    def outputs(self) -> list[Output]:
+        """Outputs that are here."""
+        return list(self._running.values())
+
+    def submit(self, output: Output) -> None:
+        """Takes an output, as a new attempt."""
+        self._last_handle += 1
+        self._sequence += 1
+        output.attempt_no += 1
+        output.scheduler, output.scheduler_handle = self, self._last_handle
+        output.move_to(OutputState.RUNNING)
+        self._running[self._last_handle] = output
+        self._submits.append((self._last_handle, output, self._sequence))
+        self.wake()
+
+    def stop(self, output: Output, num_output: int) -> None:
+        """A stop string ended output after num_output tokens; its Finished still comes."""
+        self._stops.append(scheduler_pb2.FinishedByStop(handle=output.scheduler_handle, num_output=num_output))
+        self.wake()
+
+    def release(self, output: Output) -> None:
+        """Nothing that comes for output matters any more. Tells nobody."""
+        self._running.pop(output.scheduler_handle, None)
+        output.scheduler = None
+
+    def abort(self, request_id: str, *, below_attempt: int, index: int | None = None) -> None:
+        """Ends attempts of a request below that one, without an answer."""
+        self._aborts.append(scheduler_pb2.Abort(request_id=request_id, index=index, below_attempt=below_attempt))
+        self.wake()
+
+    async def abort_all(self, request_id: str) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request; what the scheduler found. Raises NO_REPLICA if the link is lost."""
+        self._last_abort_id += 1
+        abort_id = self._last_abort_id
+        answer: asyncio.Future[scheduler_pb2.AbortOutcome] = asyncio.get_running_loop().create_future()
+        self._abort_answers[abort_id] = answer
+        self._aborts.append(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id))
+        self.wake()
+        try:
+            return await answer
+        finally:
+            self._abort_answers.pop(abort_id, None)
+
+    def _hello_frame(self) -> _Request:
+        return _Request(hello=self._hello)
+
+    def _welcome(self, frame: _Response) -> str:
+        check_hello(frame.hello.hello, self._hello)
+        identity = frame.hello.hello.model
+        if not identity.name or not identity.vocab_size or not identity.max_total_len:
+            message = "a scheduler says name, vocab_size and max_total_len of its model in its hello"
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "hello.hello.model"})
+        self.identity, self.adapters = identity, tuple(frame.hello.adapters)
+        self.load = scheduler_pb2.Load()
+        self._sequence = 0
+        if frame.HasField("load"):
+            self.load = frame.load
+        return frame.hello.hello.instance_id
+
+    def _on_connected(self) -> None:
+        self.group_since = time.monotonic()
+        self._events.on_scheduler_changed(self)
+
+    def _on_lost(self) -> None:
+        outputs = self.outputs()
+        for output in outputs:
+            self.release(output)
+        self._submits.clear()
+        self._stops.clear()
+        self._aborts.clear()
+        for answer in self._abort_answers.values():
+            if not answer.done():
+                answer.set_exception(MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "the scheduler was lost"))
+        self._events.on_scheduler_lost(outputs)
+
+    def _is_answer_owed(self) -> bool:
+        return True  # A Load comes every second.
+
+    def _next_frame(self) -> _Request | None:
+        frame = _Request()
+        # In a frame submits go before aborts: an abort of an id that is to be submitted (again) leaves first, alone.
+        aborted = {abort.request_id for abort in self._aborts}
+        num_bytes = 0
+        while self._submits and num_bytes < _MAX_FRAME_BYTES:
+            handle, output, sequence = self._submits[0]
+            if output.request.request_id in aborted and handle in self._running:
+                break
+            self._submits.popleft()
+            if handle in self._running:
+                frame.submits.append(submit_of(output, handle, sequence))
+                num_bytes += len(output.request.resolved.prompt_ids) + 4 * len(output.ids) + 256
+        frame.stops.extend(self._stops)
+        frame.aborts.extend(self._aborts)
+        self._stops.clear()
+        self._aborts.clear()
+        if self._submits:
+            self.wake()
+        return frame if frame.submits or frame.stops or frame.aborts else None
+
+    def _on_frame(self, frame: _Response) -> None:
+        if frame.HasField("tokens"):
+            self._take_tokens(frame.tokens)
+        for prompt in frame.prompt_logprobs:
+            self._take_prompt_logprobs(prompt)
+        for finished in frame.finished:
+            self._take_finished(finished)
+        for rejected in frame.rejected:
+            output = self._running.get(rejected.handle)
+            if output is not None and output.attempt == rejected.attempt:
+                self.release(output)
+                self._events.on_rejected(output, self, MeshError.from_proto(rejected.error))
+        for result in frame.abort_results:
+            answer = self._abort_answers.get(result.abort_id)
+            if answer is not None and not answer.done():
+                answer.set_result(result.outcome)
+        if frame.HasField("load"):
+            has_changed = (self.load.group, self.load.is_draining) != (frame.load.group, frame.load.is_draining)
+            self.load = frame.load
+            if has_changed:
+                self.group_since = time.monotonic()
+                self._events.on_scheduler_changed(self)
+
+    def _take_tokens(self, batch: scheduler_pb2.TokenBatch) -> None:
+        """Appends rows to the journal. The hot path: once per step. Raises MeshError for a gap or broken arrays."""
+        handles = unpack_ints(batch.handles, "tokens.handles").tolist()
+        attempts = unpack_ints(batch.attempts, "tokens.attempts").tolist()
+        firsts = unpack_ints(batch.first_output_indexes, "tokens.first_output_indexes").tolist()
+        counts = unpack_ints(batch.counts, "tokens.counts").tolist()
+        if not len(handles) == len(attempts) == len(firsts) == len(counts) or 4 * sum(counts) != len(batch.ids):
+            raise self._broken("the arrays of a token batch do not fit each other")
+        ids, running, version = batch.ids, self._running, batch.weights_version
+        changed: list[Output] = []
+        by_row: dict[int, Output] = {}
+        end = num_tokens = 0
+        for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
+            start, end = end, end + 4 * count
+            output = running.get(handle)
+            if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
+                continue
+            if first > len(output.ids):
+                raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
+            if first < len(output.ids):
+                continue
+            output.ids.frombytes(ids[start:end])
+            output.weights_version = version
+            num_tokens += count
+            changed.append(output)
+            if output.logprobs is not None:
+                by_row[row] = output
+        if by_row:
+            self._take_logprobs(batch, by_row)
+        if changed:
+            self._events.on_tokens(changed, num_tokens)
+
+    def _take_logprobs(self, batch: scheduler_pb2.TokenBatch, by_row: dict[int, Output]) -> None:
+        for entry in batch.logprobs:
+            output = by_row.get(entry.row)
+            if output is not None and output.logprobs is not None:
+                output.logprobs.append(entry.logprobs)
+        for output in by_row.values():
+            if output.logprobs is not None and output.logprobs.end != len(output.ids):
+                end = output.logprobs.end
+                del output.ids[end:]  # Never deliver an id without the logprob that was asked for: ask again.
+                raise self._broken(f"logprobs end at {end}, tokens do not")
+
+    def _take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> None:
+        output = self._running.get(prompt.handle)
+        track = output.request.prompt_logprobs if output is not None else None
+        if output is None or track is None or prompt.first_position < track.end:
+            return
+        if prompt.first_position > track.end:
+            raise self._broken(f"prompt logprobs from {prompt.first_position} where {track.end} was due")
+        track.append(prompt.logprobs)
+        self._events.on_prompt_logprobs(output)
+
+    def _take_finished(self, finished: scheduler_pb2.Finished) -> None:
+        output = self._running.get(finished.handle)
+        if output is None or output.attempt != finished.attempt:
+            return
+        is_regular = finished.reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+        if is_regular and output.state is OutputState.RUNNING and finished.num_output != len(output.ids):
+            raise self._broken(f"finished after {finished.num_output} tokens, {len(output.ids)} came")
+        self.release(output)
+        error = MeshError.from_proto(finished.error) if finished.HasField("error") else None
+        ending = Ending(
+            reason=finished.reason,
+            num_output=min(finished.num_output, len(output.ids)) if is_regular else len(output.ids),
+            stop_id=finished.stop_id if finished.HasField("stop_id") else None,
+            cached_tokens=finished.usage.cached_tokens,
+            error=error,
+        )
+        self._events.on_finished(output, ending)
+
+    def _broken(self, message: str) -> MeshError:
+        return MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message, {"daemon": self.address})
+
+
+def is_same_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> bool:
+    """Whether outputs of one continue outputs of the other; what one side does not know is not compared."""
+    return all(
+        not getattr(ours, name) or not getattr(theirs, name) or getattr(ours, name) == getattr(theirs, name)
+        for name in ("model_fingerprint", "tokenizer_fingerprint", "sampler_version", "vocab_size")
+    )

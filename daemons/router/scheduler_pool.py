@@ -1,0 +1,265 @@
+"""The schedulers: who serves which model, where outputs go, and outputs that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
+from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
+from radixmesh.daemons.router.scheduler_link import SchedulerLink
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+_MIN_SHUN_S = 0.05
+_MAX_SHUN_S = 2.0
+_ABORT_TIMEOUT_S = 2.0
+
+
+class ServedModel(NamedTuple):
+    """A model that is or was served. base_model: "" for a base model. num_schedulers: how many serve it now."""
+
+    name: str
+    identity: common_pb2.ModelIdentity
+    base_model: str
+    num_schedulers: int
+
+
+class SchedulerPool:
+    """Places outputs on schedulers by model, then policy; an output is on one of them, or waits here.
+
+    wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
+    that does. fail: told of outputs that waited too long.
+    """
+
+    def __init__(
+        self,
+        make_link: Callable[[str], SchedulerLink],
+        policy: RoutingPolicy,
+        *,
+        wait_s: float,
+        migrate_after_s: float,
+        fail: Callable[[Output, MeshError], None],
+    ) -> None:
+        self._make_link = make_link
+        self._policy = policy
+        self._wait_s = wait_s
+        self._migrate_after_s = migrate_after_s
+        self._fail = fail
+        self._links: dict[str, SchedulerLink] = {}
+        self._waiting: dict[Output, None] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def links(self) -> tuple[SchedulerLink, ...]:
+        return tuple(self._links.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, address: str) -> None:
+        """Connects to a scheduler. Idempotent. Raises INVALID_ARGUMENT for text that is no address."""
+        if address not in self._links:
+            link = self._links[address] = self._make_link(address)
+            link.start()
+
+    async def remove(self, address: str) -> None:
+        """Disconnects; its outputs move to others, or wait. Raises INVALID_ARGUMENT for one that was not added."""
+        link = self._link(address)
+        del self._links[address]
+        for output in link.outputs():
+            self._take_from(link, output)
+        await asyncio.sleep(
+            0
+        )  # The aborts leave before the stream does, as a rule; else the scheduler's grace ends them.
+        await link.close()
+        self.place_waiting()
+
+    def drain(self, address: str) -> int:
+        """Sends no new outputs there; how many still run. Raises INVALID_ARGUMENT for one that was not added."""
+        link = self._link(address)
+        link.is_draining = True
+        return link.num_running
+
+    async def close(self) -> None:
+        self._waiting.clear()
+        await asyncio.gather(*(link.close() for link in self.links))
+
+    def models(self) -> list[ServedModel]:
+        """Every model heard of, in the order of schedulers."""
+        found: dict[str, ServedModel] = {}
+        for link in sorted(self.links, key=lambda link: not link.is_connected):
+            for name in link.models:
+                assert link.identity is not None
+                known = found.get(name)
+                identity = common_pb2.ModelIdentity()
+                identity.CopyFrom(link.identity)
+                identity.name = name
+                base = "" if name == link.identity.name else link.identity.name
+                before = known or ServedModel(name, identity, base, 0)
+                found[name] = before._replace(num_schedulers=before.num_schedulers + link.is_connected)
+        return list(found.values())
+
+    async def find_model(self, name: str, timeout_s: float) -> ServedModel:
+        """The model of that name, or the first where it is empty; waits while schedulers are still to be reached.
+
+        Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
+        """
+        until = time.monotonic() + timeout_s
+        while True:
+            models = self.models()
+            for model in models:
+                if name in ("", model.name):
+                    return model
+            remaining = until - time.monotonic()
+            are_all_known = bool(self._links) and all(link.has_ever_connected for link in self.links)
+            if are_all_known or remaining <= 0:
+                break
+            changed = self._changed
+            try:
+                async with asyncio.timeout(remaining):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+        if not models:
+            message = "no scheduler has been reached yet: start one, or name one that runs with --schedulers"
+            raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
+        served = ", ".join(model.name for model in models)
+        message = f"no scheduler serves {name!r}: choose one of {served}"
+        raise MeshError(ErrorReason.ERROR_REASON_UNKNOWN_MODEL, message, {"model": name})
+
+    def place(self, output: Output) -> None:
+        """Sends an output to a scheduler, or lets it wait for one."""
+        assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
+        link = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else None
+        if link is not None:
+            self._waiting.pop(output, None)
+            if not output.num_rejections:
+                output.waiting_since = None
+            link.submit(output)
+            return
+        if output.state is not OutputState.WAITING:
+            output.move_to(OutputState.WAITING)
+        if output.waiting_since is None:
+            output.waiting_since = time.monotonic()
+        self._waiting[output] = None
+
+    def place_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
+        """Another scheduler gets an output that link would not take, or the same one later."""
+        output.num_rejections += 1
+        backoff = min(_MIN_SHUN_S * 2 ** min(output.num_rejections, 10), _MAX_SHUN_S)
+        asked = error.metadata.get("retry_after_ms", "")
+        if asked.isdecimal():
+            backoff = max(backoff, min(int(asked) / 1000, _MAX_SHUN_S))
+        output.shunned[link.address] = time.monotonic() + backoff
+        if output.waiting_since is None:
+            output.waiting_since = time.monotonic()
+        self.place(output)
+
+    def release(self, output: Output) -> None:
+        """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
+        self._waiting.pop(output, None)
+        if output.scheduler is not None:
+            output.scheduler.release(output)
+
+    def place_waiting(self) -> None:
+        """Something has changed: tries again for all that wait."""
+        for output in tuple(self._waiting):
+            self.place(output)
+
+    def on_changed(self) -> None:
+        """A link was connected, or its group's state changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self.place_waiting()
+
+    def tick(self, now: float) -> None:
+        """Call every 0.1 s or so."""
+        self._migrate(now)
+        if not self._waiting:
+            return
+        self.place_waiting()
+        for output in tuple(self._waiting):
+            if output.waiting_since is not None and now - output.waiting_since > self._wait_s:
+                del self._waiting[output]
+                self._fail(output, self._nobody(output))
+
+    async def abort_everywhere(self, request_id: str) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request on every scheduler; the best of what they found."""
+        asked = [asyncio.ensure_future(link.abort_all(request_id)) for link in self.links if link.is_connected]
+        if not asked:
+            return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
+        done, late = await asyncio.wait(asked, timeout=_ABORT_TIMEOUT_S)
+        for task in late:
+            task.cancel()
+        found = [task.result() for task in done if task.exception() is None]
+        return min((outcome for outcome in found if outcome), default=scheduler_pb2.ABORT_OUTCOME_UNKNOWN)
+
+    def abort_older(self, request_id: str, below_attempt: int) -> None:
+        """Ends attempts below that one on every scheduler."""
+        for link in self.links:
+            if link.is_connected:
+                link.abort(request_id, below_attempt=below_attempt)
+
+    def _migrate(self, now: float) -> None:
+        for link in self.links:
+            if link.is_group_serving or not link.is_connected or not link.num_running:
+                continue
+            is_standby = link.load.group == scheduler_pb2.GROUP_STATE_STANDBY
+            if not is_standby and now - link.group_since < self._migrate_after_s:
+                continue
+            for output in link.outputs():
+                if output.state is OutputState.RUNNING and self._serving(output):
+                    self._take_from(link, output)
+            self.place_waiting()
+
+    def _take_from(self, link: SchedulerLink, output: Output) -> None:
+        """The output leaves link, which is told, and waits."""
+        link.abort(output.request.request_id, below_attempt=output.attempt + 1, index=output.index)
+        link.release(output)
+        if output.state is OutputState.RUNNING:
+            output.move_to(OutputState.WAITING)
+            self._waiting[output] = None
+
+    def _serving(self, output: Output) -> list[SchedulerLink]:
+        resolved = output.request.resolved
+        return [
+            link for link in self.links if link.is_group_serving and link.takes(resolved.model, resolved.model_identity)
+        ]
+
+    def _pick(self, output: Output) -> SchedulerLink | None:
+        request = output.request
+        resolved = request.resolved
+        able = self._serving(output)
+        if not able:
+            able = [link for link in self.links if link.takes(resolved.model, resolved.model_identity)]
+        now = time.monotonic()
+        able = [link for link in able if output.shunned.get(link.address, 0.0) <= now]
+        if not able:
+            return None
+        for sibling in request.outputs:
+            # Outputs of one request share their prompt's KV.
+            if sibling.scheduler in able:
+                return sibling.scheduler
+        candidates = [Candidate(address=link.address, num_outstanding=link.num_outstanding) for link in able]
+        routing = RoutingRequest(
+            request_id=resolved.request_id, prompt_ids=resolved.prompt_ids, cache_salt=resolved.cache_salt
+        )
+        return able[self._policy.pick(routing, candidates)]
+
+    def _link(self, address: str) -> SchedulerLink:
+        link = self._links.get(address)
+        if link is None:
+            message = f"no scheduler was added as {address!r}: see ListSchedulers"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "address"})
+        return link
+
+    def _nobody(self, output: Output) -> MeshError:
+        model = output.request.resolved.model
+        message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
+        return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
