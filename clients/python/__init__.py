@@ -1,0 +1,50 @@
+"""Client of the radixmesh router: streams that survive the death of a router.
+
+    async with AsyncClient(["127.0.0.1:50050"]) as client:
+        async for chunk in client.generate("Once upon a time", max_tokens=64):
+            print(chunk.text, end="")
+
+`Client` is the same without async.
+"""
+
+from radixmesh.client.async_client import AsyncClient, AsyncStream
+from radixmesh.client.errors import (
+    AbortedError,
+    BrokenStreamError,
+    ClientStalledError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    MismatchError,
+    NotFoundError,
+    OverloadedError,
+    RadixMeshError,
+    UnavailableError,
+    UnsupportedError,
+)
+from radixmesh.client.results import Chunk, Completion, CompletionOutput, Finish, Logprobs, Model, Usage
+from radixmesh.client.sync_client import Client, Stream
+
+__all__ = [
+    "AbortedError",
+    "AsyncClient",
+    "AsyncStream",
+    "BrokenStreamError",
+    "Chunk",
+    "Client",
+    "ClientStalledError",
+    "Completion",
+    "CompletionOutput",
+    "DeadlineExceededError",
+    "Finish",
+    "InvalidRequestError",
+    "Logprobs",
+    "MismatchError",
+    "Model",
+    "NotFoundError",
+    "OverloadedError",
+    "RadixMeshError",
+    "Stream",
+    "UnavailableError",
+    "UnsupportedError",
+    "Usage",
+]

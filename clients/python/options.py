@@ -1,0 +1,122 @@
+"""The options of a request, and the message they become."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from radixmesh.client.errors import InvalidRequestError
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
+from radixmesh.router.v1 import router_pb2
+from radixmesh.tokenizer.v1 import tokenizer_pb2
+
+Message = Mapping[str, object]
+_MESSAGE_KEYS = ("role", "content")
+
+
+class Options(TypedDict, total=False):
+    """Every option may be left out; the defaults are the contract's (common.proto). None means left out."""
+
+    model: str  # Name; the first model if left out.
+    n: int | None  # Outputs, 1 to 128.
+    temperature: float | None  # 0 = greedy; default 1.
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None  # Drawn by the router if left out.
+    logprobs: int | None  # Alternatives per output token; 0 = the token's own logprob only; left out = none.
+    prompt_logprobs: bool
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop: bool | None
+    skip_special_tokens: bool | None
+    ids_only: bool  # No text is made.
+    cache_salt: str
+    priority: int
+    tenant: str
+    deadline_s: float | None  # For the whole request, resumptions included.
+    request_id: str  # Made if left out.
+
+
+def request_from(
+    prompt: str | Sequence[int] | None, messages: Sequence[Message] | None, options: Options
+) -> router_pb2.GenerateRequest:
+    """The request without request_id and deadline. Raises InvalidRequestError for values that no message can hold."""
+    unknown = set(options) - set(Options.__annotations__)
+    if unknown:
+        raise InvalidRequestError(f"no such option: {', '.join(sorted(unknown))}", "INVALID_ARGUMENT")
+    if (prompt is None) == (messages is None):
+        raise InvalidRequestError("give either a prompt or messages", "MISSING_FIELD", {"field": "input"})
+    try:
+        request = router_pb2.GenerateRequest(
+            model=options.get("model", ""),
+            n=options.get("n"),
+            sampling=_sampling_from(options),
+            stop=_stop_from(options),
+            ids_only=bool(options.get("ids_only")),
+            cache_salt=options.get("cache_salt", ""),
+            priority=options.get("priority", 0),
+            tenant=options.get("tenant", ""),
+        )
+        if messages is not None:
+            request.chat.CopyFrom(chat_from(messages))
+        elif isinstance(prompt, str):
+            request.text = prompt
+        elif prompt is not None:
+            request.prompt_ids = pack_ints(list(prompt))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"an option has a value that cannot be sent: {error}", "INVALID_ARGUMENT") from error
+    return request
+
+
+def chat_from(messages: Sequence[Message]) -> tokenizer_pb2.ChatInput:
+    """Messages as dicts with role, content, and whatever else the model's template reads."""
+    chat = tokenizer_pb2.ChatInput()
+    for message in messages:
+        extra = {key: value for key, value in message.items() if key not in _MESSAGE_KEYS}
+        chat.messages.add(
+            role=str(message.get("role", "")),
+            content=str(message.get("content") or ""),
+            extra_json=json.dumps(extra) if extra else "",
+        )
+    return chat
+
+
+def _sampling_from(options: Options) -> common_pb2.SamplingParams:
+    bias = options.get("logit_bias") or {}
+    return common_pb2.SamplingParams(
+        repetition_penalty=options.get("repetition_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        logit_bias_ids=pack_ints(list(bias)),
+        logit_bias_values=pack_floats(list(bias.values())),
+        temperature=options.get("temperature"),
+        top_k=options.get("top_k"),
+        top_p=options.get("top_p"),
+        min_p=options.get("min_p"),
+        seed=options.get("seed"),
+        num_top_logprobs=options.get("logprobs"),
+        prompt_logprobs=bool(options.get("prompt_logprobs")),
+    )
+
+
+def _stop_from(options: Options) -> common_pb2.StopParams:
+    stop = options.get("stop") or ()
+    return common_pb2.StopParams(
+        max_tokens=options.get("max_tokens"),
+        min_tokens=options.get("min_tokens"),
+        stop=[stop] if isinstance(stop, str) else stop,
+        stop_ids=pack_ints(list(options.get("stop_ids") or ())),
+        ignore_eos=bool(options.get("ignore_eos")),
+        include_stop=bool(options.get("include_stop")),
+        skip_special_tokens=options.get("skip_special_tokens") is not False,
+    )
