@@ -194,8 +194,12 @@ async def test_a_client_that_goes_away_frees_its_place(folder: Path) -> None:
         call = stub.Encode(pb.EncodeRequest(items=[pb.EncodeItem(text="many words " * 100_000)]))
         await asyncio.sleep(0.1)
         call.cancel()
+        await asyncio.sleep(0.05)
+        # Its thread still works: until then the place is taken, or cancelled calls would pile up.
+        small_request = pb.EncodeRequest(items=[pb.EncodeItem(text="a")])
+        assert (await refusal(stub.Encode(small_request)))[0] == "OVERLOADED"
         await asyncio.wait_for(daemon.daemon.drain(), 10)
-        assert (await stub.Encode(pb.EncodeRequest(items=[pb.EncodeItem(text="a")]))).items[0].ids
+        assert (await stub.Encode(small_request)).items[0].ids
 
 
 async def test_the_process_serves_soon(tmp_path: Path) -> None:

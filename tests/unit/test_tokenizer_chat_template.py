@@ -67,7 +67,9 @@ REASONING = """{% set ns = namespace(last=-1) %}
 {% endif %}
 {% if documents %}{{ documents | length }} documents{% endif %}"""
 
-TEMPLATES = {"chatml": CHATML, "llama_like": LLAMA_LIKE, "reasoning": REASONING}
+TRIMMING = "{% for m in messages %}[{{ m.role }}]{{ m.thinking }}{{ m.content | trim }}{% endfor %}"
+
+TEMPLATES = {"trimming": TRIMMING, "chatml": CHATML, "llama_like": LLAMA_LIKE, "reasoning": REASONING}
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "a < b & 'c' é", "parameters": {"x": [1, None]}}}
 CHATS: dict[str, list[dict[str, object]]] = {
@@ -78,6 +80,7 @@ CHATS: dict[str, list[dict[str, object]]] = {
         {"role": "assistant", "content": "Yes. "},
         {"role": "user", "content": "Why?"},
     ],
+    "open": [{"role": "user", "content": "Go on"}, {"role": "assistant", "content": " I think "}],
     "tool_calls": [
         {"role": "user", "content": "1+1"},
         {
