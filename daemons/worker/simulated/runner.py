@@ -84,8 +84,8 @@ class SimulatedRunner(ModelRunner):
         prefix = np.where(positions > 0, self._read(rows, before), EMPTY_PREFIX)
         prefix = prefix + token_hashes(rows.ids, positions)
         self._kv[self._places(rows, positions)] = prefix
-        witness = self._read(rows, witness_positions(prefix, positions))
-        return self.alphabet.draw(noise_of(prefix, witness, rows.seeds, rows.is_sampled, positions + 1))
+        witnesses = self._read(rows, witness_positions(prefix, positions))
+        return self.alphabet.draw(noise_of(prefix, witnesses, rows.seeds, rows.is_sampled, positions + 1))
 
     def _read(self, rows: DecodeRows, positions: IntArray) -> HashArray:
         return self._kv[self._places(rows, positions)]
@@ -111,10 +111,11 @@ class SimulatedRunner(ModelRunner):
         sample = segment.sample
         assert sample is not None and sample.position == last + 1
         position = np.array([last], np.int32)
-        witness = self._at(segment, int(witness_positions(prefix, position)[0]))
+        places = witness_positions(prefix, position)[:, 0].tolist()
+        witnesses = np.array([[self._at(segment, place)] for place in places], np.uint64)
         sampling = sample.sampling
         seeds, is_sampled = np.array([sampling.seed or 0], np.uint64), np.array([not sampling.is_greedy])
-        noise = noise_of(prefix, np.array([witness]), seeds, is_sampled, position + 1)
+        noise = noise_of(prefix, witnesses, seeds, is_sampled, position + 1)
         token = self.alphabet.draw_unsuppressed(int(noise[0]), frozenset(sample.suppressed_ids.tolist()))
         if sampling.num_top_logprobs is None:
             return token, None

@@ -1,8 +1,9 @@
 """Made-up tokens: pure functions of a hash of everything before them.
 
 The KV of position p is h_p = h_(p-1) + mix(token_p, p) modulo 2^64, so it stands for the whole prefix. The token after
-position p is drawn from h_p, from the KV of one earlier position that h_p picks, from the seed where temperature > 0,
-and from p + 1. A page that was lost, overwritten, swapped or read at a wrong offset therefore changes what follows.
+position p is drawn from h_p, from the KV of four positions up to p that h_p picks, from the seed where temperature > 0,
+and from p + 1. A page that was lost, overwritten, swapped or read at a wrong offset changes what follows: at once where
+it is the last one, else as soon as a draw picks it.
 mix is SplitMix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 """
 
@@ -22,6 +23,7 @@ HashArray = npt.NDArray[np.uint64]
 EMPTY_PREFIX = np.uint64(0x243F6A8885A308D3)
 """h before position 0."""
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_PICKS = np.arange(1, 5, dtype=np.uint64)
 _RATE_UNIT = 2.0**-53
 
 
@@ -83,14 +85,16 @@ def token_hashes(ids: IntArray, positions: IntArray) -> HashArray:
 
 
 def witness_positions(prefix: HashArray, positions: IntArray) -> IntArray:
-    """The earlier position (<= its own) whose KV each draw after `positions` reads beside `prefix`."""
-    return (mix(prefix) % (positions.astype(np.uint64) + np.uint64(1))).astype(np.int32)
+    """Positions [4, rows], each <= its row's own, whose KV the draw after `positions` reads beside `prefix`."""
+    picks = mix(prefix[None, :] ^ _PICKS[:, None])
+    return (picks % (positions.astype(np.uint64) + np.uint64(1))).astype(np.int32)
 
 
 def noise_of(
-    prefix: HashArray, witness: HashArray, seeds: HashArray, is_sampled: BoolArray, positions: IntArray
+    prefix: HashArray, witnesses: HashArray, seeds: HashArray, is_sampled: BoolArray, positions: IntArray
 ) -> HashArray:
-    """What the token at `positions` is drawn from. Greedy rows ignore their seed."""
+    """What the tokens at `positions` are drawn from; `witnesses` [4, rows]. Greedy rows ignore their seed."""
+    witness = mix(witnesses + _PICKS[:, None]).sum(axis=0, dtype=np.uint64)
     keys = np.where(is_sampled, mix(seeds ^ _GAMMA), np.uint64(0))
     return mix(prefix ^ mix(witness + positions.astype(np.uint64)) ^ keys)
 
@@ -118,7 +122,7 @@ def simulated_continuation(
     for step in range(num_tokens):
         last = np.array([len(tokens) - 1], np.int32)
         prefix = np.array([kv[-1]], np.uint64)
-        witness = np.array([kv[int(witness_positions(prefix, last)[0])]], np.uint64)
+        witness = np.array([[kv[place]] for place in witness_positions(prefix, last)[:, 0].tolist()], np.uint64)
         seeds, is_sampled = np.array([seed], np.uint64), np.array([temperature > 0.0])
         noise = noise_of(prefix, witness, seeds, is_sampled, last + 1)
         is_suppressed = step < num_suppressed
