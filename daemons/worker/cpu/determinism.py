@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import reduce
 
 import torch
 
@@ -18,7 +17,7 @@ _CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
 _PROBE_ROWS = 16
 
 
-def verified_tiles(model: Model, placement_dtype: torch.dtype, device: torch.device) -> RowTiles:
+def verified_tiles(model: Model, device: torch.device) -> RowTiles:
     """Tiles that keep a row's bits, by trial of every kind of row function with the model's own weights.
 
     Usually very tall tiles add in another order than the others. If no
@@ -27,7 +26,7 @@ def verified_tiles(model: Model, placement_dtype: torch.dtype, device: torch.dev
     started = time.monotonic()
     candidates: tuple[int, ...] = _CANDIDATES
     for probe in model.row_probes():
-        agreeing = agreeing_sizes(probe.function, _probe_rows(probe, placement_dtype, device), candidates)
+        agreeing = agreeing_sizes(probe.function, _probe_rows(probe, device), candidates)
         if not agreeing:
             _log.warning("row_tiles_not_verified", function=probe.name, tried=candidates, fallback="one row at a time")
             return RowTiles((1,))
@@ -36,10 +35,8 @@ def verified_tiles(model: Model, placement_dtype: torch.dtype, device: torch.dev
     return RowTiles(candidates)
 
 
-def _probe_rows(probe: RowProbe, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(reduce(lambda h, c: h * 31 + ord(c), probe.name, 7) % 2**31)
-    # Angles of the rotation are float32 whatever the weights are; ordinary numbers serve for them too.
+def _probe_rows(probe: RowProbe, device: torch.device) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
     return tuple(
-        torch.randn(_PROBE_ROWS, *shape, generator=generator).to(device, torch.float32 if len(shape) > 1 else dtype)
-        for shape in probe.row_shapes
+        torch.randn(_PROBE_ROWS, *shape, generator=generator).to(device, dtype) for shape, dtype in probe.inputs
     )

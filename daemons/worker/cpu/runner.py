@@ -75,9 +75,11 @@ class CpuRunner(ModelRunner):
         rows = self._logits(hidden_TD, np.arange(sum(len(segment.ids) for segment in segments)))
         return np.split(rows, np.cumsum([len(segment.ids) for segment in segments])[:-1])
 
+    @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         self._pool.copy_page(source, target, num_tokens)
 
+    @torch.inference_mode()
     def clear(self) -> None:
         self._pool.clear()
 

@@ -42,12 +42,19 @@ class ModelBatch:
     tiles: RowTiles
 
 
+class RowInput(NamedTuple):
+    """Shape of one row of an input, and its dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class RowProbe(NamedTuple):
-    """A row function of the model with real weights, and the shapes of one row of its inputs: for verifying tiles."""
+    """A row function of the model with real weights, and what its inputs look like: for verifying tiles."""
 
     name: str
     function: RowFunction
-    row_shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[RowInput, ...]
 
 
 class Model(ABC):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from radixmesh.daemons.worker.attention.backend import AttentionShape
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
-from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowProbe
+from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 from .config import LlamaConfig
@@ -57,12 +57,14 @@ class LlamaModel(Model):
         return logits_TV
 
     def row_probes(self) -> tuple[RowProbe, ...]:
-        config, block = self._config, self._blocks[0]
-        half = (1, config.head_dim // 2)
+        config, block, dtype = self._config, self._blocks[0], self._weights.head_DV.dtype
+        hidden = RowInput((config.hidden_size,), dtype)
+        angles = RowInput((1, config.head_dim // 2), torch.float32)
+        heads = RowInput((config.num_heads, config.head_dim), dtype)
         return (
-            RowProbe("project", block.project, ((config.hidden_size,), half, half)),
-            RowProbe("finish", block.finish, ((config.hidden_size,), (config.num_heads, config.head_dim))),
-            RowProbe("head", self._head, ((config.hidden_size,),)),
+            RowProbe("project", block.project, (hidden, angles, angles)),
+            RowProbe("finish", block.finish, (hidden, heads)),
+            RowProbe("head", self._head, (hidden,)),
         )
 
     def _head(self, inputs: Tensors) -> Tensors:
