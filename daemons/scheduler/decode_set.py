@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
-from radixmesh.daemons.scheduler.in_flight import Rows, no_rows
+from radixmesh.daemons.scheduler.in_flight import Rows
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
 
@@ -16,7 +16,7 @@ class DecodeSet:
         self._table = table
         self._joining: list[int] = []
         self._is_dirty = False
-        self.rows: Rows = no_rows()
+        self.rows: Rows = Rows.none()
 
     @property
     def slots(self) -> IntArray:

@@ -6,7 +6,7 @@ import numpy as np
 
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
-_LEAST, _MOST = 8.0, 65_536.0
+_LEAST, _MOST = 1.0, 65_536.0
 _DECAY = 0.999
 
 
@@ -20,7 +20,7 @@ class GrowthEstimate:
         self.num_tokens = float(first)
 
     def retracted(self) -> None:
-        self.num_tokens = min(_MOST, self.num_tokens * 2)
+        self.num_tokens = min(_MOST, max(8.0, self.num_tokens * 2))
 
     def stepped(self) -> None:
         self.num_tokens = max(_LEAST, self.num_tokens * _DECAY)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import StepPlan, StepResult
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
 
@@ -33,6 +33,10 @@ class Rows:
             assert request is not None, slot
             outputs.append(request.output)
         return cls(slots, table.live[slots], outputs)
+
+    @classmethod
+    def none(cls) -> Rows:
+        return cls(empty_ints(), empty_ints(), [])
 
     def plus(self, other: Rows) -> Rows:
         if not len(other.slots):
@@ -110,7 +114,3 @@ class InFlight:
         self._steps.popleft()
         self.last_processed = result.step_id
         return step
-
-
-def no_rows() -> Rows:
-    return Rows(empty_ints(), empty_ints(), [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.scheduler.page_pool import PagePool, PageState
 from radixmesh.daemons.scheduler.prefix_cache import PrefixCache
 from radixmesh.daemons.scheduler.slot_table import SlotTable
@@ -57,5 +57,6 @@ def quarantine_doubtful(pool: PagePool, table: SlotTable) -> IntArray:
 
 def _owned_by_slots(pool: PagePool, table: SlotTable) -> IntArray:
     held = [table.pages_of(slot) for slot in np.flatnonzero(table.live).tolist()]
-    pages = np.concatenate(held) if held else np.empty(0, np.int32)
-    return pages[pool.states_of(pages) == PageState.OWNED]
+    pages: IntArray = np.concatenate(held) if held else empty_ints()
+    owned: IntArray = pages[pool.states_of(pages) == PageState.OWNED]
+    return owned

@@ -47,7 +47,7 @@ class TokenRows:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TokenRow:
     """One row, where there is no array to take it from."""
 

@@ -1,4 +1,4 @@
-"""Reads page records: which pages of a worker hold prefixes that can still be trusted. Arrays only, no loop per page."""
+"""Reads page records: which pages of a worker hold prefixes that can still be trusted. No loop per page."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def read_chains(records: PageRecords, page_size: int, weights_version: int) -> C
     num_pages = len(records.filled)
     tokens = _tokens_of_full(records, page_size)
     parents = _valid_parents(records, page_size, weights_version)
-    hashes = (
-        (tokens.astype(np.uint64) + np.uint64(1)) * _powers(page_size)[None, :]
-    ).sum(axis=1, dtype=np.uint64) * _MULTIPLIER + records.namespace_indexes.astype(np.uint64)
+    hashes = ((tokens.astype(np.uint64) + np.uint64(1)) * _powers(page_size)[None, :]).sum(
+        axis=1, dtype=np.uint64
+    ) * _MULTIPLIER + records.namespace_indexes.astype(np.uint64)
     is_rooted, depths, hashes = _follow(parents, hashes)
     pages = np.flatnonzero(is_rooted).astype(np.int32)
     canon = np.arange(num_pages + 1, dtype=np.int32)

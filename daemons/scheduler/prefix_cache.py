@@ -122,7 +122,13 @@ def _make_none(*, page_size: int, num_pages: int) -> PrefixCache:
     return NoCache(page_size=page_size, num_pages=num_pages)
 
 
-PREFIX_CACHES: dict[str, CacheFactory] = {"trie": _make_trie, "none": _make_none}
+def _make_radix(*, page_size: int, num_pages: int) -> PrefixCache:
+    from radixmesh.daemons.scheduler.radix_cache import RadixCache
+
+    return RadixCache(page_size=page_size, num_pages=num_pages)
+
+
+PREFIX_CACHES: dict[str, CacheFactory] = {"trie": _make_trie, "none": _make_none, "radix": _make_radix}
 
 
 def make_prefix_cache(name: str, *, page_size: int, num_pages: int) -> PrefixCache:

@@ -4,7 +4,8 @@ WAITING --admit--> RUNNING --retract--> RETRACTING --result of the plan before t
    |                  |                     |
    +---- finish ------+------- finish ------+--> FINISHED (for good)
 
-A new epoch of the worker group takes RUNNING and RETRACTING back to WAITING at once: their outstanding results are void.
+A new epoch of the worker group takes RUNNING and RETRACTING back to WAITING at once: results
+still outstanding are void.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,8 @@ class Lifecycle(Enum):
     FINISHED = "finished"
 
 
-class RequestKey(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RequestKey:
     """What submits, attempts and aborts name."""
 
     request_id: str
@@ -82,6 +83,8 @@ class Request:
     """Prompt tokens found in the cache at the first admission; -1 before."""
     waits_for_step: int = 0
     """While RETRACTING: the result after which it may be admitted again."""
+    retracted_from: tuple[int, int] = (-1, 0)
+    """While RETRACTING: the (slot, generation) that its outstanding rows name."""
 
     @property
     def key(self) -> RequestKey:

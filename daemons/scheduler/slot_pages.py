@@ -14,16 +14,16 @@ from radixmesh.daemons.scheduler.slot_table import SlotTable
 class SlotPages:
     """Pages of slots. A slot's page table, by token ranges, from admission to the end:
 
-      0            cached_len     computed_len      planned_len      granted
-      |--------------|----------------|-----------------|----------------|
-      | cache's,     | own; by share()| own; in-flight  | own; granted   |
-      | locked       | full pages may | plans write here| ahead of need  |
-      |              | become cache's |                 |                |
+    0            cached_len     computed_len      planned_len      granted
+    |--------------|----------------|-----------------|----------------|
+    | cache's,     | own; by share()| own; in-flight  | own; granted   |
+    | locked       | full pages may | plans write here| ahead of need  |
+    |              | become cache's |                 |                |
 
-      share()  (prompt computed)  [0, full)  -> cache where unknown there, locked; duplicates stay own
-      leave()  (any end)          [0, full)  -> cache where unknown there;  duplicates and the rest -> free
-      full = computed_len rounded down to whole pages: only results that were processed count, so the KV of the last
-      sampled token, and whatever in-flight plans still write, is never cached.
+    share()  (prompt computed)  [0, full)  -> cache where unknown there, locked; duplicates stay own
+    leave()  (any end)          [0, full)  -> cache where unknown there;  duplicates and the rest -> free
+    full = computed_len rounded down to whole pages: only results that were processed count, so the KV of the last
+    sampled token, and whatever in-flight plans still write, is never cached.
     """
 
     def __init__(self, pool: PagePool, cache: PrefixCache, table: SlotTable, weights_version: int) -> None:

@@ -64,7 +64,7 @@ class Submissions:
         if current is not None and submission.attempt < current:
             raise MeshError(
                 ErrorReason.ERROR_REASON_STALE_ATTEMPT,
-                f"attempt {submission.attempt} of {submission.key.request_id} is over, {current} took its place: drop it",
+                f"attempt {submission.attempt} of {submission.key.request_id} is over, {current} took over: drop it",
                 {"attempt": str(submission.attempt), "current": str(current)},
             )
 

@@ -81,7 +81,7 @@ class TrieCache(PrefixCache):
         if int(keys[0]) in self._children:  # Another page's hash: the caller keeps its pages.
             self._touch(known)
             return Inserted(Match(known, parent), len(pages))
-        self._add(added, keys, tokens, np.arange(num_known + 1, len(pages) + 1))
+        self._add(added, keys, tokens, np.arange(num_known + 1, len(pages) + 1, dtype=np.int32))
         if not num_known:
             self._num_below_root[root] += 1
         path = np.concatenate([known, added])
@@ -169,11 +169,13 @@ class TrieCache(PrefixCache):
         """Key in [0, 2^32) of each page's tokens, int64 [n], for tokens int32 [n, page_size]."""
         if self.page_size == 1:
             return tokens[:, 0].astype(np.int64)
-        mixed = ((tokens.astype(np.uint64) + np.uint64(1)) * self._powers).sum(axis=1, dtype=np.uint64)
+        mixed: npt.NDArray[np.uint64] = ((tokens.astype(np.uint64) + np.uint64(1)) * self._powers).sum(
+            axis=1, dtype=np.uint64
+        )
         return (mixed >> np.uint64(32)).astype(np.int64)
 
     def _add(
-        self, pages: IntArray, keys: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], depths: npt.NDArray[np.int64]
+        self, pages: IntArray, keys: npt.NDArray[np.int64], tokens: npt.NDArray[np.int32], depths: IntArray
     ) -> None:
         self._children.update(zip(keys.tolist(), pages.tolist(), strict=True))
         self._keys[pages] = keys

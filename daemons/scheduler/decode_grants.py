@@ -1,0 +1,39 @@
+"""Pages for the rows that decode, granted ahead so that most decode plans grant nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from radixmesh.daemons.runtime.step import Grant
+from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.request import Request
+
+
+def grant_decodes(state: EpochState, draft: PlanDraft, ahead_pages: int, give_way: Callable[[Request], None]) -> None:
+    """Grants pages to every decoding slot that has none for its next token.
+
+    Where memory does not suffice, the youngest running request gives way (give_way frees its slot and pages), until it
+    does. `ahead_pages` at a time if there are as many, one page each otherwise.
+    """
+    short = state.short_of_pages(state.decode_set.slots)
+    while len(short) > state.pages.num_available:
+        give_way(state.table.running()[-1])
+        draft.has_retracted = True
+        state.is_decode_set_unsent |= state.decode_set.update()
+        short = state.short_of_pages(state.decode_set.slots)
+    if not len(short):
+        return
+    table, page_size = state.table, state.group.page_size
+    # The last token of an output is never computed: it needs no page.
+    most = -(-(table.max_total_len[short] - 1) // page_size) - table.num_pages[short]
+    counts = np.clip(most, 1, ahead_pages).astype(np.int32)
+    if int(counts.sum()) > state.pages.num_available:
+        counts[:] = 1
+    pages = state.pages.grant(short, counts)
+    ends = np.cumsum(counts).tolist()
+    start = 0
+    for slot, end in zip(short.tolist(), ends, strict=True):
+        draft.grants.append(Grant(slot=slot, pages=pages[start:end]))
+        start = end

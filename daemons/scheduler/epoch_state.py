@@ -1,0 +1,84 @@
+"""Everything that is true of one epoch of the worker group only: a new epoch starts a new one."""
+
+from __future__ import annotations
+
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release
+from radixmesh.daemons.scheduler.decode_set import DecodeSet
+from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.in_flight import InFlight, PlannedChunk
+from radixmesh.daemons.scheduler.page_pool import PagePool
+from radixmesh.daemons.scheduler.prefix_cache import make_prefix_cache
+from radixmesh.daemons.scheduler.request import Request
+from radixmesh.daemons.scheduler.slot_pages import SlotPages
+from radixmesh.daemons.scheduler.slot_table import SlotTable
+
+
+class EpochState:
+    """Slots, pages, cache and plans in flight of an epoch.
+
+    snapshot None: the worker's KV is worth nothing (a new worker in tests); its page generations start at 0 then.
+    """
+
+    def __init__(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None, cache_name: str) -> None:
+        self.epoch = epoch
+        self.group = group
+        self.table = SlotTable(group.num_slots)
+        self.in_flight = InFlight()
+        self.decode_set = DecodeSet(self.table)
+        self.releases: list[Release] = []
+        """Slots freed since the last plan."""
+        self.prefilling: list[Request] = []
+        """Requests in slots whose prompt is not planned to its end, oldest admission first."""
+        self.retracting: dict[tuple[int, int], Request] = {}
+        """By the (slot, generation) that their outstanding rows name."""
+        self.next_step_id = 1
+        self.is_decode_set_unsent = False
+        cache = make_prefix_cache(cache_name, page_size=group.page_size, num_pages=group.num_pages)
+        self.num_adopted_tokens = 0
+        if snapshot is None:
+            pool = PagePool(group.num_pages)
+        else:
+            pool = PagePool(group.num_pages, snapshot.records.generations)
+            adopted = cache.adopt(snapshot.records, snapshot.names, group.weights_version)
+            pool.adopt(adopted)
+            self.num_adopted_tokens = len(adopted) * group.page_size
+        self.pages = SlotPages(pool, cache, self.table, group.weights_version)
+
+    @property
+    def last_step_id(self) -> int:
+        """Id of the last plan sent; 0 = none."""
+        return self.next_step_id - 1
+
+    def short_of_pages(self, slots: IntArray) -> IntArray:
+        """Of these slots, those without a page for the token after their planned length."""
+        table = self.table
+        return slots[table.planned_len[slots] >= table.num_pages[slots] * self.group.page_size]
+
+
+class PlanDraft:
+    """A plan while it is made."""
+
+    def __init__(self, token_budget: int) -> None:
+        self.admits: list[Admit] = []
+        self.grants: list[Grant] = []
+        self.chunks: list[Chunk] = []
+        self.planned_chunks: list[PlannedChunk] = []
+        self.finishing: list[int] = []
+        """Slots whose prefill this plan finishes, in the order of their chunks."""
+        self.token_budget = token_budget
+        self.has_retracted = False
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+    def add_chunk(self, slot: int, generation: int, length: int, *, is_last: bool) -> None:
+        self.chunks.append(Chunk(slot=slot, length=length))
+        self.planned_chunks.append(PlannedChunk(slot, generation, length))
+        self.token_budget -= length
+        if is_last:
+            self.finishing.append(slot)
+
+    def finishing_slots(self) -> IntArray:
+        return as_ints(self.finishing)

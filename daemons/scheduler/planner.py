@@ -1,0 +1,425 @@
+"""The scheduler's loop as a pure object: submits and results in, plans and outputs out. No I/O; time is an argument.
+
+Each request catches up its computed length with its tokens: cached_len <= computed_len <= total_len. A fresh prompt, a
+chunk of it, a resumed output and a decode are one thing with different distances. Plans are made from lengths alone, so
+several can be in flight: every decoding slot is assumed to get one token per plan, and tokens that turn out to lie
+beyond an end (EOS, stop id, abort, stop string) are dropped when their results come.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.step import Release, StepPlan, StepResult
+from radixmesh.daemons.scheduler.decode_grants import grant_decodes
+from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.flush import FlushWish
+from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.growth import GrowthEstimate
+from radixmesh.daemons.scheduler.in_flight import PlannedStep, Rows
+from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected, TokenRow, rows_of
+from radixmesh.daemons.scheduler.planner_counters import PlannerCounters, check_pages
+from radixmesh.daemons.scheduler.prefill import Prefill, PrefillLimits
+from radixmesh.daemons.scheduler.queue import WaitingQueue
+from radixmesh.daemons.scheduler.request import Lifecycle, Request, Submission
+from radixmesh.daemons.scheduler.result_reader import ResultReader
+from radixmesh.daemons.scheduler.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch, ending_of
+from radixmesh.daemons.scheduler.submissions import AbortOutcome, Submissions
+from radixmesh.daemons.scheduler.validation import check_submission, make_request
+
+# A request whose admission was in so many refused plans does not get another epoch.
+_MAX_BLAMES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerSettings:
+    """chunk_tokens: most tokens of one request a step. max_tokens_per_step, max_running: None = the worker's limit.
+    grant_ahead_tokens: pages granted at a time hold about so many. growth_tokens: first estimate of what a running
+    request will still need. max_queue: waiting requests before OVERLOADED.
+    check_invariants: verify every page after every step and fail on a breach (tests)."""
+
+    chunk_tokens: int = 512
+    max_tokens_per_step: int | None = None
+    max_running: int | None = None
+    grant_ahead_tokens: int = 16
+    growth_tokens: int = 64
+    max_queue: int = 10_000
+    cache: str = "trie"
+    queue_policy: str = "fcfs"
+    check_invariants: bool = False
+
+
+class Planner:
+    """Owns queue, slots, pages and cache of one worker group.
+
+    One thread calls it. After any call take_outputs() has what there is to say to those who submitted.
+    """
+
+    def __init__(self, settings: PlannerSettings) -> None:
+        self._settings = settings
+        self._queue = WaitingQueue(settings.queue_policy)
+        self._submissions = Submissions()
+        self._growth = GrowthEstimate(settings.growth_tokens)
+        self._prefill: Prefill | None = None
+        self._state: EpochState | None = None
+        self._group: GroupInfo | None = None
+        self._stop_watch = StopWatch(0)
+        self._reader = ResultReader(self._finish)
+        self._outputs = Outputs()
+        self._deadlines: list[tuple[float, int, Request]] = []
+        self._num_arrived = 0
+        self._blames: dict[Request, int] = {}
+        self.flush = FlushWish()
+        self.estimate = StepEstimate()
+        self.counters = PlannerCounters()
+
+    @property
+    def state(self) -> EpochState | None:
+        """Slots and pages of the epoch; None between epochs."""
+        return self._state
+
+    @property
+    def group(self) -> GroupInfo | None:
+        """The group as last seen; None before the first epoch."""
+        return self._group
+
+    @property
+    def num_running(self) -> int:
+        return self._state.table.num_running if self._state is not None else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._submissions) - self.num_running
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._queue.waiting_tokens
+
+    @property
+    def num_live(self) -> int:
+        return len(self._submissions)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._state.in_flight) if self._state is not None else 0
+
+    def take_outputs(self) -> Outputs:
+        """What there is to say since the last call."""
+        outputs, self._outputs = self._outputs, Outputs()
+        return outputs
+
+    # -- what routers ask for
+
+    def submit(self, submission: Submission) -> None:
+        """Queues a request, or rejects it: the outputs say which. Equal submits are taken once."""
+        try:
+            self._submit(submission)
+        except MeshError as error:
+            s = submission
+            self._outputs.rejected.append(Rejected(owner=s.owner, handle=s.handle, attempt=s.attempt, error=error))
+
+    def abort(self, request_id: str, index: int | None = None, below_attempt: int | None = None) -> AbortOutcome:
+        """Ends live requests, whoever submitted them."""
+        found = self._submissions.find(request_id, index, below_attempt)
+        for request in found:
+            self._finish(request, Ending(FinishReason.ABORT))
+        if found:
+            return AbortOutcome.FOUND
+        is_known = self._submissions.has_ended(request_id, index)
+        return AbortOutcome.FINISHED if is_known else AbortOutcome.UNKNOWN
+
+    def abort_owner(self, owner: int) -> int:
+        """Ends the requests of a stream that is gone; returns how many there were."""
+        requests = [request for request in self._submissions.live() if request.owner == owner]
+        for request in requests:
+            self._finish(request, Ending(FinishReason.ABORT))
+        return len(requests)
+
+    def finish_by_stop(self, owner: int, handle: int, num_output: int) -> None:
+        """A stop string ended an output at that length; unknown handles have ended already."""
+        request = self._submissions.by_handle(owner, handle)
+        if request is not None:
+            self._finish(request, Ending(FinishReason.STOP), num_output=min(num_output, len(request.output)))
+
+    # -- the worker group
+
+    def begin_epoch(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None) -> int:
+        """Starts over on a claimed group with the KV that its page records describe; returns the tokens adopted.
+
+        All requests wait again, their output kept; those that the group can no longer run fail.
+        """
+        self.end_epoch()
+        if self._group is None or self._group.vocab_size != group.vocab_size:
+            self._stop_watch = StopWatch(group.vocab_size)
+            for request in self._submissions.live():
+                self._stop_watch.watch(t for t in request.end_ids if t < group.vocab_size)
+        self._group = group
+        self._state = EpochState(epoch, group, snapshot, self._settings.cache)
+        limits = PrefillLimits(
+            chunk_tokens=self._settings.chunk_tokens,
+            max_running=min(self._settings.max_running or group.num_slots, self._budget(group)),
+            ahead_pages=self._ahead_pages(group),
+        )
+        self._prefill = Prefill(limits, self._queue, self._growth)
+        for request in self._submissions.live():
+            try:
+                check_submission(request.submission, group)
+            except MeshError as error:
+                self._finish(request, Ending(FinishReason.ERROR), error)
+        self.counters.adopted_tokens += self._state.num_adopted_tokens
+        return self._state.num_adopted_tokens
+
+    def end_epoch(self, refused_step: int = 0, error: MeshError | None = None) -> None:
+        """The group is lost, or refused a plan: results still outstanding are void, every request waits again.
+
+        A request whose admission was refused with its plan twice fails with `error`, or it would end every epoch.
+        """
+        state, self._state = self._state, None
+        if state is None:
+            return
+        self.flush.interrupted()
+        admitted = {a.slot for s in state.in_flight.steps() if s.plan.step_id == refused_step for a in s.plan.admits}
+        blamed = [request for request in state.table.running() if request.slot in admitted]
+        for request in (*state.table.running(), *state.retracting.values()):
+            request.slot = -1
+            request.lifecycle = Lifecycle.WAITING
+            self._queue.push(request)
+        for request in blamed:
+            self._blames[request] = self._blames.get(request, 0) + 1
+            if error is not None and self._blames[request] >= _MAX_BLAMES:
+                self._finish(request, Ending(FinishReason.ERROR), error)
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, which the caller must send; None = there is nothing to do before the next result or submit."""
+        self._expire(now)
+        state, prefill = self._state, self._prefill
+        if state is None or prefill is None:
+            return None
+        if self.flush.is_wanted and self.flush.may_run(state):
+            return self._sent(state, self.flush.make_plan(state), PlanDraft(0), now)
+        state.is_decode_set_unsent |= state.decode_set.update()
+        draft = PlanDraft(0)
+        grant_decodes(state, draft, self._ahead_pages(state.group), self._give_way)
+        draft.token_budget = self._budget(state.group) - len(state.decode_set)
+        if not self.flush.is_wanted or state.prefilling:
+            prefill.add_chunks(state, draft)
+        if not len(state.decode_set) and not draft.chunks:
+            self._unblock(state)
+            if not state.releases:
+                return None
+        return self._sent(state, self._plan_of(state, draft), draft, now)
+
+    def process(self, result: StepResult) -> Outputs:
+        """Takes a result and returns take_outputs(). Results of other epochs are dropped.
+
+        Raises MeshError if the worker has diverged (a gap, rows that are not the plan's, ids outside the vocabulary):
+        begin a new epoch then.
+        """
+        state = self._state
+        if state is None or result.epoch != state.epoch:
+            self.counters.stale_results += 1
+            return self.take_outputs()
+        step = state.in_flight.answered(result)
+        self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        self._requeue_retracted(state)
+        self._growth.stepped()
+        self.flush.processed(result.step_id)
+        self.counters.processed(step, result)
+        device_us = (result.device_end_ns - result.device_start_ns) / 1000
+        if step.num_tokens and device_us > 0:
+            self.estimate.observe(step.num_tokens, device_us)
+        check_pages(state, self.counters, is_strict=self._settings.check_invariants)
+        return self.take_outputs()
+
+    # -- inside
+
+    def _submit(self, submission: Submission) -> None:
+        live = self._submissions.get(submission.key)
+        if self._submissions.is_repeat(submission) or (
+            live is not None and (live.owner, live.handle) == (submission.owner, submission.handle)
+        ):
+            return
+        self._submissions.check_attempt(submission)
+        if live is not None and self._attach(live, submission):
+            return
+        if self._group is None:
+            raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "no worker group yet: retry elsewhere, or later")
+        check_submission(submission, self._group)
+        if live is None and self.num_waiting >= self._settings.max_queue:
+            message = f"{self.num_waiting} requests wait: retry later, or elsewhere"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"})
+        if live is not None:
+            error = MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one")
+            self._finish(live, Ending(FinishReason.ABORT), error)
+        self._num_arrived += 1
+        self._add(make_request(submission, self._group, self._num_arrived))
+
+    def _add(self, request: Request) -> None:
+        self._submissions.add(request)
+        self._stop_watch.watch(request.end_ids)
+        self._queue.push(request)
+        ending = ending_of(request)
+        if ending is not None:  # Resumed with an output that is complete.
+            self._finish(request, ending)
+        elif request.submission.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.submission.deadline_s, request.arrival, request))
+
+    def _attach(self, live: Request, submission: Submission) -> bool:
+        """The same attempt comes by another stream: rows go there, from where that stream's journal ends.
+
+        False if the submit has to replace the request: a higher attempt, or it knows more tokens than we have.
+        Raises DUPLICATE_REQUEST if it is another request of that name.
+        """
+        if live.submission.attempt != submission.attempt:
+            return False
+        mine, theirs = live.submission.prompt_ids, submission.prompt_ids
+        known = submission.resumed_output_ids
+        if len(mine) != len(theirs) or (mine != theirs).any():
+            message = f"{submission.key.request_id} is live with another prompt: choose another request id"
+            raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, message)
+        output = live.output_ids()
+        if len(known) > len(output) or (output[: len(known)] != known).any():
+            return False
+        self._submissions.attach(live, submission.owner, submission.handle)
+        if live.slot >= 0 and self._state is not None:
+            self._state.table.owner[live.slot] = submission.owner
+            self._state.table.handle[live.slot] = submission.handle
+        if len(output) > len(known):
+            row = TokenRow(submission.owner, submission.handle, submission.attempt, len(known), output[len(known) :])
+            self._outputs.rows.append(rows_of([row]))
+        return True
+
+    def _finish(
+        self, request: Request, ending: Ending, error: MeshError | None = None, num_output: int | None = None
+    ) -> None:
+        """Ends a live request wherever it is in its life."""
+        state = self._state
+        if request.lifecycle is Lifecycle.WAITING:
+            self._queue.remove(request)
+        elif state is not None and request.lifecycle is Lifecycle.RUNNING:
+            self._leave(state, request)
+        elif state is not None:
+            del state.retracting[request.retracted_from]
+        request.lifecycle = Lifecycle.FINISHED
+        self._stop_watch.unwatch(request.end_ids)
+        self._submissions.end(request)
+        self._blames.pop(request, None)
+        self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
+        self._outputs.finished.append(
+            Finished(
+                owner=request.owner,
+                handle=request.handle,
+                attempt=request.submission.attempt,
+                reason=ending.reason,
+                num_output=len(request.output) if num_output is None else num_output,
+                stop_id=ending.stop_id,
+                prompt_tokens=request.prompt_len,
+                cached_tokens=max(0, request.cached_tokens),
+                error=error,
+            )
+        )
+
+    def _leave(self, state: EpochState, request: Request) -> None:
+        state.releases.append(Release(slot=request.slot, generation=request.generation))
+        state.pages.leave(request)
+        state.decode_set.freed()
+
+    def _give_way(self, request: Request) -> None:
+        """Retracts a running request, or ends it where no other could make room for it."""
+        state = self._state
+        assert state is not None
+        if state.table.num_running == 1 and not state.pages.pool.num_leased:
+            needed = state.table.num_pages[request.slot] + 1
+            total = state.group.num_pages - state.pages.pool.num_quarantined
+            message = f"the output outgrew this replica's KV memory of {total} pages: retry on another"
+            metadata = {"needed_pages": str(needed), "total_pages": str(total)}
+            error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, message, metadata)
+            self._finish(request, Ending(FinishReason.ERROR), error)
+            return
+        key = _slot_key(request)
+        self._leave(state, request)
+        self._growth.retracted()
+        self.counters.num_retracted += 1
+        if not state.in_flight:
+            self._requeue(request)
+            return
+        request.lifecycle = Lifecycle.RETRACTING
+        request.waits_for_step = state.last_step_id
+        request.retracted_from = key
+        state.retracting[key] = request
+
+    def _requeue_retracted(self, state: EpochState) -> None:
+        if state.retracting:
+            done = state.in_flight.last_processed
+            for key, request in [(k, r) for k, r in state.retracting.items() if r.waits_for_step <= done]:
+                del state.retracting[key]
+                self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        request.lifecycle = Lifecycle.WAITING
+        self._queue.push(request)
+
+    def _unblock(self, state: EpochState) -> None:
+        """Prefills that wait for each other's pages: the youngest gives way."""
+        if state.prefilling and not state.in_flight and not state.releases:
+            self._give_way(state.table.running()[-1])
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, request = heapq.heappop(self._deadlines)
+            if request.lifecycle is not Lifecycle.FINISHED:
+                message = "the request's deadline passed: allow more time, or fewer tokens"
+                error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
+                self._finish(request, Ending(FinishReason.ERROR), error)
+
+    def _plan_of(self, state: EpochState, draft: PlanDraft) -> StepPlan:
+        releases, state.releases = tuple(state.releases), []
+        has_forward = bool(len(state.decode_set) or draft.chunks)
+        decode_set = state.decode_set.slots if state.is_decode_set_unsent else None
+        state.is_decode_set_unsent = False
+        state.table.planned_len[state.decode_set.slots] += 1
+        return StepPlan(
+            epoch=state.epoch,
+            step_id=state.next_step_id,
+            group_generation=state.group.group_generation,
+            expected_us=self.estimate.expect_us(len(state.decode_set) + draft.num_chunk_tokens),
+            releases=releases,
+            admits=tuple(draft.admits),
+            grants=tuple(draft.grants),
+            chunks=tuple(draft.chunks),
+            decode_set=decode_set,
+            has_forward=has_forward,
+        )
+
+    def _sent(self, state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> StepPlan:
+        """Enters a plan as in flight."""
+        decodes = state.decode_set.rows if plan.has_forward else Rows.none()
+        finishing = Rows.of(state.table, draft.finishing_slots()) if draft.finishing else Rows.none()
+        state.in_flight.sent(
+            PlannedStep(
+                plan=plan,
+                rows=decodes.plus(finishing),
+                num_decodes=len(decodes),
+                chunks=tuple(draft.planned_chunks),
+                num_tokens=len(decodes) + draft.num_chunk_tokens,
+                sent_s=now,
+            )
+        )
+        state.next_step_id += 1
+        self.counters.planned(draft.num_chunk_tokens)
+        return plan
+
+    def _budget(self, group: GroupInfo) -> int:
+        return min(self._settings.max_tokens_per_step or group.max_tokens_per_step, group.max_tokens_per_step)
+
+    def _ahead_pages(self, group: GroupInfo) -> int:
+        return max(1, self._settings.grant_ahead_tokens // group.page_size)
+
+
+def _slot_key(request: Request) -> tuple[int, int]:
+    return (request.slot, request.generation)

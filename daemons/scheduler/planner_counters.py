@@ -1,0 +1,72 @@
+"""What the planner counts, and its check after every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.step import StepResult
+from radixmesh.daemons.scheduler.epoch_state import EpochState
+from radixmesh.daemons.scheduler.in_flight import PlannedStep
+from radixmesh.daemons.scheduler.integrity import find_breach, find_deep_breach, quarantine_doubtful
+
+log = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class PlannerCounters:
+    """Since the process started."""
+
+    num_steps: int = 0
+    num_plans: int = 0
+    stale_results: int = 0
+    prefilled_tokens: int = 0
+    output_tokens: int = 0
+    adopted_tokens: int = 0
+    num_retracted: int = 0
+    num_breaches: int = 0
+    num_short_rows: int = 0
+    """Decode rows that came back without a token."""
+    finished: dict[int, int] = field(default_factory=dict)
+    """Ended outputs by FinishReason."""
+
+    def planned(self, num_chunk_tokens: int) -> None:
+        self.num_plans += 1
+        self.prefilled_tokens += num_chunk_tokens
+
+    def processed(self, step: PlannedStep, result: StepResult) -> None:
+        self.num_steps += 1
+        self.output_tokens += len(result.ids)
+        if step.num_decodes and len(result.ids) < len(result.counts):
+            self.num_short_rows += int((result.counts[: step.num_decodes] == 0).sum())
+
+
+def check_pages(state: EpochState, counters: PlannerCounters, *, is_strict: bool) -> None:
+    """Checks the page invariant. A breach is counted and logged with the plans in flight, and the pages in doubt are
+    quarantined; strict, it fails instead (and every page is looked at)."""
+    pages = state.pages
+    if is_strict:
+        breach = find_deep_breach(pages.pool, pages.cache, state.table)
+        assert not breach and not pages.pool.num_breaches, (breach, pages.pool.num_breaches)
+        return
+    breach = find_breach(pages.pool, pages.cache, state.table)
+    if not breach and not pages.pool.num_breaches:
+        return
+    counters.num_breaches += 1
+    pages.pool.num_breaches = 0
+    doubtful = quarantine_doubtful(pages.pool, state.table)
+    log.error(
+        "page_invariant_broken",
+        breach=breach or "a page moved from a state that it was not in",
+        quarantined=len(doubtful),
+        epoch=state.epoch,
+        last_plans=[_summary(step) for step in state.in_flight.steps()],
+    )
+
+
+def _summary(step: PlannedStep) -> str:
+    plan = step.plan
+    admits = [(a.slot, a.generation, a.cached_len) for a in plan.admits]
+    grants = [(g.slot, g.pages.tolist()) for g in plan.grants]
+    releases = [(r.slot, r.generation) for r in plan.releases]
+    return f"step {plan.step_id}: releases {releases} admits {admits} grants {grants} rows {len(step.rows)}"

@@ -1,0 +1,184 @@
+"""Takes a step's result into the requests it belongs to: lengths, tokens, ends, logprobs.
+
+Nearly all rows get exactly one token and belong to a request that is still in its slot: those go by whole columns. The
+rest, one by one: rows of requests that were retracted after the plan was sent (they still count), rows of requests that
+have ended (dropped), rows with no token or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.step import StepResult, TokenLogprobs
+from radixmesh.daemons.scheduler.epoch_state import EpochState
+from radixmesh.daemons.scheduler.in_flight import PlannedStep, Rows
+from radixmesh.daemons.scheduler.outputs import Outputs, OutputVector, PromptLogprobs, TokenRow, TokenRows, rows_of
+from radixmesh.daemons.scheduler.request import Lifecycle, Request
+from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch, ending_of
+
+_Logprobs = dict[tuple[int, int], TokenLogprobs]
+
+
+class ResultReader:
+    """finish: ends a request that is live."""
+
+    def __init__(self, finish: Callable[[Request, Ending], None]) -> None:
+        self._finish = finish
+
+    def read(
+        self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
+    ) -> None:
+        """Applies a result to the state and says in `outputs` what it brought.
+
+        Raises TOKEN_OUT_OF_VOCABULARY, before anything is changed, for ids that no sampler can have drawn.
+        """
+        ids = result.ids
+        if len(ids) and (ids.min() < 0 or ids.max() >= state.group.vocab_size):
+            message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
+            raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
+        _advance_chunks(state, step)
+        _take_prompt_logprobs(state, result, outputs)
+        if len(step.rows):
+            self._take_rows(state, step, result, watch, outputs)
+        self._take_vectors(state, result, outputs)
+
+    def _take_rows(
+        self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
+    ) -> None:
+        table, rows, counts, ids = state.table, step.rows, result.counts, result.ids
+        logprobs = {(entry.slot, entry.generation): entry.logprobs for entry in result.logprobs}
+        is_plain = (table.live[rows.slots] == rows.generations) & (counts == 1)
+        odd: list[tuple[int, IntArray]] = []
+        num_decodes = step.num_decodes
+        if not is_plain.all():
+            plain = np.flatnonzero(is_plain)
+            starts = np.cumsum(counts) - counts
+            odd = [(row, ids[starts[row] : starts[row] + counts[row]]) for row in np.flatnonzero(~is_plain).tolist()]
+            num_decodes = int(np.count_nonzero(is_plain[: step.num_decodes]))
+            rows = Rows(rows.slots[plain], rows.generations[plain], [rows.outputs[i] for i in plain.tolist()])
+            ids = ids[starts[plain]]
+        if len(rows):
+            self._take_plain(state, rows, num_decodes, ids, logprobs, watch, outputs)
+        for row, row_ids in odd:
+            self._take_odd(state, step, row, row_ids, logprobs, outputs)
+
+    def _take_plain(
+        self,
+        state: EpochState,
+        rows: Rows,
+        num_decodes: int,
+        ids: IntArray,
+        logprobs: _Logprobs,
+        watch: StopWatch,
+        outputs: Outputs,
+    ) -> None:
+        """One token each for requests in their slots; the first num_decodes rows are decodes."""
+        table, slots = state.table, rows.slots
+        for output, token in zip(rows.outputs, ids.tolist(), strict=True):
+            output.append(token)
+        lengths = table.total_len[slots]
+        outputs.rows.append(
+            TokenRows(
+                owners=table.owner[slots],
+                handles=table.handle[slots],
+                attempts=table.attempt[slots],
+                firsts=lengths - table.prompt_len[slots],
+                counts=np.ones(len(slots), np.int32),
+                ids=ids,
+                logprobs=_by_row(rows, logprobs) if logprobs else {},
+            )
+        )
+        table.total_len[slots] = lengths + 1
+        table.computed_len[slots[:num_decodes]] += 1
+        may_end = watch.is_watched(ids) | (lengths + 1 >= table.max_total_len[slots])
+        if may_end.any():
+            for slot in slots[may_end].tolist():
+                request = table.requests[slot]
+                assert request is not None, slot
+                ending = ending_of(request)
+                if ending is not None:
+                    self._finish(request, ending)
+        for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
+            request = table.requests[slot]
+            if request is not None and table.live[slot] == generation:
+                state.pages.share(request)
+
+    def _take_odd(
+        self, state: EpochState, step: PlannedStep, row: int, ids: IntArray, logprobs: _Logprobs, outputs: Outputs
+    ) -> None:
+        table = state.table
+        slot, generation = int(step.rows.slots[row]), int(step.rows.generations[row])
+        is_decode = row < step.num_decodes
+        request = table.requests[slot] if table.live[slot] == generation else state.retracting.get((slot, generation))
+        if request is None:
+            return
+        is_running = request.lifecycle is Lifecycle.RUNNING
+        if is_running and is_decode:  # Planned as one token.
+            table.computed_len[slot] += len(ids)
+            table.planned_len[slot] += len(ids) - 1
+        first, ending = len(request.output), None
+        for token in ids.tolist():
+            request.output.append(token)
+            ending = ending_of(request)
+            if ending is not None:
+                break
+        taken = len(request.output) - first
+        if is_running:
+            table.total_len[slot] += taken
+        if taken:
+            given = logprobs.get((slot, generation))
+            row_ids = ids[:taken]
+            outputs.rows.append(
+                rows_of([TokenRow(request.owner, request.handle, request.submission.attempt, first, row_ids, given)])
+            )
+        if ending is not None:
+            self._finish(request, ending)
+        elif is_running and not is_decode:
+            state.pages.share(request)
+
+    def _take_vectors(self, state: EpochState, result: StepResult, outputs: Outputs) -> None:
+        for entry in result.vectors:
+            request = _live_request(state, entry.slot, entry.generation)
+            if request is not None:
+                outputs.vectors.append(OutputVector(owner=request.owner, handle=request.handle, values=entry.values))
+                self._finish(request, Ending(FinishReason.STOP))
+
+
+def _advance_chunks(state: EpochState, step: PlannedStep) -> None:
+    live, computed_len = state.table.live, state.table.computed_len
+    for slot, generation, length in step.chunks:
+        if live[slot] == generation:
+            computed_len[slot] += length
+
+
+def _take_prompt_logprobs(state: EpochState, result: StepResult, outputs: Outputs) -> None:
+    for entry in result.prompt_logprobs:
+        request = _live_request(state, entry.slot, entry.generation)
+        if request is None:
+            continue
+        outputs.prompt_logprobs.append(
+            PromptLogprobs(
+                owner=request.owner,
+                handle=request.handle,
+                first_position=entry.first_position,
+                logprobs=entry.logprobs,
+            )
+        )
+        # Delivered: a replay need not compute them again.
+        request.logprobs_start = max(request.logprobs_start, entry.first_position + len(entry.logprobs.own))
+
+
+def _live_request(state: EpochState, slot: int, generation: int) -> Request | None:
+    if 0 <= slot < state.table.num_slots and state.table.live[slot] == generation:
+        return state.table.requests[slot]
+    return state.retracting.get((slot, generation))
+
+
+def _by_row(rows: Rows, logprobs: _Logprobs) -> dict[int, TokenLogprobs]:
+    keys = zip(rows.slots.tolist(), rows.generations.tolist(), strict=True)
+    return {row: logprobs[key] for row, key in enumerate(keys) if key in logprobs}

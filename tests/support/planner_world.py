@@ -1,0 +1,228 @@
+"""A planner and a simulated worker in one process, with every event in the test's hands."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.runtime.step import PageRecords, StepPlan, StepResult
+from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected
+from radixmesh.daemons.scheduler.planner import Planner, PlannerSettings
+from radixmesh.daemons.scheduler.request import RequestKey, Submission
+from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.simulated.clock import VirtualClock
+from radixmesh.daemons.worker.simulated.latency import LatencyModel
+from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+
+VOCAB_SIZE = 64
+EOS_ID = 1
+
+
+@dataclass
+class Record:
+    """What a test knows of one submit."""
+
+    submission: Submission
+    tokens: list[int] = field(default_factory=list)
+    finished: Finished | None = None
+    rejected: Rejected | None = None
+
+
+class World:
+    """Sends plans to the worker only when told to, so that any number can be in flight in either direction."""
+
+    def __init__(
+        self,
+        *,
+        page_size: int = 1,
+        num_pages: int = 256,
+        num_slots: int = 8,
+        max_tokens_per_step: int = 64,
+        chunk_tokens: int = 16,
+        max_total_len: int = 200,
+        cache: str = "trie",
+        eos_rate: float = 0.05,
+        max_queue: int = 1000,
+        ahead: int = 4,
+        growth_tokens: int = 64,
+    ) -> None:
+        self.alphabet = Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=eos_rate)
+        runner = SimulatedRunner(
+            page_size=page_size,
+            num_pages=num_pages,
+            vocab_size=VOCAB_SIZE,
+            max_total_len=max_total_len,
+            alphabet=self.alphabet,
+            latency=LatencyModel(),
+            clock=VirtualClock(),
+        )
+        self.executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
+        self.group = GroupInfo(
+            page_size=page_size,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            max_tokens_per_step=max_tokens_per_step,
+            max_plans_in_flight=4,
+            vocab_size=VOCAB_SIZE,
+            max_total_len=max_total_len,
+            eos_ids=(EOS_ID,),
+            barrier_ops=frozenset({"flush_cache"}),
+            model_name="simulated",
+        )
+        self.planner = Planner(
+            PlannerSettings(
+                chunk_tokens=chunk_tokens,
+                cache=cache,
+                check_invariants=True,
+                max_queue=max_queue,
+                grant_ahead_tokens=ahead,
+                growth_tokens=growth_tokens,
+            )
+        )
+        self.records: dict[tuple[int, int], Record] = {}
+        self.plans: deque[StepPlan] = deque()
+        self.results: deque[StepResult] = deque()
+        self.log: list[StepPlan] = []
+        self.now = 0.0
+        self.epoch = 0
+        self._num_handles = 0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> int:
+        """What the worker has received runs on and counts for its page records; its results are lost."""
+        while self.plans:
+            self.execute()
+        self.results.clear()
+        self.epoch += 1
+        self.executor.begin_epoch(self.epoch)
+        return self.planner.begin_epoch(self.epoch, self.group, self.snapshot())
+
+    def snapshot(self) -> CacheSnapshot:
+        parts, names = self.executor.snapshot()
+        return CacheSnapshot(records=joined(parts), names=tuple(names))
+
+    def submission(self, prompt: list[int], **changes: object) -> Submission:
+        self._num_handles += 1
+        return submission(self._num_handles, prompt, **changes)
+
+    def submit(self, prompt: list[int], **changes: object) -> Record:
+        return self.send(self.submission(prompt, **changes))
+
+    def send(self, wanted: Submission) -> Record:
+        record = self.records.setdefault((wanted.owner, wanted.handle), Record(wanted))
+        if not record.tokens:
+            record.tokens = wanted.resumed_output_ids.tolist()
+        self.planner.submit(wanted)
+        self.collect()
+        return record
+
+    def plan(self) -> bool:
+        plan = self.planner.plan(self.now)
+        self.collect()
+        if plan is None:
+            return False
+        self.plans.append(plan)
+        self.log.append(plan)
+        return True
+
+    def execute(self) -> bool:
+        if not self.plans:
+            return False
+        self.results.append(self.executor.run(self.plans.popleft()))
+        return True
+
+    def process(self) -> bool:
+        if not self.results:
+            return False
+        self.take(self.planner.process(self.results.popleft()))
+        return True
+
+    def collect(self) -> None:
+        self.take(self.planner.take_outputs())
+
+    def run(self, depth: int = 1, max_steps: int = 10_000) -> None:
+        """Until nothing is left to do, with up to depth + 1 plans in flight."""
+        for _ in range(max_steps):
+            while self.planner.num_in_flight <= depth and self.plan():
+                pass
+            if not self.execute() and not self.results:
+                return
+            self.process()
+        raise AssertionError(f"not done after {max_steps} steps: {self.planner.num_live} live")
+
+    def take(self, outputs: Outputs) -> None:
+        for rows in outputs.rows:
+            start = 0
+            for row, (owner, handle) in enumerate(zip(rows.owners.tolist(), rows.handles.tolist(), strict=True)):
+                record = self.records[owner, handle]
+                assert record.finished is None, "tokens after the end"
+                assert int(rows.attempts[row]) == record.submission.attempt
+                assert int(rows.firsts[row]) == len(record.tokens), "a gap or a repetition"
+                end = start + int(rows.counts[row])
+                record.tokens += rows.ids[start:end].tolist()
+                start = end
+        for finished in outputs.finished:
+            record = self.records[finished.owner, finished.handle]
+            assert record.finished is None and record.rejected is None
+            record.finished = finished
+        for rejected in outputs.rejected:
+            self.records[rejected.owner, rejected.handle].rejected = rejected
+
+    def expected(self, wanted: Submission) -> list[int]:
+        """The whole output, by the oracle."""
+        stop = wanted.stop
+        limit = min(self.group.max_total_len, self.group.num_pages * self.group.page_size + 1)
+        if stop.max_tokens is not None:
+            limit = min(limit, len(wanted.prompt_ids) + stop.max_tokens)
+        num = limit - len(wanted.prompt_ids)
+        ends = set(stop.stop_ids) | (set() if stop.ignore_eos else {EOS_ID})
+        tokens = simulated_continuation(
+            wanted.prompt_ids.tolist(),
+            num,
+            alphabet=self.alphabet,
+            temperature=wanted.sampling.temperature,
+            seed=wanted.sampling.seed or 0,
+            suppressed_ids=sorted(ends),
+            num_suppressed=stop.min_tokens,
+        )
+        for i, token in enumerate(tokens):
+            if token in ends and i >= stop.min_tokens:
+                return tokens[: i + 1]
+        return tokens
+
+    def check_clean(self) -> None:
+        """Nothing runs, nothing leaked: on neither side."""
+        state = self.planner.state
+        assert state is not None
+        pool = state.pages.pool
+        assert self.planner.num_live == 0 and state.table.num_running == 0
+        assert not state.retracting and not state.in_flight and not state.releases
+        assert pool.num_owned == pool.num_leased == pool.num_quarantined == 0
+        assert pool.num_free + pool.num_cached == pool.num_pages
+        assert state.pages.cache.num_evictable == state.pages.cache.num_cached == pool.num_cached
+        assert not self.executor.table.live.any() if hasattr(self.executor.table, "live") else True
+
+
+def submission(handle: int, prompt: list[int], **changes: object) -> Submission:
+    base = Submission(
+        key=RequestKey(f"r{handle}", 0),
+        owner=1,
+        handle=handle,
+        prompt_ids=np.array(prompt, np.int32),
+        sampling=Sampling(temperature=0.0),
+        stop=Stop(max_tokens=8),
+    )
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def joined(parts: object) -> PageRecords:
+    """Ranges of page records as one."""
+    ranges = list(parts)  # type: ignore[call-overload]
+    columns = ("generations", "filled", "previous_pages", "previous_generations", "namespace_indexes")
+    columns = (*columns, "weights_versions", "ids")
+    return PageRecords(first_page=0, **{c: np.concatenate([getattr(r, c) for r in ranges]) for c in columns})

@@ -1,0 +1,201 @@
+"""Random lives: submits, attempts, aborts, stop strings, retractions, new epochs, results in any lag."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.planner_world import Record, World
+
+from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.scheduler.stop_conditions import FinishReason
+
+PROMPTS = st.one_of(
+    st.lists(st.integers(2, 63), min_size=1, max_size=40),
+    # Many share a prefix: the cache has something to do.
+    st.integers(1, 40).map(lambda n: [2 + i % 7 for i in range(n)]),
+)
+
+
+class PlannerMachine(RuleBasedStateMachine):
+    """Every output equals the oracle's, positions have no gap, the page invariant holds after every step (the planner
+    asserts it), the worker refuses nothing, and nothing is left at the end."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        chunk_tokens=st.sampled_from([1, 5, 64]),
+        num_tokens=st.sampled_from([64, 96, 256]),
+        num_slots=st.sampled_from([1, 3, 6]),
+        cache=st.sampled_from(["trie", "trie", "none"]),
+        depth=st.integers(0, 3),
+        growth_tokens=st.sampled_from([1, 32]),
+    )
+    def start(
+        self,
+        page_size: int,
+        chunk_tokens: int,
+        num_tokens: int,
+        num_slots: int,
+        cache: str,
+        depth: int,
+        growth_tokens: int,
+    ) -> None:
+        self.depth = depth
+        self.world = World(
+            page_size=page_size,
+            num_pages=num_tokens // page_size,
+            num_slots=num_slots,
+            chunk_tokens=chunk_tokens,
+            max_tokens_per_step=24,
+            cache=cache,
+            growth_tokens=growth_tokens,
+            max_total_len=90,
+        )
+        self.cut: dict[tuple[int, int], int] = {}
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.one_of(st.none(), st.integers(1, 20)),
+        min_tokens=st.integers(0, 3),
+        temperature=st.sampled_from([0.0, 1.0]),
+        router=st.sampled_from(["a", "b"]),
+        ignore_eos=st.booleans(),
+        stop_id=st.one_of(st.none(), st.integers(2, 63)),
+        wants_logprobs=st.booleans(),
+    )
+    def submit(
+        self,
+        prompt: list[int],
+        max_tokens: int | None,
+        min_tokens: int,
+        temperature: float,
+        router: str,
+        ignore_eos: bool,
+        stop_id: int | None,
+        wants_logprobs: bool,
+    ) -> None:
+        sampling = Sampling(
+            temperature=temperature,
+            seed=7,
+            num_top_logprobs=0 if wants_logprobs else None,
+            prompt_logprobs=wants_logprobs,
+        )
+        self.world.submit(
+            prompt,
+            router=router,
+            owner=1 if router == "a" else 2,
+            sampling=sampling,
+            stop=Stop(
+                max_tokens=max_tokens,
+                min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+                stop_ids=() if stop_id is None else (stop_id,),
+                ignore_eos=ignore_eos,
+            ),
+        )
+
+    @precondition(lambda self: self.world.records)
+    @rule(data=st.data(), bump=st.integers(0, 1), owner=st.integers(1, 2))
+    def resubmit(self, data: st.DataObject, bump: int, owner: int) -> None:
+        """Another stream takes over with what it has seen; the old row of the journal ends there."""
+        old = data.draw(st.sampled_from(self._live() or list(self.world.records.values())))
+        if old.rejected is not None:
+            return
+        known = data.draw(st.integers(0, len(old.tokens)))
+        changes = {
+            name: getattr(old.submission, name) for name in ("key", "sampling", "stop", "router") if name != "owner"
+        }
+        self.world.submit(
+            old.submission.prompt_ids.tolist(),
+            **changes,
+            attempt=old.submission.attempt + bump,
+            owner=owner,
+            resumed_output_ids=np.array(old.tokens[:known], np.int32),
+        )
+
+    @precondition(lambda self: self.world.records)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from(list(self.world.records.values())))
+        self.world.planner.abort(record.submission.key.request_id)
+        self.world.collect()
+
+    @precondition(lambda self: self._live())
+    @rule(data=st.data())
+    def stop_string(self, data: st.DataObject) -> None:
+        record = data.draw(st.sampled_from(self._live()))
+        if not record.tokens:
+            return
+        num = data.draw(st.integers(1, len(record.tokens)))
+        s = record.submission
+        if self.world.planner._submissions.by_handle(s.owner, s.handle) is not None:
+            self.cut[s.owner, s.handle] = num
+        self.world.planner.finish_by_stop(s.owner, s.handle, num)
+        self.world.collect()
+
+    @rule()
+    def flush(self) -> None:
+        self.world.planner.flush.wish()
+
+    @rule()
+    def plan(self) -> None:
+        if self.world.planner.num_in_flight <= self.depth:
+            self.world.plan()
+
+    @rule()
+    def execute(self) -> None:
+        self.world.execute()
+
+    @rule()
+    def process(self) -> None:
+        self.world.process()
+
+    @rule(times=st.integers(1, 12))
+    def run_some(self, times: int) -> None:
+        for _ in range(times):
+            self.plan()
+            self.world.execute()
+            self.world.process()
+
+    @rule()
+    def new_epoch(self) -> None:
+        self.world.begin_epoch()
+
+    @invariant()
+    def outputs_are_the_oracles(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for record in self._live():
+            expected = self.world.expected(record.submission)
+            assert record.tokens == expected[: len(record.tokens)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.run(self.depth)
+        world.collect()
+        world.check_clean()
+        for key, record in world.records.items():
+            if record.finished is None or record.finished.reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                continue
+            if key in self.cut:
+                assert record.finished.num_output == self.cut[key]
+                continue
+            assert record.tokens == world.expected(record.submission), key
+            assert record.finished.num_output == len(record.tokens)
+
+    def _live(self) -> list[Record]:
+        return [r for r in self.world.records.values() if r.finished is None and r.rejected is None]
+
+
+PlannerMachine.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=60,
+    deadline=None,
+    # Shrinking runs take minutes; the failing example is reported as it is.
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+test_random_lives = pytest.mark.timeout(300)(PlannerMachine.TestCase)
