@@ -35,6 +35,8 @@ class WorkerDaemon(Daemon):
             runtime.metrics,
             runtime.fail,
         )
+        faults = FaultInjector(settings.parsed_faults, settings.fault_seed)
+        runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(self.core, faults))
 
     async def load(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings)
@@ -58,10 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     async def build(runtime: Runtime) -> Daemon:
         check_backend(settings)
-        daemon = WorkerDaemon(runtime, settings)
-        faults = FaultInjector(settings.parsed_faults, settings.fault_seed)
-        runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(daemon.core, faults))
-        return daemon
+        return WorkerDaemon(runtime, settings)
 
     return run_daemon("worker", settings, build)
 

@@ -38,6 +38,11 @@ class FaultyStream:
             if held is not None:
                 await self._send(held)
 
+    def close(self) -> None:
+        """The stream is over: what is held back is lost."""
+        if self._release is not None:
+            self._release.cancel()
+
     async def _spoil(self, response: worker_pb2.ExecuteResponse, fault: Fault) -> None:
         match fault.kind:
             case FaultKind.DELAY:

@@ -30,21 +30,19 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: _ExecuteContext
     ) -> None:
         session = ExecuteSession(self._core, self._faults)
+        stream = FaultyStream(context.write, self._faults)
         reader = asyncio.ensure_future(_read_all(request_iterator, session))
-        writer = asyncio.ensure_future(_write_all(session, FaultyStream(context.write, self._faults)))
         try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
-            if not writer.done() and reader.exception() is None and not reader.result():
-                # The last message, a refusal, is on its way.
-                await writer
-            for task in (reader, writer):
-                if task.done():
-                    task.result()
+            # Whatever ends the stream comes through the outbox: a write that is cut off half-way could not be followed
+            # by the status that says why.
+            while (response := await session.next_response()) is not None:
+                await stream.write(response)
+            await stream.flush()
         finally:
             session.close()
-            for task in (reader, writer):
-                task.cancel()
-            await asyncio.wait((reader, writer))
+            stream.close()
+            reader.cancel()
+            await asyncio.wait((reader,))
 
     async def SnapshotCache(
         self, request: worker_pb2.SnapshotCacheRequest, context: object
@@ -104,18 +102,14 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         raise _unsupported("KV transfer", "kv_transfer")
 
 
-async def _read_all(requests: AsyncIterator[worker_pb2.ExecuteRequest], session: ExecuteSession) -> bool:
-    """True if the peer ended the stream, False if a last message of ours ends it."""
-    async for request in requests:
-        if not await session.receive(request):
-            return False
-    return True
-
-
-async def _write_all(session: ExecuteSession, stream: FaultyStream) -> None:
-    while (response := await session.next_response()) is not None:
-        await stream.write(response)
-    await stream.flush()
+async def _read_all(requests: AsyncIterator[worker_pb2.ExecuteRequest], session: ExecuteSession) -> None:
+    try:
+        async for request in requests:
+            await session.receive(request)
+    except Exception as error:
+        session.fail(error)
+    else:
+        session.finish()
 
 
 def _no_transfers() -> Iterable[worker_pb2.WatchTransferResponse]:

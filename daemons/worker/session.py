@@ -38,13 +38,13 @@ class ExecuteSession:
         self._faults = faults
         self._state = SessionState.NEW
         self._instance_id = ""
-        self._outbox: asyncio.Queue[worker_pb2.ExecuteResponse | MeshError | None] = asyncio.Queue()
+        self._num_unanswered = 0
+        self._answered_one = asyncio.Event()
+        self._is_writing_result = False
+        self._outbox: asyncio.Queue[worker_pb2.ExecuteResponse | Exception | None] = asyncio.Queue()
 
-    async def receive(self, request: worker_pb2.ExecuteRequest) -> bool:
-        """Handles one message; False if the stream is over and no further one counts.
-
-        Raises the MeshError that ends the stream: PROTOCOL_VIOLATION, MALFORMED_MESSAGE, a mismatch, ...
-        """
+    async def receive(self, request: worker_pb2.ExecuteRequest) -> None:
+        """Handles one message. Raises the MeshError that ends the stream: PROTOCOL_VIOLATION, MALFORMED_MESSAGE, ..."""
         field = _field_of(request)
         if field == "hello":
             self._expect(SessionState.NEW, field)
@@ -57,16 +57,22 @@ class ExecuteSession:
             await self._complete(request.complete)
         elif field == "claim":
             self._expect(SessionState.GREETED, field)
-            return await self._claim(request.claim)
+            await self._claim(request.claim)
         else:
             self._expect(SessionState.HOLDER, field)
             await self._plan(request.plan)
-        return True
 
     async def next_response(self) -> worker_pb2.ExecuteResponse | None:
-        """The next message to send; None: the stream ends well. Raises the MeshError that ends it otherwise."""
+        """The next message to send; None: the stream ends well. Raises the error that ends it otherwise.
+
+        Asked for once the message before has been written.
+        """
+        if self._is_writing_result:
+            self._num_unanswered -= 1
+            self._answered_one.set()
         response = await self._outbox.get()
-        if isinstance(response, MeshError):
+        self._is_writing_result = isinstance(response, worker_pb2.ExecuteResponse) and response.HasField("result")
+        if isinstance(response, Exception):
             raise response
         return response
 
@@ -76,9 +82,13 @@ class ExecuteSession:
         if response.HasField("refusal"):
             self._outbox.put_nowait(None)
 
-    def fail(self, error: MeshError) -> None:
+    def fail(self, error: Exception) -> None:
         """Ends the stream with `error`, after what was queued."""
         self._outbox.put_nowait(error)
+
+    def finish(self) -> None:
+        """Ends the stream well, after what was queued: the peer has no more to say."""
+        self._outbox.put_nowait(None)
 
     def close(self) -> None:
         """The stream is gone."""
@@ -95,7 +105,7 @@ class ExecuteSession:
         self._core.check_complete(request.plan)
         await self._core.submit(None, request.plan)
 
-    async def _claim(self, claim: worker_pb2.Claim) -> bool:
+    async def _claim(self, claim: worker_pb2.Claim) -> None:
         if claim.epoch == 0:
             raise missing_field("claim.epoch")
         try:
@@ -103,13 +113,17 @@ class ExecuteSession:
         except MeshError as error:
             refusal = Refusal(epoch=claim.epoch, step_id=0, error=error)
             self.deliver(worker_pb2.ExecuteResponse(refusal=refusal_to_proto(refusal)))
-            return False
+            return
         self._state = SessionState.HOLDER
         self.deliver(worker_pb2.ExecuteResponse(claimed=worker_pb2.Claimed(epoch=claim.epoch)))
-        return True
 
     async def _plan(self, plan: worker_pb2.StepPlan) -> None:
         self._core.ledger.heard()
+        # A plan counts until its result is written: a peer that reads none gets no more plans in.
+        while self._num_unanswered >= self._core.config.max_plans_in_flight:
+            self._answered_one.clear()
+            await self._answered_one.wait()
+        self._num_unanswered += 1
         refuse = None
         if self._faults.refuses(plan.header.step_id):
             refuse = MeshError(ErrorReason.ERROR_REASON_INTERNAL, "refused on demand: a fault was asked for by flag")
