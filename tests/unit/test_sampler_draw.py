@@ -9,20 +9,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.logprobs import log_softmax, token_logprobs
-from radixmesh.daemons.worker.sampling.sampler import sample_token
+from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 
 _NONE = np.empty(0, np.int32)
 _NAN, _INF = np.nan, np.inf
 
 
 def _sample(logits: object, sampling: Sampling, position: int = 0, suppressed: tuple[int, ...] = ()) -> int:
-    return sample_token(
-        np.asarray(logits, np.float32),
-        sampling,
-        position=position,
+    (token,) = sample_tokens(np.asarray(logits, np.float32)[None], [_input(sampling, position, suppressed)])
+    return token
+
+
+def _input(sampling: Sampling, position: int = 0, suppressed: tuple[int, ...] = ()) -> SampleInput:
+    return SampleInput(
+        sampling=sampling,
         prompt_ids=_NONE,
         output_ids=_NONE,
+        position=position,
         suppressed_ids=np.array(suppressed, np.int32),
     )
 
@@ -71,6 +76,28 @@ def test_a_draw_is_a_pure_function_and_modifies_nothing(seed: int, position: int
     assert np.array_equal(row, before)
 
 
+_SAMPLINGS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    top_k=st.sampled_from([0, 1, 7]),
+    top_p=st.sampled_from([0.3, 0.9, 1.0]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(_SAMPLINGS, st.integers(0, 2**20)), min_size=1, max_size=12), st.integers(0, 2**32))
+def test_a_row_does_not_depend_on_the_other_rows(requests: list[tuple[Sampling, int]], seed: int) -> None:
+    rows = (np.random.default_rng(seed).standard_normal((len(requests), 50)) * 2).astype(np.float32)
+    rows[seed % len(requests), seed % 50] = _NAN
+    inputs = [_input(sampling, position) for sampling, position in requests]
+    alone = [sample_tokens(rows[i : i + 1], [sample])[0] for i, sample in enumerate(inputs)]
+    assert sample_tokens(rows, inputs) == alone
+    assert sample_tokens(rows[::-1], inputs[::-1]) == alone[::-1]
+
+
 @settings(deadline=None)
 @given(st.integers(0, 2**32), st.sets(st.integers(0, 49), max_size=40))
 def test_removing_losers_keeps_the_winner(seed: int, removed: set[int]) -> None:
@@ -113,7 +140,9 @@ def test_log_softmax_equals_that_of_torch() -> None:
 
 
 def test_log_softmax_of_broken_rows() -> None:
-    assert log_softmax(np.array([_NAN, 0.0, 0.0], np.float32)).tolist() == pytest.approx([-_INF, -np.log(2), -np.log(2)])
+    assert log_softmax(np.array([_NAN, 0.0, 0.0], np.float32)).tolist() == pytest.approx(
+        [-_INF, -np.log(2), -np.log(2)]
+    )
     assert log_softmax(np.array([_INF, 0.0], np.float32)).tolist() == [0.0, -_INF]
     assert log_softmax(np.array([-_INF, _NAN], np.float32)).tolist() == [-_INF, -_INF]
 

@@ -63,7 +63,9 @@ def test_repetition_penalty_equals_that_of_transformers(seed: int, penalty: floa
         np.array(ids[half:], np.int32),
         _NONE,
     )
-    theirs = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids], dtype=torch.long), torch.from_numpy(row)[None])
+    theirs = RepetitionPenaltyLogitsProcessor(penalty)(
+        torch.tensor([ids], dtype=torch.long), torch.from_numpy(row)[None]
+    )
     assert np.array_equal(ours, theirs[0].numpy())
 
 

@@ -37,13 +37,13 @@ _LOWEST = -1e30
 
 
 class PagedTorchAttention(AttentionBackend):
-    """See the module. Non-deterministic placement: all units at once, which also depends on the batch."""
+    """See the module. Where determinism is not asked for, the same tiles are used without being verified."""
 
     def __init__(self, shape: AttentionShape, placement: AttentionPlacement) -> None:
         self._shape = shape
         self._device = placement.device
         self._query_tile = max(1, _TARGET_PRODUCT_ROWS // shape.group_size)
-        self._unit_tiles = RowTiles(self._verified_unit_counts() if placement.is_deterministic else None)
+        self._unit_tiles = RowTiles(self._verified_unit_counts() if placement.is_deterministic else _UNIT_COUNTS)
         self.is_batch_invariant = placement.is_deterministic
 
     def begin(self, batch: AttentionBatch) -> StepAttention:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -92,4 +93,25 @@ def default_num_pages(layout: KvLayout, *, page_size: int, dtype: torch.dtype, m
 
 
 def _available_bytes() -> int:
+    """Memory that can be had without swapping, and without passing the limit of this process's container."""
+    bounds = [_free_bytes(), _container_bytes()]
+    return max(0, min(bound for bound in bounds if bound is not None))
+
+
+def _free_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # Where there is no such file: what is free, not counting what caches would give back.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_bytes() -> int | None:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, current = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(current)

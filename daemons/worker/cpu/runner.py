@@ -11,10 +11,10 @@ from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
-from radixmesh.daemons.worker.runner import ModelRunner, SampleInput, Segment, SegmentOutput
+from radixmesh.daemons.worker.runner import ModelRunner, Segment, SegmentOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.sampling.penalties import is_adjusted
-from radixmesh.daemons.worker.sampling.sampler import sample_token
+from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.daemons.worker.tiles import RowTiles
 
 from .kv_pool import KvPool
@@ -119,11 +119,15 @@ class CpuRunner(ModelRunner):
         rows = self._logits(hidden_TD, last_rows[[index for index, _ in sampling]])
         # NaN would win an argmax; those rows go the careful way.
         highest, is_plain = rows.argmax(axis=1).tolist(), np.isfinite(rows.max(axis=1)).tolist()
+        careful = []
         for row, (index, sample) in enumerate(sampling):
             if is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids):
                 tokens[index] = highest[row]
             else:
-                tokens[index] = _draw(rows[row], sample)
+                careful.append(row)
+        drawn = sample_tokens(rows[careful], [sampling[row][1] for row in careful]) if careful else []
+        tokens.update((sampling[row][0], token) for row, token in zip(careful, drawn, strict=True))
+        for row, (index, sample) in enumerate(sampling):
             if sample.sampling.num_top_logprobs is not None:
                 num_top = sample.sampling.num_top_logprobs
                 logprobs[index] = token_logprobs(rows[row : row + 1], [tokens[index]], num_top)
@@ -160,14 +164,3 @@ def _kv_slots(segment: Segment, page_size: int) -> SlotArray:
     if page_size == 1:
         return pages
     return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length]
-
-
-def _draw(row: FloatArray, sample: SampleInput) -> int:
-    return sample_token(
-        row,
-        sample.sampling,
-        position=sample.position,
-        prompt_ids=sample.prompt_ids,
-        output_ids=sample.output_ids,
-        suppressed_ids=sample.suppressed_ids,
-    )

@@ -13,6 +13,9 @@ Whoever draws elsewhere (a GPU kernel) implements exactly this, or announces ano
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -20,46 +23,65 @@ UintArray = npt.NDArray[np.uint64]
 
 _ROUNDS = 10
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
-_MASK32 = 0xFFFFFFFF
 
 
-def philox4x32(counters: tuple[UintArray, UintArray, UintArray, UintArray], key: tuple[int, int]) -> list[UintArray]:
-    """The four 32-bit results of each counter, as uint64 arrays of the counters' common shape."""
+class Lanes(NamedTuple):
+    """The four results of a counter."""
+
+    x0: UintArray
+    x1: UintArray
+    x2: UintArray
+    x3: UintArray
+
+
+class Draw(NamedTuple):
+    """Whose noise is wanted: seed in [0, 2^64), position in [0, 2^32), token ids int64."""
+
+    seed: int
+    position: int
+    token_ids: npt.NDArray[np.int64]
+
+
+def philox4x32(counters: tuple[UintArray, UintArray, UintArray, UintArray], key: tuple[UintArray, UintArray]) -> Lanes:
+    """The four 32-bit results of each counter under its key, as uint64 arrays; counters and keys have one shape."""
     c0, c1, c2, c3 = counters
     k0, k1 = key
     for _ in range(_ROUNDS):
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        c0 = (product1 >> _SHIFT) ^ c1 ^ np.uint64(k0)
-        c2 = (product0 >> _SHIFT) ^ c3 ^ np.uint64(k1)
+        c0 = (product1 >> _SHIFT) ^ c1 ^ k0
+        c2 = (product0 >> _SHIFT) ^ c3 ^ k1
         c1, c3 = product1 & _LOW, product0 & _LOW
-        k0, k1 = (k0 + _KEY_STEPS[0]) & _MASK32, (k1 + _KEY_STEPS[1]) & _MASK32
-    return [c0, c1, c2, c3]
+        k0, k1 = (k0 + _KEY_STEPS[0]) & _LOW, (k1 + _KEY_STEPS[1]) & _LOW
+    return Lanes(c0, c1, c2, c3)
 
 
-def random_bits(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> UintArray:
-    """32 random bits of each token id, uint64 [ids]; seed in [0, 2^64), position in [0, 2^32)."""
-    ids = token_ids.astype(np.uint64)
-    # The ids of one quad share a counter: where all ids of a range are wanted, it is computed once.
-    quads, index = _quads(ids >> np.uint64(2))
-    zeros = np.zeros_like(quads)
-    key = (seed & _MASK32, (seed >> 32) & _MASK32)
-    lanes = np.stack(philox4x32((quads, np.full_like(quads, position), zeros, zeros), key), axis=1)
-    bits: UintArray = lanes[index, (ids & np.uint64(3)).astype(np.int64)]
+def random_bits(draws: Sequence[Draw]) -> list[UintArray]:
+    """32 random bits of each token id of each draw, as uint64: integers, so that draws cannot influence each other."""
+    parts = [_quads(draw.token_ids.astype(np.uint64)) for draw in draws]
+    sizes = [len(quads) for quads, _ in parts]
+    seeds = np.repeat(np.array([draw.seed for draw in draws], np.uint64), sizes)
+    positions = np.repeat(np.array([draw.position for draw in draws], np.uint64), sizes)
+    zeros = np.zeros_like(positions)
+    quads = np.concatenate([quads for quads, _ in parts])
+    lanes = np.stack(philox4x32((quads, positions, zeros, zeros), (seeds & _LOW, seeds >> _SHIFT)), axis=1)
+    bits, first = [], 0
+    for draw, (_, index), size in zip(draws, parts, sizes, strict=True):
+        bits.append(lanes[first + index, draw.token_ids & 3])
+        first += size
     return bits
 
 
-def gumbel_noise(seed: int, position: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise of each token id, float64 [ids]: finite, and the same whichever other ids are asked for."""
-    uniform = (random_bits(seed, position, token_ids).astype(np.float64) + 0.5) * 2.0**-32
-    noise: npt.NDArray[np.float64] = -np.log(-np.log(uniform))
-    return noise
+def gumbel_noise(draws: Sequence[Draw]) -> list[npt.NDArray[np.float64]]:
+    """Standard Gumbel noise of each token id of each draw: finite, whichever other ids and draws are asked for."""
+    return [-np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-32)) for bits in random_bits(draws)]
 
 
-def _quads(quads: UintArray) -> tuple[UintArray, npt.NDArray[np.int64]]:
-    if len(quads) and np.all(quads[1:] >= quads[:-1]):
-        is_new = np.concatenate(([True], quads[1:] != quads[:-1]))
-        return quads[is_new], np.cumsum(is_new) - 1
-    return quads, np.arange(len(quads))
+def _quads(ids: UintArray) -> tuple[UintArray, npt.NDArray[np.int64]]:
+    """Counters of the ids, and the index of each id's counter: neighbours of one quad share it."""
+    quads = ids >> np.uint64(2)
+    is_new = np.ones(len(quads), np.bool_)
+    is_new[1:] = quads[1:] != quads[:-1]
+    return quads[is_new], np.cumsum(is_new) - 1

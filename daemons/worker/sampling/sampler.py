@@ -1,4 +1,4 @@
-"""The sampler, version 1: one token from one row of logits.
+"""The sampler, version 1: one token from each row of logits.
 
 Order: repetition, frequency, presence penalty, logit bias, suppressed ids (`penalties.py`); then greedy takes the
 lowest id of the highest value and draws nothing; else temperature, top-k, top-p, min-p (`filters.py`), and of what is
@@ -13,39 +13,43 @@ Broken logits: NaN counts as -inf. With +inf in the row only the ids at +inf are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.runner import SampleInput
 
 from .filters import kept_ids
 from .penalties import adjust_logits
-from .philox import gumbel_noise
+from .philox import Draw, gumbel_noise
 
 
-def sample_token(
-    logits: FloatArray,
-    sampling: Sampling,
-    *,
-    position: int,
-    prompt_ids: IntArray,
-    output_ids: IntArray,
-    suppressed_ids: IntArray,
-) -> int:
-    """The token at `position` (index in prompt + output). logits float32 [vocabulary]; not modified.
+def sample_tokens(rows: FloatArray, inputs: Sequence[SampleInput]) -> list[int]:
+    """The token of each row of logits, float32 [rows, vocabulary]; nothing is modified.
 
-    A sampling without seed draws with seed 0.
+    Rows come together only so that their noise is computed in one go. A sampling without seed draws with seed 0.
     """
-    row = adjust_logits(logits, sampling, prompt_ids, output_ids, suppressed_ids)
-    highest = row.max()
-    if highest == -np.inf:
-        return _lowest_allowed(len(row), suppressed_ids)
-    if sampling.is_greedy:
-        return int(np.argmax(row))
-    ids, scores = candidates(row, sampling)
-    noise = gumbel_noise(sampling.seed or 0, position, ids)
-    return int(ids[np.argmax(scores + noise)])
+    tokens: list[int] = []
+    draws: list[Draw] = []
+    waiting: list[tuple[int, npt.NDArray[np.float64]]] = []
+    for logits, sample in zip(rows, inputs, strict=True):
+        row = adjust_logits(logits, sample.sampling, sample.prompt_ids, sample.output_ids, sample.suppressed_ids)
+        if row.max() == -np.inf:
+            tokens.append(_lowest_allowed(len(row), sample.suppressed_ids))
+        elif sample.sampling.is_greedy:
+            tokens.append(int(np.argmax(row)))
+        else:
+            ids, scores = candidates(row, sample.sampling)
+            draws.append(Draw(sample.sampling.seed or 0, sample.position, ids))
+            waiting.append((len(tokens), scores))
+            tokens.append(-1)
+    if draws:
+        for (index, scores), draw, noise in zip(waiting, draws, gumbel_noise(draws), strict=True):
+            tokens[index] = int(draw.token_ids[np.argmax(scores + noise)])
+    return tokens
 
 
 def candidates(row: FloatArray, sampling: Sampling) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

@@ -113,7 +113,5 @@ def _plus(x_TD: torch.Tensor, b_D: torch.Tensor | None) -> torch.Tensor:
 
 
 def _rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) x weight; the mean in float32 (Zhang and Sennrich 2019)."""
-    x32_TD = x_TD.float()
-    scale_T1 = x32_TD.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-    return (x32_TD * scale_T1).to(x_TD.dtype) * weight_D
+    """x / sqrt(mean(x^2) + eps) x weight, float32 inside (Zhang and Sennrich 2019)."""
+    return functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
