@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release
 from radixmesh.daemons.scheduler.decode_set import DecodeSet
@@ -42,6 +44,9 @@ class EpochState:
             pool = PagePool(group.num_pages, snapshot.records.generations)
             adopted = cache.adopt(snapshot.records, snapshot.names, group.weights_version)
             pool.adopt(adopted)
+            # A transfer of a former scheduler may still write there: out of use until the worker says otherwise.
+            pinned = np.setdiff1d(as_ints(snapshot.pinned_pages), adopted)
+            pool.quarantine(pinned[(pinned >= 0) & (pinned < group.num_pages)])
             self.num_adopted_tokens = len(adopted) * group.page_size
         self.pages = SlotPages(pool, cache, self.table, group.weights_version)
 

@@ -107,6 +107,10 @@ class PagePool:
         """Follows a flush of the worker's page records."""
         self.generations += 1
 
+    def counts(self) -> dict[PageState, int]:
+        """Pages by state, as kept; O(1)."""
+        return {state: self._counts[state] for state in PageState}
+
     def recount(self) -> dict[PageState, int]:
         """Pages by state, counted afresh; O(num_pages)."""
         counted = np.bincount(self._states, minlength=len(PageState))

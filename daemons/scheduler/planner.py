@@ -101,6 +101,20 @@ class Planner:
         return self._queue.waiting_tokens
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens found in the cache at admission since the start."""
+        return self.counters.cached_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of tokens found in the cache at admission, recent ones weighing most; 0 = nothing was admitted."""
+        return self.counters.hit_rate
+
+    def owners(self) -> set[int]:
+        """Streams that live requests belong to."""
+        return {request.owner for request in self._submissions.live()}
+
+    @property
     def num_live(self) -> int:
         return len(self._submissions)
 
@@ -165,7 +179,7 @@ class Planner:
             max_running=min(self._settings.max_running or group.num_slots, self._budget(group)),
             ahead_pages=self._ahead_pages(group),
         )
-        self._prefill = Prefill(limits, self._queue, self._growth)
+        self._prefill = Prefill(limits, self._queue, self._growth, self.counters)
         for request in self._submissions.live():
             try:
                 check_submission(request.submission, group)
@@ -194,8 +208,11 @@ class Planner:
             if error is not None and self._blames[request] >= _MAX_BLAMES:
                 self._finish(request, Ending(FinishReason.ERROR), error)
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step, which the caller must send; None = there is nothing to do before the next result or submit."""
+    def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
+        """The next step, which the caller must send; None = there is nothing to do before the next result or submit.
+
+        is_heartbeat: an empty plan rather than None; it tells the worker that its holder lives, and us that it does.
+        """
         self._expire(now)
         state, prefill = self._state, self._prefill
         if state is None or prefill is None:
@@ -210,7 +227,7 @@ class Planner:
             prefill.add_chunks(state, draft)
         if not len(state.decode_set) and not draft.chunks:
             self._unblock(state)
-            if not state.releases:
+            if not state.releases and not is_heartbeat:
                 return None
         return self._sent(state, self._plan_of(state, draft), draft, now)
 

@@ -12,6 +12,8 @@ from radixmesh.daemons.scheduler.integrity import find_breach, find_deep_breach,
 
 log = get_logger(__name__)
 
+_HIT_WEIGHT = 0.05
+
 
 @dataclass(slots=True)
 class PlannerCounters:
@@ -23,12 +25,20 @@ class PlannerCounters:
     prefilled_tokens: int = 0
     output_tokens: int = 0
     adopted_tokens: int = 0
+    cached_tokens: int = 0
+    """Found in the cache at admission."""
+    hit_rate: float = 0.0
+    """Share of tokens found there, recent admissions weighing most."""
     num_retracted: int = 0
     num_breaches: int = 0
     num_short_rows: int = 0
     """Decode rows that came back without a token."""
     finished: dict[int, int] = field(default_factory=dict)
     """Ended outputs by FinishReason."""
+
+    def admitted(self, num_tokens: int, num_cached: int) -> None:
+        self.cached_tokens += num_cached
+        self.hit_rate += _HIT_WEIGHT * (num_cached / num_tokens - self.hit_rate)
 
     def planned(self, num_chunk_tokens: int) -> None:
         self.num_plans += 1

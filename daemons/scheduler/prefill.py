@@ -8,6 +8,7 @@ from radixmesh.daemons.runtime.arrays import as_ints, empty_ints
 from radixmesh.daemons.runtime.step import Admit, Grant, Task
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
+from radixmesh.daemons.scheduler.planner_counters import PlannerCounters
 from radixmesh.daemons.scheduler.prefix_cache import Match
 from radixmesh.daemons.scheduler.queue import WaitingQueue
 from radixmesh.daemons.scheduler.request import Lifecycle, Request
@@ -27,12 +28,13 @@ class PrefillLimits:
 class Prefill:
     """Fills a plan's token budget with chunks. Memory that running requests are expected to need is left to them."""
 
-    def __init__(self, limits: PrefillLimits, queue: WaitingQueue, growth: GrowthEstimate) -> None:
+    def __init__(
+        self, limits: PrefillLimits, queue: WaitingQueue, growth: GrowthEstimate, counters: PlannerCounters
+    ) -> None:
         self._limits = limits
         self._queue = queue
         self._growth = growth
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
+        self._counters = counters
 
     def add_chunks(self, state: EpochState, draft: PlanDraft) -> None:
         """Continues prefills, then admits. A prefill that waits for pages keeps new requests out."""
@@ -87,8 +89,7 @@ class Prefill:
         request.lifecycle = Lifecycle.RUNNING
         if request.cached_tokens < 0:
             request.cached_tokens = min(cached_len, request.prompt_len)
-        self.prompt_tokens += len(ids)
-        self.cached_tokens += cached_len
+        self._counters.admitted(len(ids), cached_len)
         draft.admits.append(_admit_of(state, request, match, cached_len))
         state.prefilling.append(request)
         self._add_chunk(state, draft, request)

@@ -1,0 +1,65 @@
+"""Settings of a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.settings import setting
+from radixmesh.daemons.scheduler.planner import PlannerSettings
+from radixmesh.daemons.scheduler.prefix_cache import PREFIX_CACHES
+from radixmesh.daemons.scheduler.queue import LANES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings(CommonSettings):
+    """Queue, batches, KV pages and prefix cache of one worker group."""
+
+    workers: tuple[str, ...] = setting((), "address of the worker, host:port or unix:/path; one rank")
+    depth: str = setting("auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...")
+    chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
+    max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
+    max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")
+    max_queue: int = setting(10_000, "waiting requests before new ones are refused with OVERLOADED")
+    grant_ahead_tokens: int = setting(16, "tokens that the pages granted to a decoding request at a time hold")
+    growth_tokens: int = setting(64, "first estimate of the tokens that a running request will still need")
+    cache: str = setting("trie", f"prefix cache: {', '.join(PREFIX_CACHES)}")
+    queue_policy: str = setting("fcfs", f"order of waiting requests: {', '.join(LANES)}")
+    check_invariants: bool = setting(False, "verify every page after every step, and fail on a breach (tests)")
+    hang_s: float = setting(5.0, "seconds without a result after which a worker counts as dead, at least")
+
+    def __post_init__(self) -> None:
+        CommonSettings.__post_init__(self)
+        if len(self.workers) != 1:
+            raise ValueError(
+                f"--workers (or RADIXMESH_WORKERS): name the one worker of the group, not {len(self.workers)}"
+            )
+        if self.depth != "auto" and not self.depth.isdigit():
+            raise ValueError(f"--depth (or RADIXMESH_DEPTH) must be auto or a number >= 0, not {self.depth}")
+        for name in ("chunk_tokens", "max_tokens_per_step", "max_running", "grant_ahead_tokens", "growth_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
+        if self.max_queue < 0 or self.hang_s <= 0:
+            raise ValueError("--max-queue must be >= 0 and --hang-s > 0")
+        for name, choices in (("cache", PREFIX_CACHES), ("queue_policy", LANES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(choices)}")
+
+    @property
+    def fixed_depth(self) -> int | None:
+        """None = by time."""
+        return None if self.depth == "auto" else int(self.depth)
+
+    def planner_settings(self) -> PlannerSettings:
+        return PlannerSettings(
+            chunk_tokens=self.chunk_tokens,
+            max_tokens_per_step=self.max_tokens_per_step,
+            max_running=self.max_running,
+            grant_ahead_tokens=self.grant_ahead_tokens,
+            growth_tokens=self.growth_tokens,
+            max_queue=self.max_queue,
+            cache=self.cache,
+            queue_policy=self.queue_policy,
+            check_invariants=self.check_invariants,
+        )

@@ -1,0 +1,265 @@
+"""The scheduler's loop: waits for submits and results, plans while the lookahead allows, sends, tells the routers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.step import StepResult
+from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.group_client import ClaimedGroup, GroupClient, GroupState
+from radixmesh.daemons.scheduler.lookahead import Lookahead
+from radixmesh.daemons.scheduler.planner import Planner
+from radixmesh.daemons.scheduler.router_streams import RouterStreams
+from radixmesh.daemons.scheduler.worker_stream import RefusedPlan
+
+log = get_logger(__name__)
+
+_TICK_S = 0.1
+# A holder that says nothing for 5 s counts as dead to other schedulers.
+_HEARTBEAT_S = 1.0
+_LOAD_S = 0.5
+_HANG_FACTOR = 3.0
+# After an epoch without a single step: whatever ended it may well end the next one.
+_FUTILE_PAUSE_S = 0.2
+
+
+class Engine:
+    """Drives a planner and a worker group; routers' streams hang on `streams`. One event loop."""
+
+    def __init__(
+        self, settings: SchedulerSettings, group: GroupClient, progress: Progress, metrics: Metrics | None = None
+    ) -> None:
+        self.planner = Planner(settings.planner_settings())
+        self.streams = RouterStreams()
+        self.group_state = GroupState.CONNECTING
+        self.is_draining = False
+        self.epoch = 0
+        self._settings = settings
+        self._group = group
+        self._progress = progress
+        self._metrics = metrics
+        self._wake = asyncio.Event()
+        self._results: deque[StepResult] = deque()
+        self._loss: BaseException | None = None
+        self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
+        self._last_heard_s = self._last_sent_s = self._last_load_s = time.monotonic()
+        self._was_idle_at_send: set[int] = set()
+        self._changed: asyncio.Future[None] | None = None
+
+    @property
+    def group(self) -> GroupClient:
+        return self._group
+
+    @property
+    def lookahead(self) -> Lookahead:
+        return self._lookahead
+
+    def notify(self) -> None:
+        """Something was submitted, aborted or wished for: says what there is to say, and plans soon."""
+        self.deliver()
+        self._wake.set()
+
+    def deliver(self) -> None:
+        self.streams.deliver(self.planner.take_outputs())
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        """Returns once is_true() is; looks whenever something happened."""
+        while not is_true():
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            # Shielded: several wait for one future, and one that gives up must not cancel it.
+            await asyncio.shield(self._changed)
+
+    def on_state(self, state: GroupState) -> None:
+        """The group client's news. In standby nothing of ours can run: routers go elsewhere."""
+        if state is self.group_state:
+            return
+        log.info("group_state", state=state.name.lower(), epoch=self.epoch)
+        self.group_state = state
+        if state is GroupState.STANDBY:
+            message = "another scheduler holds the worker group: submit there"
+            self.streams.close_all(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "standby"}))
+        self.streams.push_loads()
+
+    async def run(self) -> None:
+        """For ever: claims the group, serves until it is lost, claims it again."""
+        ticking = asyncio.ensure_future(self._tick())
+        try:
+            while True:
+                claimed = await self._group.claim()
+                num_steps = self.planner.counters.num_steps
+                try:
+                    await self._serve(claimed)
+                finally:
+                    await claimed.close()
+                if self.planner.counters.num_steps == num_steps:
+                    await asyncio.sleep(_FUTILE_PAUSE_S)
+        finally:
+            ticking.cancel()
+
+    async def _serve(self, claimed: ClaimedGroup) -> None:
+        """One epoch, from adoption to loss."""
+        refused_step, error = 0, None
+        reading: asyncio.Future[None] | None = None
+        try:
+            self._begin(claimed)
+            reading = asyncio.ensure_future(self._read(claimed))
+            await self._drive(claimed)
+        except RefusedPlan as refusal:
+            refused_step, error = refusal.step_id, refusal.error
+            log.warning("plan_refused", step_id=refused_step, reason=error.reason_name, error=error.message)
+        except MeshError as lost:
+            error = lost
+            log.warning("epoch_lost", epoch=self.epoch, reason=lost.reason_name, error=lost.message)
+        except Exception:
+            # A bug in planning must not take the daemon, nor the requests: a new epoch starts from sound state.
+            log.exception("planner_failed", epoch=self.epoch)
+        finally:
+            if reading is not None:
+                reading.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reading
+            self.planner.end_epoch(refused_step, error)
+            self.deliver()
+            self._count_loss(error)
+            is_fenced = error is not None and error.reason == ErrorReason.ERROR_REASON_EPOCH_FENCED
+            self.on_state(GroupState.STANDBY if is_fenced else GroupState.CONNECTING)
+
+    def _begin(self, claimed: ClaimedGroup) -> None:
+        self.epoch = claimed.stream.epoch
+        start = time.monotonic()
+        adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshot)
+        self._results.clear()
+        self._loss = None
+        self._was_idle_at_send.clear()
+        self._lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
+        self._last_heard_s = self._last_sent_s = time.monotonic()
+        log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(self._last_sent_s - start, 4))
+        if self._metrics is not None:
+            self._metrics.epoch.set(self.epoch)
+            self._metrics.readopted_tokens.inc(adopted)
+        self.on_state(GroupState.SERVING)
+        self.deliver()
+        self._wake.set()
+
+    async def _read(self, claimed: ClaimedGroup) -> None:
+        try:
+            async for result in claimed.stream.results():
+                self._results.append(result)
+                self._wake.set()
+        except Exception as loss:
+            self._loss = loss
+            self._wake.set()
+
+    async def _drive(self, claimed: ClaimedGroup) -> None:
+        """Raises what ends the epoch."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._results:
+                self._take(self._results.popleft())
+            if self._loss is not None:
+                raise self._loss
+            await self._send_plans(claimed)
+            self.deliver()
+            self._check_hang()
+            in_flight = self.planner.num_in_flight
+            self._progress.work_pending(in_flight)
+
+    def _take(self, result: StepResult) -> None:
+        now = time.monotonic()
+        self._last_heard_s = now
+        state = self.planner.state
+        oldest = state.in_flight.oldest if state is not None else None
+        if oldest is not None and result.step_id in self._was_idle_at_send:
+            self._was_idle_at_send.discard(result.step_id)
+            device_us = (result.device_end_ns - result.device_start_ns) / 1000
+            self._lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, device_us)
+        outputs = self.planner.process(result)
+        self._progress.completed()
+        self.streams.deliver(outputs)
+
+    async def _send_plans(self, claimed: ClaimedGroup) -> None:
+        planner = self.planner
+        while planner.state is not None:
+            steps = planner.state.in_flight.steps()
+            queued_us = sum(step.plan.expected_us for step in steps[1:])
+            if not self._lookahead.wants_more(len(steps), queued_us):
+                return
+            now = time.monotonic()
+            is_heartbeat = not steps and now - self._last_sent_s >= _HEARTBEAT_S
+            plan = planner.plan(now, is_heartbeat=is_heartbeat)
+            if plan is None:
+                return
+            if not steps and plan.has_forward:
+                self._was_idle_at_send = {plan.step_id}
+            if not steps:
+                self._last_heard_s = now
+            self._last_sent_s = now
+            await claimed.stream.send(plan)
+
+    def _check_hang(self) -> None:
+        """A step is dead after 3 x its expected time, never before hang_s."""
+        state = self.planner.state
+        oldest = state.in_flight.oldest if state is not None else None
+        if oldest is None:
+            return
+        limit_s = max(self._settings.hang_s, _HANG_FACTOR * oldest.plan.expected_us / 1e6)
+        waited_s = time.monotonic() - max(self._last_heard_s, oldest.sent_s)
+        if waited_s > limit_s:
+            message = f"step {oldest.plan.step_id} has no result after {waited_s:.1f} s: the worker counts as dead"
+            raise MeshError(ErrorReason.ERROR_REASON_STEP_TIMEOUT, message)
+
+    async def _tick(self) -> None:
+        """What happens by time alone: router streams that left, deadlines, loads, heartbeats, hangs."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            now = time.monotonic()
+            for owner in self.streams.expired(now):
+                num = self.planner.abort_owner(owner)
+                if num:
+                    log.info("router_gone", aborted=num)
+            if self.group_state is GroupState.STANDBY:
+                self._drop_all()
+            if self.planner.state is None:
+                self.planner.plan(now)  # Expires deadlines while nothing runs.
+                self._progress.work_pending(0)
+            if now - self._last_load_s >= _LOAD_S:
+                self._last_load_s = now
+                self.streams.push_loads()
+                self._export()
+            self.notify()
+
+    def _drop_all(self) -> None:
+        # Their routers were told to go elsewhere: kept, they would run twice once we take over.
+        for owner in self.planner.owners():
+            self.planner.abort_owner(owner)
+
+    def _export(self) -> None:
+        metrics, planner = self._metrics, self.planner
+        if metrics is None:
+            return
+        metrics.requests_running.set(planner.num_running)
+        metrics.requests_queued.set(planner.num_waiting)
+        metrics.plans_in_flight.set(planner.num_in_flight)
+        if planner.state is not None:
+            for state, num in planner.state.pages.pool.counts().items():
+                metrics.pages.labels(state.name.lower()).set(num)
+
+    def _count_loss(self, error: MeshError | None) -> None:
+        if self._metrics is not None:
+            self._metrics.restarts.labels("worker").inc()
+            if error is not None:
+                self._metrics.refusals.labels(error.reason_name).inc()

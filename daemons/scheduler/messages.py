@@ -1,0 +1,133 @@
+"""Messages of routers and workers as the scheduler's own types."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
+from radixmesh.daemons.runtime.step import PageRecords, Task
+from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.request import RequestKey, Submission
+from radixmesh.scheduler.v1 import scheduler_pb2
+from radixmesh.worker.v1 import worker_pb2
+
+_MAX_INDEX = 2**31 - 1
+
+
+def submission_from_proto(message: scheduler_pb2.Submit, *, owner: int, router: str, now: float) -> Submission:
+    """Checks and converts what can be told without knowing the group. Raises typed errors naming the field."""
+    if not message.request_id:
+        raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "set request_id", {"field": "request_id"})
+    if message.index > _MAX_INDEX or message.attempt < 0:
+        name = "index" if message.index > _MAX_INDEX else "attempt"
+        raise MeshError(
+            ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"{name} must be >= 0 and below 2^31", {"field": name}
+        )
+    try:
+        task = Task(message.task)
+    except ValueError as error:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_MISSING_FIELD, "set task: generate, embed or score", {"field": "task"}
+        ) from error
+    return Submission(
+        key=RequestKey(message.request_id, message.index),
+        attempt=message.attempt,
+        owner=owner,
+        handle=message.handle,
+        router=router,
+        tenant=message.tenant,
+        priority=message.priority,
+        model=message.model,
+        task=task,
+        prompt_ids=unpack_ints(message.prompt_ids, "prompt_ids"),
+        resumed_output_ids=unpack_ints(message.resumed_output_ids, "resumed_output_ids"),
+        sampling=sampling_from_proto(message.sampling),
+        stop=stop_from_proto(message.stop),
+        logprobs_start=min(message.logprobs_start, _MAX_INDEX),
+        cache_salt=message.cache_salt,
+        deadline_s=now + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None,
+        unsupported=_unsupported_in(message),
+    )
+
+
+def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
+    """What a worker said of itself. Raises INVALID_ARGUMENT for sizes that nothing can be planned with."""
+    caps, model = hello.capabilities, hello.hello.model
+    for field in ("page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight"):
+        if getattr(caps, field) < 1:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"the worker's {field} is 0", {"field": field, "min": "1"}
+            )
+    for field in ("vocab_size", "max_total_len"):
+        if getattr(model, field) < 1:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"the worker's model.{field} is 0", {"field": field}
+            )
+    return GroupInfo(
+        page_size=caps.page_size,
+        num_pages=caps.num_pages,
+        num_slots=caps.num_slots,
+        max_tokens_per_step=caps.max_tokens_per_step,
+        max_plans_in_flight=caps.max_plans_in_flight,
+        vocab_size=model.vocab_size,
+        max_total_len=model.max_total_len,
+        eos_ids=tuple(t for t in unpack_ints(model.eos_ids, "eos_ids").tolist() if 0 <= t < model.vocab_size),
+        weights_version=caps.weights_version,
+        tasks=frozenset(task for task in Task if int(task) in {int(t) for t in caps.tasks}),
+        barrier_ops=frozenset(caps.barrier_ops),
+        model_name=model.name,
+        group_generation=caps.group_generation,
+    )
+
+
+def snapshot_of(
+    parts: list[PageRecords], names: tuple[str, ...], pinned: tuple[int, ...], num_pages: int
+) -> CacheSnapshot:
+    """Ranges of records as one. Raises PROTOCOL_VIOLATION unless they cover all pages in order."""
+    first = 0
+    for part in parts:
+        if part.first_page != first:
+            break
+        first += len(part.filled)
+    if first != num_pages or not all(_is_sound(part, len(names), num_pages) for part in parts):
+        message = f"the worker's page records do not describe its {num_pages} pages: check the versions of both ends"
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+    columns = ("generations", "filled", "previous_pages", "previous_generations", "namespace_indexes")
+    records = PageRecords(
+        first_page=0,
+        **{name: np.concatenate([getattr(p, name) for p in parts]) for name in (*columns, "weights_versions", "ids")},
+    )
+    return CacheSnapshot(records=records, names=names, pinned_pages=pinned)
+
+
+def _is_sound(part: PageRecords, num_names: int, num_pages: int) -> bool:
+    used = part.filled > 0
+    indexes = part.namespace_indexes[used]
+    return bool(
+        (part.filled >= 0).all()
+        and int(part.filled.sum()) == len(part.ids)
+        and (indexes >= 0).all()
+        and (indexes < max(1, num_names)).all()
+        and (part.previous_pages < num_pages).all()
+    )
+
+
+def _unsupported_in(message: scheduler_pb2.Submit) -> str:
+    if message.grammar_hash:
+        return "grammar"
+    if message.embeddings:
+        return "embeddings"
+    if message.transfer_id or message.HasField("send_kv_to"):
+        return "KV transfer"
+    return ""
+
+
+def model_identity_of(hello: worker_pb2.WorkerHello) -> common_pb2.ModelIdentity:
+    """A copy of the identity that the worker announced; the scheduler serves the same."""
+    identity = common_pb2.ModelIdentity()
+    identity.CopyFrom(hello.hello.model)
+    return identity

@@ -1,0 +1,194 @@
+"""The scheduler at the gRPC edge: validate, convert, delegate."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import grpc
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.scheduler.engine import Engine
+from radixmesh.daemons.scheduler.group_client import GroupState
+from radixmesh.daemons.scheduler.load_report import hello_of, load_of, state_of
+from radixmesh.daemons.scheduler.messages import submission_from_proto
+from radixmesh.daemons.scheduler.outbox import rejected_to_proto
+from radixmesh.daemons.scheduler.outputs import Rejected
+from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
+from radixmesh.daemons.scheduler.router_streams import RouterStream
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+_Context = grpc.aio.ServicerContext[object, object]
+_FLUSH_TIMEOUT_S = 30.0
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Serves one engine."""
+
+    def __init__(
+        self, engine: Engine, progress: Progress, rendezvous: Rendezvous, *, instance_id: str, drain_s: float
+    ) -> None:
+        self._engine = engine
+        self._progress = progress
+        self._rendezvous = rendezvous
+        self._instance_id = instance_id
+        self._drain_s = drain_s
+
+    async def Serve(
+        self, request_iterator: AsyncIterator[scheduler_pb2.ServeRequest], context: _Context
+    ) -> AsyncIterator[scheduler_pb2.ServeResponse]:
+        engine = self._engine
+        self._require_group()
+        first = await anext(aiter(request_iterator), None)
+        if first is None or not first.HasField("hello"):
+            raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "start the stream with a hello")
+        ours = hello_of(engine, self._instance_id)
+        check_hello(first.hello, ours.hello)
+        stream = engine.streams.open(first.hello.instance_id)
+        reading = asyncio.ensure_future(self._read(stream, first, request_iterator))
+        reading.add_done_callback(lambda _: stream.outbox.push_load())
+        try:
+            yield scheduler_pb2.ServeResponse(hello=ours, load=load_of(engine))
+            while True:
+                await stream.outbox.wait()
+                if stream.closed_by is not None:
+                    raise stream.closed_by
+                if reading.done():
+                    reading.result()
+                    return
+                yield self._frame(stream)
+        finally:
+            reading.cancel()
+            engine.streams.left(stream, time.monotonic())
+            with suppress(asyncio.CancelledError, MeshError):
+                await reading
+
+    async def GetState(
+        self, request: scheduler_pb2.GetStateRequest, context: _Context
+    ) -> scheduler_pb2.GetStateResponse:
+        return state_of(self._engine, self._instance_id)
+
+    async def Drain(self, request: scheduler_pb2.DrainRequest, context: _Context) -> scheduler_pb2.DrainResponse:
+        self._engine.is_draining = True
+        self._engine.streams.push_loads()
+        timeout_s = request.timeout_ms / 1000 if request.timeout_ms else self._drain_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.drained()
+        return scheduler_pb2.DrainResponse(num_remaining=self._engine.planner.num_live)
+
+    async def drained(self) -> None:
+        """Returns when nothing runs or waits."""
+        await self._engine.until(lambda: not self._engine.planner.num_live)
+
+    async def FlushCache(
+        self, request: scheduler_pb2.FlushCacheRequest, context: _Context
+    ) -> scheduler_pb2.FlushCacheResponse:
+        self._require_group()
+        planner = self._engine.planner
+        if planner.group is None or "flush_cache" not in planner.group.barrier_ops:
+            raise _unsupported("flush_cache")
+        before = planner.flush.num_done
+        planner.flush.wish()
+        self._engine.notify()
+        timeout_s = request.timeout_ms / 1000 if request.timeout_ms else _FLUSH_TIMEOUT_S
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._engine.until(lambda: planner.flush.num_done > before)
+        except TimeoutError as error:
+            planner.flush.cancel()
+            self._engine.notify()
+            message = f"{planner.num_running} requests still run after {timeout_s:g} s: drain first, or wait longer"
+            raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
+        return scheduler_pb2.FlushCacheResponse(flushed_pages=planner.flush.flushed_pages)
+
+    async def JoinGroup(
+        self, request: scheduler_pb2.JoinGroupRequest, context: _Context
+    ) -> scheduler_pb2.JoinGroupResponse:
+        joiner = Joiner(
+            rank=request.rank,
+            instance_id=request.instance_id,
+            address=request.address,
+            last_group_generation=request.last_group_generation,
+        )
+        joined = await self._rendezvous.join(joiner, request.world_size)
+        return scheduler_pb2.JoinGroupResponse(
+            group_generation=joined.generation, addresses=joined.addresses, instance_ids=joined.instance_ids
+        )
+
+    async def WatchCache(self, request: scheduler_pb2.WatchCacheRequest, context: _Context) -> None:
+        raise _unsupported("WatchCache")
+
+    async def _read(
+        self,
+        stream: RouterStream,
+        first: scheduler_pb2.ServeRequest,
+        requests: AsyncIterator[scheduler_pb2.ServeRequest],
+    ) -> None:
+        self._apply(stream, first)
+        async for request in requests:
+            if request.HasField("hello"):
+                raise MeshError(
+                    ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "a hello belongs into the first frame only"
+                )
+            self._apply(stream, request)
+
+    def _apply(self, stream: RouterStream, request: scheduler_pb2.ServeRequest) -> None:
+        """One frame, in the order of its fields."""
+        planner, now = self._engine.planner, time.monotonic()
+        for submit in request.submits:
+            try:
+                self._require_open()
+                planner.submit(submission_from_proto(submit, owner=stream.owner, router=stream.router, now=now))
+            except MeshError as error:
+                rejected = Rejected(owner=stream.owner, handle=submit.handle, attempt=submit.attempt, error=error)
+                stream.outbox.add_frame(scheduler_pb2.ServeResponse(rejected=[rejected_to_proto(rejected)]))
+            stream.submit_sequence = max(stream.submit_sequence, submit.sequence)
+        for stop in request.stops:
+            planner.finish_by_stop(stream.owner, stop.handle, stop.num_output)
+        for abort in request.aborts:
+            outcome = planner.abort(
+                abort.request_id,
+                abort.index if abort.HasField("index") else None,
+                abort.below_attempt if abort.HasField("below_attempt") else None,
+            )
+            if abort.abort_id:
+                result = scheduler_pb2.AbortResult(abort_id=abort.abort_id, outcome=int(outcome))  # type: ignore[arg-type]
+                stream.outbox.add_frame(scheduler_pb2.ServeResponse(abort_results=[result]))
+        for reservation in request.reservations:
+            answer = scheduler_pb2.ReservationResult(
+                transfer_id=reservation.transfer_id, error=_unsupported("KV transfer").to_proto()
+            )
+            stream.outbox.add_frame(scheduler_pb2.ServeResponse(reservation_results=[answer]))
+        self._engine.notify()
+
+    def _frame(self, stream: RouterStream) -> scheduler_pb2.ServeResponse:
+        group = self._engine.planner.group
+        wants_load = stream.outbox.wants_load
+        frame = stream.outbox.take(group.weights_version if group is not None else 0)
+        if wants_load:
+            stream.outbox.wants_load = False
+            frame.load.CopyFrom(load_of(self._engine, stream.submit_sequence))
+        return frame
+
+    def _require_group(self) -> None:
+        self._progress.require_serving()
+        if self._engine.group_state is GroupState.STANDBY:
+            message = "another scheduler holds the worker group: submit there"
+            raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "standby"})
+
+    def _require_open(self) -> None:
+        self._require_group()
+        if self._engine.is_draining:
+            message = "this scheduler drains and takes no submits: retry elsewhere"
+            raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"})
+
+
+def _unsupported(feature: str) -> MeshError:
+    message = f"{feature} is not offered by this scheduler"
+    return MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": feature})
