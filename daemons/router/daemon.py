@@ -38,6 +38,10 @@ class RouterDaemon(Daemon):
             router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdminService(self._router.schedulers)
         )
 
+    @property
+    def router(self) -> Router:
+        return self._router
+
     async def load(self) -> None:
         self._router.connect()
         self._clock = self._runtime.spawn(self._router.keep_time(), "clock")

@@ -82,6 +82,11 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
     def num_entries(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_owed(self) -> int:
+        """Ids and finals that the replica has not answered."""
+        return self._num_owed
+
     def serves(self, identity: common_pb2.ModelIdentity) -> bool:
         """Whether this replica decodes the ids of that model."""
         ours, theirs = self.identity.tokenizer_fingerprint, identity.tokenizer_fingerprint
