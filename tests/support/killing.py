@@ -1,0 +1,86 @@
+"""Kills daemons of a mesh under a storm of streams, and measures what clients saw of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from dataclasses import asdict, dataclass
+
+import grpc
+
+from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.scheduler.v1 import scheduler_pb2
+from support.mesh import Mesh
+from support.storm import Storm
+
+_RECOVERY_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """One kill. stall_s: longest pause of any of the streams; back_s: until the daemon was healthy again.
+
+    Of a scheduler: tokens whose KV it took over from the worker, and tokens computed again until all streams went on.
+    """
+
+    service: str
+    signal: str
+    stall_s: float
+    back_s: float
+    adopted_tokens: int = 0
+    prefilled_tokens: int = 0
+    cached_tokens: int = 0
+
+
+async def kill_once(mesh: Mesh, storm: Storm, service: str, number: signal.Signals, pick: random.Random) -> Kill:
+    """Sends a signal at a random moment and waits until the daemon is back and every stream has gone on."""
+    await asyncio.sleep(pick.uniform(0.1, 0.9))
+    replicas = [status for status in mesh.cluster.processes if status.service == service]
+    replica = pick.choice(replicas).replica
+    restarts = mesh.cluster.status(service, replica).restarts
+    killed = time.monotonic()
+    assert mesh.cluster.kill(service, replica, number), f"{service} does not run"
+
+    def is_back(status: ProcessStatus) -> bool:
+        return status.restarts > restarts and status.state is ProcessState.HEALTHY
+
+    async with asyncio.timeout(_RECOVERY_S):
+        await mesh.cluster.wait_until(service, is_back, replica=replica)
+    back = time.monotonic()
+    await storm.all_progressed(back, _RECOVERY_S)
+    stall_s = storm.longest_gap(killed)
+    state = await _scheduler_state(mesh) if service == "scheduler" else None
+    return Kill(
+        service=service,
+        signal=number.name,
+        stall_s=round(stall_s, 3),
+        back_s=round(back - killed, 3),
+        adopted_tokens=state.adopted_tokens if state is not None else 0,
+        prefilled_tokens=state.prefilled_tokens if state is not None else 0,
+        cached_tokens=state.prompt_cached_tokens if state is not None else 0,
+    )
+
+
+def summary(kills: list[Kill]) -> dict[str, dict[str, float]]:
+    """Per daemon and signal: how many kills, the longest stall, and sums over the kills."""
+    rows: dict[str, dict[str, float]] = {}
+    for kill in kills:
+        row = rows.setdefault(
+            f"{kill.service} {kill.signal}", {"kills": 0, "longest_stall_s": 0.0, "longest_back_s": 0.0}
+        )
+        row["kills"] += 1
+        row["longest_stall_s"] = max(row["longest_stall_s"], kill.stall_s)
+        row["longest_back_s"] = max(row["longest_back_s"], kill.back_s)
+        if kill.service == "scheduler":
+            for name in ("adopted_tokens", "prefilled_tokens", "cached_tokens"):
+                row[name] = row.get(name, 0) + asdict(kill)[name]
+    return rows
+
+
+async def _scheduler_state(mesh: Mesh) -> scheduler_pb2.GetStateResponse | None:
+    try:
+        return await mesh.scheduler_state()
+    except grpc.RpcError:
+        return None

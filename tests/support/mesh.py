@@ -1,0 +1,63 @@
+"""A whole mesh of real processes, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from radixmesh.client import AsyncClient
+from radixmesh.daemons.cluster.local_cluster import LocalCluster
+from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+COMPOSE = Path(__file__).parents[2] / "compose"
+FILES = {"cpu": COMPOSE / "local.yml", "simulated": COMPOSE / "simulated.yml"}
+SERVICES = ("tokenizer", "detokenizer", "scheduler", "worker", "router")
+
+
+@dataclass(slots=True, kw_only=True)
+class Mesh:
+    """A healthy mesh and a client of its routers."""
+
+    cluster: LocalCluster
+    client: AsyncClient
+    routers: list[str]
+
+    async def scheduler_state(self) -> scheduler_pb2.GetStateResponse:
+        """State of the first scheduler. Raises grpc.RpcError while it is away."""
+        async with open_channel(self.cluster.address("scheduler")) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            return await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5)
+
+
+@asynccontextmanager
+async def running_mesh(
+    backend: str,
+    *,
+    scale: Mapping[str, int] | None = None,
+    worker: Mapping[str, object] | None = None,
+    scheduler: Mapping[str, object] | None = None,
+    router: Mapping[str, object] | None = None,
+    timeout_s: float = 60.0,
+) -> AsyncIterator[Mesh]:
+    """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
+
+    The scheduler checks the page invariant after every step and dies of a breach, which no test survives unnoticed.
+    """
+    environment = {
+        "worker": _variables({"cpu_threads": 1, **(worker or {})}),
+        "scheduler": _variables({"check_invariants": "true", **(scheduler or {})}),
+        "router": _variables(router or {}),
+    }
+    cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False)
+    async with cluster:
+        await cluster.wait_healthy(timeout_s)
+        routers = [cluster.address("router", replica + 1) for replica in range((scale or {}).get("router", 1))]
+        async with AsyncClient(routers) as client:
+            yield Mesh(cluster=cluster, client=client, routers=routers)
+
+
+def _variables(settings: Mapping[str, object]) -> dict[str, str]:
+    return {f"RADIXMESH_{name.upper()}": str(value) for name, value in settings.items()}

@@ -1,0 +1,115 @@
+"""Streams kept open while something happens to the mesh, each compared with its known answer, each pause measured."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from radixmesh.client import AsyncClient
+from radixmesh.client.results import Completion, CompletionOutput
+from support.jobs import Job, answers_of
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamLog:
+    """One stream's progress: moments (monotonic) of its chunks."""
+
+    moments: list[float] = field(default_factory=list)
+
+    def longest_gap(self, since: float, until: float) -> float:
+        """Longest time without a chunk, of the gaps that touch [since, until]."""
+        before = [moment for moment in self.moments if moment < since]
+        inside = [moment for moment in self.moments if since <= moment <= until]
+        points = [*(before[-1:] or [since]), *inside]
+        return max((b - a for a, b in itertools.pairwise(points)), default=until - points[0])
+
+
+class Storm:
+    """`num_streams` streams at a time, each running `jobs` one after the other, from enter to exit.
+
+    failures: what went wrong, in words; empty is what a test asserts.
+    """
+
+    def __init__(self, client: AsyncClient, jobs: Sequence[Job], *, num_streams: int = 16) -> None:
+        assert all(job.answers for job in jobs), "a storm needs to know every answer"
+        self._client = client
+        self._jobs = jobs
+        self._logs = [StreamLog() for _ in range(num_streams)]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_ending = False
+        self.failures: list[str] = []
+        self.num_completed = 0
+        self.num_resumptions = 0
+
+    async def __aenter__(self) -> Storm:
+        self._tasks = [asyncio.create_task(self._run(number)) for number in range(len(self._logs))]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            await self.finish()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def finish(self, timeout_s: float = 60.0) -> None:
+        """Lets every stream finish the job it is at."""
+        self._is_ending = True
+        _, late = await asyncio.wait(self._tasks, timeout=timeout_s)
+        if late:
+            self.failures.append(f"{len(late)} streams made no end within {timeout_s:g} s")
+
+    async def all_progressed(self, since: float, timeout_s: float = 60.0) -> float:
+        """Waits until every stream has had a chunk after `since`; the longest gap of any stream around that time."""
+        async with asyncio.timeout(timeout_s):
+            while not all(log.moments and log.moments[-1] > since for log in self._logs):
+                await asyncio.sleep(0.01)
+        return self.longest_gap(since)
+
+    def longest_gap(self, since: float) -> float:
+        now = time.monotonic()
+        return max(log.longest_gap(since, now) for log in self._logs)
+
+    async def _run(self, number: int) -> None:
+        turn = number
+        while not self._is_ending:
+            job = self._jobs[turn % len(self._jobs)]
+            turn += len(self._logs) if len(self._jobs) > len(self._logs) else 1
+            await self._run_job(job, self._logs[number])
+
+    async def _run_job(self, job: Job, log: StreamLog) -> None:
+        outputs: dict[int, CompletionOutput] = {}
+        stream = self._client.generate(job.prompt, messages=job.messages, **job.options)
+        try:
+            async for chunk in stream:
+                log.moments.append(time.monotonic())
+                outputs.setdefault(chunk.index, CompletionOutput(index=chunk.index)).add(chunk)
+        except Exception as error:  # Whatever it is, it is the finding.
+            self.failures.append(f"{job.name} ({stream.request_id}): {error!r}")
+            return
+        finally:
+            self.num_resumptions += stream.num_resumptions
+            await stream.aclose()
+        completion = Completion(
+            request_id=stream.request_id,
+            model=stream.model,
+            prompt_ids=stream.prompt_ids,
+            outputs=[outputs[index] for index in sorted(outputs)],
+        )
+        self.num_completed += 1
+        got = answers_of(completion)
+        if got != job.answers:
+            self.failures.append(f"{job.name} ({stream.request_id}): {_difference(got, job)}")
+
+
+def _difference(got: tuple[object, ...], job: Job) -> str:
+    if len(got) != len(job.answers):
+        return f"{len(got)} outputs, not {len(job.answers)}"
+    pairs = [(a, b) for a, b in zip(got, job.answers, strict=True) if a != b]
+    return f"got {pairs[0][0]!r}, not {pairs[0][1]!r}"
