@@ -1,0 +1,317 @@
+"""The worker's smaller parts, each alone."""
+
+import asyncio
+import hashlib
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.blob_store import BlobStore
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.epochs import EpochLedger
+from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.page_records import PageRecordTable
+from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.profile import NoProfiler, TorchProfiler
+from radixmesh.daemons.worker.simulated.clock import RealClock, VirtualClock
+from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind
+from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape
+from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.worker.v1 import worker_pb2
+
+
+def _limits(**changes):
+    defaults = {
+        "page_size": 4,
+        "num_pages": 16,
+        "num_slots": 2,
+        "vocab_size": 100,
+        "max_total_len": 64,
+        "max_tokens_per_step": 64,
+    }
+    return Limits(**(defaults | changes))
+
+
+def _grant(records, pages, previous=-1, namespace=""):
+    records.grant(
+        as_ints(pages),
+        np.array([len(pages)]),
+        previous_pages=as_ints([previous]),
+        namespaces=[namespace],
+        weights_version=1,
+    )
+
+
+# Claims
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.sampled_from("abc")), min_size=1, max_size=12))
+def test_the_highest_claim_holds_whatever_the_order(claims):
+    ledger = EpochLedger()
+    for epoch, instance in claims:
+        is_higher = (epoch, instance) > (ledger.highest_epoch, ledger.holder_instance_id)
+        if is_higher:
+            ledger.claim(epoch, instance, 0)
+        else:
+            with pytest.raises(MeshError) as caught:
+                ledger.claim(epoch, instance, 0)
+            assert caught.value.reason_name == "EPOCH_FENCED"
+    assert (ledger.highest_epoch, ledger.holder_instance_id) == max(claims)
+
+
+def test_a_claim_for_another_group_generation_is_refused():
+    with pytest.raises(MeshError) as caught:
+        EpochLedger(group_generation=3).claim(1, "a", 2)
+    assert (caught.value.reason_name, caught.value.metadata) == ("GROUP_GENERATION", {"group_generation": "3"})
+
+
+def test_silence_of_the_holder_is_measured_while_it_is_connected():
+    now = [10.0]
+    ledger = EpochLedger(clock=lambda: now[0])
+    ledger.claim(1, "a", 0)
+    now[0] = 12.5
+    assert ledger.holder_silent_ms == 2500
+    ledger.heard()
+    assert ledger.holder_silent_ms == 0
+    ledger.disconnected()
+    assert ledger.holder_silent_ms == 0
+    ledger.check_holder(1, "a")
+    for epoch, instance in ((1, "b"), (2, "a"), (0, "")):
+        with pytest.raises(MeshError):
+            ledger.check_holder(epoch, instance)
+
+
+def test_nobody_holds_a_worker_that_was_never_claimed():
+    with pytest.raises(MeshError):
+        EpochLedger().check_holder(0, "")
+
+
+# Page records
+
+
+def test_a_snapshot_comes_in_ranges_and_lists_what_is_filled():
+    records = PageRecordTable(_limits(num_pages=200_000))
+    _grant(records, [5, 70_000])
+    _grant(records, [199_999], previous=70_000, namespace="salt")
+    records.extend(as_ints([5, 5, 70_000, 199_999]), as_ints([0, 1, 0, 0]), as_ints([11, 12, 13, 14]))
+    ranges = list(records.snapshot())
+    assert [part.first_page for part in ranges] == [0, 65_536, 131_072, 196_608]
+    assert sum(len(part.filled) for part in ranges) == 200_000
+    assert [part.ids.tolist() for part in ranges] == [[11, 12], [13], [], [14]]
+    last = ranges[-1]
+    at = 199_999 - last.first_page
+    assert records.namespaces[last.namespace_indexes[at]] == "salt"
+    assert (last.previous_pages[at], last.previous_generations[at]) == (70_000, 1)
+
+
+def test_namespaces_that_no_page_is_in_are_forgotten():
+    records = PageRecordTable(_limits())
+    _grant(records, [0], namespace="kept")
+    for number in range(5000):
+        _grant(records, [1], namespace=f"salt-{number}")
+        assert records.namespaces[records.namespace_indexes[1]] == f"salt-{number}"
+    assert len(records.namespaces) <= 1025
+    assert records.namespaces[records.namespace_indexes[0]] == "kept"
+
+
+def test_a_million_pages_are_listed_in_half_a_second():
+    records = PageRecordTable(_limits(page_size=1, num_pages=1_000_000))
+    pages = np.arange(1_000_000, dtype=np.int32)
+    _grant(records, pages)
+    records.extend(pages, np.zeros_like(pages), pages % 100)
+    start = time.process_time()
+    ranges = list(records.snapshot())
+    assert time.process_time() - start < 0.5
+    assert sum(len(part.ids) for part in ranges) == 1_000_000
+
+
+# Blobs
+
+
+def test_blobs_are_kept_by_last_use():
+    store = BlobStore(max_bytes=20, max_blob_bytes=10)
+    hashes = {data: hashlib.sha256(data).hexdigest() for data in (b"a" * 10, b"b" * 10, b"c" * 10)}
+    a, b, c = hashes.values()
+    store.put(a, b"a" * 10)
+    store.put(b, b"b" * 10)
+    assert store.get(a) == b"a" * 10
+    store.put(c, b"c" * 10)
+    assert store.num_bytes == 20
+    with pytest.raises(MeshError) as caught:
+        store.get(b)
+    assert (caught.value.reason_name, caught.value.metadata) == ("UNKNOWN_BLOB", {"hash": b})
+    assert store.get(a) and store.get(c)
+
+
+# Faults
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("refuse@7", Fault(kind=FaultKind.REFUSE, step=7)),
+        ("delay%0.25:20", Fault(kind=FaultKind.DELAY, probability=0.25, ms=20.0)),
+        (" hang@1 ", Fault(kind=FaultKind.HANG, step=1)),
+    ],
+)
+def test_faults_are_read(text, fault):
+    assert Fault.parse(text) == fault
+
+
+@pytest.mark.parametrize("text", ["", "hang", "boom@1", "delay@", "delay%2", "delay@1:", "refuse@1.5"])
+def test_faults_that_are_none_are_told_apart(text):
+    with pytest.raises(ValueError, match="fault"):
+        Fault.parse(text)
+
+
+def test_a_step_fault_hits_once_and_a_likely_one_by_its_seed():
+    injector = FaultInjector([Fault(kind=FaultKind.DUPLICATE, step=3), Fault(kind=FaultKind.REFUSE, step=3)])
+    assert injector.hit(2) is None
+    assert injector.hit(3).kind is FaultKind.DUPLICATE
+    assert injector.hit(3) is None
+    assert [injector.refuses(3), injector.refuses(3)] == [True, False]
+
+    def hits(seed):
+        often = FaultInjector([Fault(kind=FaultKind.DELAY, probability=0.5)], seed)
+        return [often.hit(step) is not None for step in range(200)]
+
+    assert hits(1) == hits(1) != hits(2)
+    assert 60 < sum(hits(1)) < 140
+
+
+# The simulated model
+
+
+def test_latency_is_base_and_slopes():
+    model = LatencyModel(
+        base=100, per_decode_row=2, per_decode_context=0.5, per_prefill_token=3, per_prefill_context=0.25
+    )
+    assert model.step_us(StepShape()) == 0
+    assert model.step_us(StepShape(decode_rows=4, decode_context=10)) == 100 + 8 + 5
+    assert model.step_us(StepShape(prefill_tokens=5, prefill_context=8)) == 100 + 15 + 2
+    with pytest.raises(ValueError, match="per_decode_row"):
+        LatencyModel(per_decode_row=-1)
+
+
+def test_virtual_steps_follow_each_other_or_wait_for_their_plan():
+    clock = VirtualClock()
+    assert clock.run(100, 0) == (0, 100)
+    assert clock.run(50, 20) == (100, 150)
+    assert clock.run(50, 500) == (500, 550)
+    assert clock.now_ns() == 550
+
+
+def test_real_steps_take_their_time_and_queue_up_without_a_gap():
+    clock = RealClock()
+    start = time.monotonic_ns()
+    first = clock.run(20_000_000, start)
+    second = clock.run(20_000_000, start)
+    assert first == (start, start + 20_000_000)
+    assert second[0] == first[1]
+    assert time.monotonic_ns() - start >= 40_000_000
+
+
+def test_eos_comes_at_its_rate_and_special_ids_never():
+    alphabet = Alphabet.of(50, special_ids=(0, 1), eos_ids=(7, 8), eos_rate=0.1)
+    tokens = simulated_continuation([3, 4], 2000, alphabet=alphabet)
+    num_eos = sum(token in (7, 8) for token in tokens)
+    assert 140 < num_eos < 260
+    assert not {0, 1} & set(tokens)
+    assert not {0, 1, 7, 8} & set(simulated_continuation([3], 500, alphabet=Alphabet.of(50, eos_ids=(0, 1, 7, 8))))
+
+
+@given(st.lists(st.integers(0, 49), min_size=2, max_size=8), st.data())
+def test_every_token_of_the_prefix_counts(ids, data):
+    alphabet = Alphabet.of(50)
+    place = data.draw(st.integers(0, len(ids) - 1))
+    other = [*ids[:place], (ids[place] + 1) % 50, *ids[place + 1 :]]
+    assert simulated_continuation(ids, 12, alphabet=alphabet) != simulated_continuation(other, 12, alphabet=alphabet)
+
+
+# The step thread
+
+
+async def test_jobs_run_in_order_and_hand_back_results_and_errors():
+    queue, ran = StepQueue(), []
+    queue.submit(lambda: "first", ran.append)
+
+    def fail():
+        raise ValueError("second")
+
+    with pytest.raises(ValueError, match="second"):
+        await queue.run(fail)
+    assert await queue.run(lambda: 3) == 3
+    assert ran == ["first"]
+    queue.close()
+
+
+async def test_a_job_that_blocks_leaves_the_loop_free():
+    queue = StepQueue()
+    running = asyncio.ensure_future(queue.run(lambda: time.sleep(0.2)))
+    start = time.monotonic()
+    await asyncio.sleep(0.01)
+    assert time.monotonic() - start < 0.15
+    await running
+    queue.close()
+
+
+# Dumps and traces
+
+
+def test_dumps_are_bounded(tmp_path):
+    dump = PlanDump(tmp_path, "instance", max_dumps=3)
+    for step in range(6):
+        plan = worker_pb2.StepPlan(header=worker_pb2.PlanHeader(epoch=1, step_id=step))
+        assert dump.write(plan, RuntimeError("lost"))
+    assert len(list(tmp_path.glob("*.bin"))) == len(list(tmp_path.glob("*.txt"))) == 3
+
+
+def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert PlanDump(blocked, "instance").write(worker_pb2.StepPlan(), RuntimeError("lost")) == ""
+
+
+def test_a_torch_trace_is_written_after_its_steps(tmp_path):
+    profiler = TorchProfiler(tmp_path)
+    with pytest.raises(MeshError):
+        profiler.stop()
+    profiler.start(2)
+    with pytest.raises(MeshError):
+        profiler.start(0)
+    profiler.on_step()
+    assert not list(tmp_path.iterdir())
+    profiler.on_step()
+    path = profiler.stop()
+    assert path.startswith(str(tmp_path))
+    assert "traceEvents" in (tmp_path / "steps-1.json").read_text()
+    with pytest.raises(MeshError) as caught:
+        NoProfiler().start(0)
+    assert caught.value.reason_name == "UNSUPPORTED"
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"backend": Backend.CPU},
+        {"page_size": 0},
+        {"num_pages": 0},
+        {"simulated_base_us": -1.0},
+        {"simulated_eos_rate": 1.5},
+        {"simulated_eos_ids": ("x",)},
+        {"faults": ("boom",)},
+        {"max_blob_bytes": 10, "blob_store_bytes": 5},
+    ],
+)
+def test_wrong_settings_say_so(changes):
+    with pytest.raises(ValueError, match=r"."):
+        WorkerSettings(**({"backend": Backend.SIMULATED} | changes))
