@@ -121,7 +121,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             group_generation=joined.generation, addresses=joined.addresses, instance_ids=joined.instance_ids
         )
 
-    async def WatchCache(self, request: scheduler_pb2.WatchCacheRequest, context: _Context) -> None:
+    def WatchCache(
+        self, request: scheduler_pb2.WatchCacheRequest, context: _Context
+    ) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
         raise _unsupported("WatchCache")
 
     async def _read(

@@ -1,0 +1,365 @@
+"""The scheduler over real gRPC, on a simulated worker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from support.running_daemon import SOURCES, running
+from support.serve_client import ServeClient, serve_client
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
+from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.worker.__main__ import WorkerDaemon
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+VOCAB_SIZE = 1000
+PROMPT = list(range(3, 40))
+
+
+def worker_settings(**changes: object) -> WorkerSettings:
+    values: dict[str, object] = {
+        "backend": Backend.SIMULATED,
+        "simulated_vocab_size": VOCAB_SIZE,
+        "num_pages": 4096,
+        "num_slots": 32,
+        "max_total_len": 1024,
+        "simulated_base_us": 1000.0,
+    }
+    return WorkerSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@asynccontextmanager
+async def scheduler(worker: str, **changes: object) -> AsyncIterator[str]:
+    settings = SchedulerSettings(workers=(worker,), check_invariants=True, **changes)  # type: ignore[arg-type]
+    async with running(SchedulerDaemon, settings) as daemon:
+        yield daemon.address
+
+
+@asynccontextmanager
+async def mesh(**changes: object) -> AsyncIterator[str]:
+    async with running(WorkerDaemon, worker_settings()) as worker, scheduler(worker.address, **changes) as address:
+        yield address
+
+
+class Process:
+    """A daemon in a process of its own, to be killed."""
+
+    def __init__(self, module: str, argv: list[str], folder: Path, name: str) -> None:
+        self._argv = [sys.executable, "-m", module, *argv, "--address-file", str(folder / name)]
+        self._file = folder / name
+        self._process: asyncio.subprocess.Process | None = None
+        self.address = ""
+
+    async def start(self) -> None:
+        self._file.unlink(missing_ok=True)
+        env = {**os.environ, "PYTHONPATH": str(SOURCES)}
+        self._process = await asyncio.create_subprocess_exec(*self._argv, env=env)
+        async with asyncio.timeout(30):
+            while not self._file.exists():
+                assert self._process.returncode is None
+                await asyncio.sleep(0.02)
+        self.address = self._file.read_text().split()[0]
+
+    async def kill(self, signum: int = signal.SIGKILL) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signum)
+        if signum == signal.SIGKILL:
+            await self._process.wait()
+
+
+def expected(prompt: list[int], num: int) -> list[int]:
+    return simulated_continuation(prompt, num, alphabet=Alphabet.of(VOCAB_SIZE))
+
+
+async def state_of(address: str) -> scheduler_pb2.GetStateResponse:
+    async with open_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        return await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5)
+
+
+async def idle_state(address: str) -> scheduler_pb2.GetStateResponse:
+    for _ in range(100):
+        state = await state_of(address)
+        if not state.load.num_running and not state.load.num_waiting:
+            return state
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"not idle: {state}")
+
+
+@pytest.mark.parametrize("depth", ["auto", "0", "2"])
+async def test_output_is_the_oracles_and_nothing_is_left(depth: str) -> None:
+    async with mesh(depth=depth, chunk_tokens=16) as address, serve_client(address) as client:
+        assert client.hello is not None and client.hello.num_pages == 4096
+        handles = [await client.submit(PROMPT[: 5 + i], max_tokens=5 + i) for i in range(30)]
+        for i, seen in enumerate(await client.over(*handles)):
+            assert seen.tokens == expected(PROMPT[: 5 + i], 5 + i)
+            assert seen.finished is not None and seen.finished.reason == common_pb2.FINISH_REASON_LENGTH
+            assert seen.finished.usage.prompt_tokens == 5 + i
+        await client.until(lambda: client.loads[-1].submit_sequence == 30)
+        state = await idle_state(address)
+        load = state.load
+        assert (load.free_pages + load.cached_pages, state.owned_pages, state.num_breaches) == (4096, 0, 0)
+        assert state.prompt_cached_tokens > 0
+
+
+async def test_resubmission_on_a_new_stream_continues_and_old_attempts_are_stale() -> None:
+    async with mesh() as address:
+        async with serve_client(address, "a") as first:
+            handle = await first.submit(PROMPT, request_id="r", max_tokens=200)
+            await first.until(lambda: len(first.seen[handle].tokens) >= 10)
+            known = first.seen[handle].tokens[:7]
+        async with serve_client(address, "b") as second:
+            handle = await second.submit(PROMPT, request_id="r", attempt=1, max_tokens=200, resumed=known)
+            stale = await second.submit(PROMPT, request_id="r", attempt=0)
+            seen, rejected = await second.over(handle, stale)
+        assert known + seen.tokens == expected(PROMPT, 200)
+        assert rejected.rejected is not None
+        assert rejected.rejected.error.reason == common_pb2.ERROR_REASON_STALE_ATTEMPT
+        assert seen.finished is not None and seen.finished.usage.cached_tokens == len(PROMPT)
+
+
+async def test_requests_of_a_stream_that_ended_are_aborted_after_two_seconds() -> None:
+    async with mesh() as address:
+        async with serve_client(address, "a") as client:
+            handle = await client.submit(PROMPT, request_id="gone", max_tokens=900)
+            await client.until(lambda: len(client.seen[handle].tokens) > 0)
+        await asyncio.sleep(0.5)
+        assert (await state_of(address)).load.num_running == 1, "it may still be superseded"
+        await asyncio.sleep(2.0)
+        state = await state_of(address)
+        assert state.load.num_running == 0 and state.owned_pages == 0
+        assert state.load.cached_pages >= len(PROMPT), "its pages stay cached"
+
+
+async def test_two_routers_share_and_abort_each_others_requests() -> None:
+    async with running(WorkerDaemon, worker_settings(num_slots=2)) as worker, scheduler(worker.address) as address:
+        async with serve_client(address, "a") as a, serve_client(address, "b") as b:
+            flood = [await a.submit([3, 4, 5 + i], max_tokens=20) for i in range(40)]
+            polite = [await b.submit([9, 8, 7], max_tokens=20) for _ in range(2)]
+            await b.over(*polite)
+            assert sum(a.seen[h].is_over for h in flood) < 20, "b does not wait for the flood of a"
+            assert await b.abort(f"a-{flood[-1]}", 1) == scheduler_pb2.ABORT_OUTCOME_FOUND
+            assert await b.abort(f"a-{flood[-1]}", 2) == scheduler_pb2.ABORT_OUTCOME_FINISHED
+            assert await b.abort("nobody", 3) == scheduler_pb2.ABORT_OUTCOME_UNKNOWN
+            seen = await a.over(*flood)
+            assert seen[-1].finished is not None
+            assert seen[-1].finished.reason == common_pb2.FINISH_REASON_ABORT
+            assert all(s.tokens == expected([3, 4, 5 + i], 20) for i, s in enumerate(seen[:-1]))
+
+
+async def test_a_reader_that_pauses_gets_merged_frames_and_loses_nothing() -> None:
+    async with mesh() as address, serve_client(address) as client:
+        handles = [await client.submit([3, 4, 5 + i], max_tokens=600) for i in range(30)]
+        await client.until(lambda: client.num_token_frames > 3)
+        client.is_reading.clear()
+        await asyncio.sleep(1.0)
+        client.is_reading.set()
+        for i, seen in enumerate(await client.over(*handles)):
+            assert seen.tokens == expected([3, 4, 5 + i], 600)
+
+
+async def test_worker_killed_and_restarted_outputs_continue(tmp_path: Path) -> None:
+    argv = ["--backend", "simulated", "--simulated-vocab-size", str(VOCAB_SIZE), "--num-pages", "4096"]
+    argv += ["--max-total-len", "1024", "--num-slots", "8", "--listen", f"unix:{tmp_path}/worker.sock"]
+    worker = Process("radixmesh.daemons.worker", argv, tmp_path, "worker")
+    await worker.start()
+    try:
+        async with scheduler(worker.address) as address, serve_client(address) as client:
+            handles = [await client.submit(PROMPT[: 4 + i], max_tokens=150) for i in range(12)]
+            await client.until(lambda: len(client.seen[handles[0]].tokens) > 10)
+            await worker.kill()
+            await worker.start()
+            for i, seen in enumerate(await client.over(*handles)):
+                assert seen.tokens == expected(PROMPT[: 4 + i], 150)
+            assert (await state_of(address)).load.epoch == 1, "a new worker has seen no epoch"
+    finally:
+        await worker.kill()
+
+
+async def test_standby_takes_over_when_the_holder_dies(tmp_path: Path) -> None:
+    async with running(WorkerDaemon, worker_settings()) as worker:
+        procs = [
+            Process("radixmesh.daemons.scheduler", ["--workers", worker.address], tmp_path, name)
+            for name in ("one", "two")
+        ]
+        try:
+            await procs[0].start()
+            async with serve_client_when_ready(procs[0].address, "a") as client:
+                handle = await client.submit(PROMPT, max_tokens=50)
+                await client.over(handle)
+                await procs[1].start()
+                await wait_for_group(procs[1].address, scheduler_pb2.GROUP_STATE_STANDBY)
+                async with serve_client(procs[1].address, "b") as refused:
+                    assert refused.error is not None
+                    assert refused.error.reason == common_pb2.ERROR_REASON_NOT_SERVING
+                await asyncio.sleep(6)
+                assert (await state_of(procs[0].address)).load.group == scheduler_pb2.GROUP_STATE_SERVING
+                handle = await client.submit(PROMPT, max_tokens=60)
+                await client.over(handle)
+            await procs[0].kill()
+            await wait_for_group(procs[1].address, scheduler_pb2.GROUP_STATE_SERVING)
+            state = await state_of(procs[1].address)
+            assert state.adopted_tokens >= len(PROMPT) + 50 and state.load.epoch == 2
+            async with serve_client(procs[1].address, "b") as client:
+                handle = await client.submit(PROMPT, max_tokens=60)
+                (seen,) = await client.over(handle)
+                assert seen.tokens == expected(PROMPT, 60)
+                assert seen.finished is not None and seen.finished.usage.cached_tokens == len(PROMPT) - 1
+        finally:
+            for proc in procs:
+                with contextlib.suppress(AssertionError):
+                    await proc.kill()
+
+
+async def test_fenced_scheduler_closes_its_streams_and_stands_by(tmp_path: Path) -> None:
+    async with running(WorkerDaemon, worker_settings()) as worker:
+        first = Process("radixmesh.daemons.scheduler", ["--workers", worker.address], tmp_path, "one")
+        second = Process("radixmesh.daemons.scheduler", ["--workers", worker.address], tmp_path, "two")
+        try:
+            await first.start()
+            async with serve_client_when_ready(first.address, "a") as client:
+                await first.kill(signal.SIGSTOP)
+                await second.start()
+                await wait_for_group(second.address, scheduler_pb2.GROUP_STATE_SERVING)
+                await first.kill(signal.SIGCONT)
+                await client.until(lambda: client.error is not None)
+            await wait_for_group(first.address, scheduler_pb2.GROUP_STATE_STANDBY)
+            assert (await state_of(second.address)).load.group == scheduler_pb2.GROUP_STATE_SERVING
+        finally:
+            for proc in (first, second):
+                await proc.kill()
+
+
+@pytest.mark.parametrize("fault", ["refuse@20", "duplicate@20", "reorder@20", "vanish@20", "hang@20:4000"])
+async def test_worker_faults_lose_and_repeat_nothing(fault: str) -> None:
+    faulty = worker_settings(faults=(fault,))
+    async with running(WorkerDaemon, faulty) as worker, scheduler(worker.address, depth="2", hang_s=1.0) as address:
+        async with serve_client(address) as client:
+            handles = [await client.submit(PROMPT[: 4 + i], max_tokens=60) for i in range(8)]
+            for i, seen in enumerate(await client.over(*handles)):
+                assert seen.tokens == expected(PROMPT[: 4 + i], 60)
+        state = await idle_state(address)
+        assert state.load.epoch >= 2 and state.num_breaches == 0
+
+
+async def test_flush_drain_and_rendezvous() -> None:
+    async with mesh() as address, serve_client(address) as client, open_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        await client.over(await client.submit(PROMPT, max_tokens=5))
+        flushed = await stub.FlushCache(scheduler_pb2.FlushCacheRequest(timeout_ms=3000))
+        assert flushed.flushed_pages >= len(PROMPT)
+        assert (await state_of(address)).load.cached_pages == 0
+        long = await client.submit(PROMPT, max_tokens=900)
+        await client.until(lambda: len(client.seen[long].tokens) > 0)
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await stub.FlushCache(scheduler_pb2.FlushCacheRequest(timeout_ms=100))
+        assert mesh_error_from_rpc(late.value).reason == common_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+        joined = await stub.JoinGroup(
+            scheduler_pb2.JoinGroupRequest(rank=0, world_size=1, instance_id="w", last_group_generation=4)
+        )
+        assert joined.group_generation == 5 and list(joined.instance_ids) == ["w"]
+        drained = await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=100))
+        assert drained.num_remaining == 1
+        refused = await client.submit(PROMPT)
+        await client.until(lambda: client.seen[refused].is_over)
+        assert client.seen[refused].rejected is not None
+        assert await client.abort(f"a-{long}") == scheduler_pb2.ABORT_OUTCOME_FOUND
+        assert (await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=3000))).num_remaining == 0
+
+
+async def test_garbage_is_answered_with_types_and_hurts_nobody() -> None:
+    async with mesh() as address, serve_client(address) as healthy, open_channel(address) as channel:
+        running_handle = await healthy.submit(PROMPT, max_tokens=100)
+        for raw, reason in (
+            (b"\xff\xff\xff", common_pb2.ERROR_REASON_MALFORMED_MESSAGE),
+            (b"", common_pb2.ERROR_REASON_PROTOCOL_VIOLATION),
+            (hello_bytes(min_contract_version=99, max_contract_version=99), common_pb2.ERROR_REASON_VERSION_MISMATCH),
+        ):
+            serve = channel.stream_stream("/radixmesh.scheduler.v1.SchedulerService/Serve")
+            call = serve()
+            await call.write(raw)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await read_to_end(call)
+            assert mesh_error_from_rpc(error.value).reason == reason
+        bad: list[tuple[dict[str, object], int]] = [
+            ({"prompt_ids": b"123"}, common_pb2.ERROR_REASON_MALFORMED_MESSAGE),
+            ({"prompt_ids": b""}, common_pb2.ERROR_REASON_EMPTY_PROMPT),
+            ({"request_id": ""}, common_pb2.ERROR_REASON_MISSING_FIELD),
+            ({"task": common_pb2.TASK_UNSPECIFIED}, common_pb2.ERROR_REASON_MISSING_FIELD),
+            ({"task": common_pb2.TASK_EMBED}, common_pb2.ERROR_REASON_UNSUPPORTED),
+            ({"grammar_hash": "ab"}, common_pb2.ERROR_REASON_UNSUPPORTED),
+            ({"transfer_id": "t"}, common_pb2.ERROR_REASON_UNSUPPORTED),
+            ({"model": "other"}, common_pb2.ERROR_REASON_UNKNOWN_MODEL),
+            ({"attempt": -1}, common_pb2.ERROR_REASON_INVALID_ARGUMENT),
+            ({"deadline_ms": 0}, common_pb2.ERROR_REASON_DEADLINE_EXCEEDED),
+        ]
+        for i, (changes, reason) in enumerate(bad):
+            message = scheduler_pb2.Submit(
+                handle=1000 + i, request_id=f"bad{i}", task=common_pb2.TASK_GENERATE, prompt_ids=b"\3\0\0\0"
+            )
+            message.sampling.temperature = 0
+            for name, value in changes.items():
+                setattr(message, name, value)
+            healthy.seen[1000 + i] = seen_of(message)
+            await healthy.write(scheduler_pb2.ServeRequest(submits=[message]))
+            (seen,) = await healthy.over(1000 + i)
+            answer = seen.rejected or seen.finished
+            assert answer is not None and answer.error.reason == reason, changes
+        with pytest.raises(grpc.aio.AioRpcError) as watch:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            await read_to_end(stub.WatchCache(scheduler_pb2.WatchCacheRequest()))
+        assert mesh_error_from_rpc(watch.value).reason == common_pb2.ERROR_REASON_UNSUPPORTED
+        (seen,) = await healthy.over(running_handle)
+        assert seen.tokens == expected(PROMPT, 100)
+
+
+def hello_bytes(**changes: int) -> bytes:
+    hello = make_hello("router", "x")
+    for name, value in changes.items():
+        setattr(hello, name, value)
+    return scheduler_pb2.ServeRequest(hello=hello).SerializeToString()
+
+
+def seen_of(message: scheduler_pb2.Submit):  # type: ignore[no-untyped-def]
+    from support.serve_client import Seen
+
+    return Seen(message.attempt, 0)
+
+
+async def read_to_end(call) -> None:  # type: ignore[no-untyped-def]
+    async for _ in call:
+        pass
+
+
+async def wait_for_group(address: str, group: int) -> None:
+    async with asyncio.timeout(30):
+        while (await state_of(address)).load.group != group:
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def serve_client_when_ready(address: str, name: str) -> AsyncIterator[ServeClient]:
+    await wait_for_group(address, scheduler_pb2.GROUP_STATE_SERVING)
+    async with serve_client(address, name) as client:
+        assert client.error is None, client.error
+        yield client
+
+
+_ = MeshError
