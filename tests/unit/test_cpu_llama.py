@@ -113,6 +113,16 @@ def test_the_trained_model_recites_word_for_word() -> None:
         assert stream.output == recitation["expected_ids"], recitation["name"]
 
 
+def test_a_context_beyond_one_block_of_angles_equals_transformers() -> None:
+    torch.set_num_threads(1)
+    runner = _load(TINY_LLAMA, num_pages=1300)
+    ids = _prompt(runner, 1200)
+    model = LlamaForCausalLM.from_pretrained(TINY_LLAMA, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(torch.from_numpy(ids).long()[None]).logits[0].numpy()
+    assert np.abs(_logits_in_chunks(runner, ids, 500) - expected).max() <= _TOLERANCE
+
+
 def test_prompt_logprobs_equal_a_log_softmax(oracle: tuple[LlamaForCausalLM, Path]) -> None:
     model, folder = oracle
     runner = _load(folder)
