@@ -1,0 +1,65 @@
+"""A router put together from its parts. Knows no transport: peers may be daemons or objects in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
+from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
+from radixmesh.daemons.router.frame_stream import Dial
+from radixmesh.daemons.router.journal import Journal
+from radixmesh.daemons.router.output_flow import OutputFlow
+from radixmesh.daemons.router.policy import make_policy
+from radixmesh.daemons.router.request_maker import RequestMaker
+from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.router.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.tokenizer_pool import TokenizerPool, TokenizerReplica
+from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.detokenizer.v1 import detokenizer_pb2
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peers:
+    """How peers are reached, by address."""
+
+    dial_scheduler: Dial[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]
+    dial_detokenizer: Dial[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]
+    open_tokenizer: Callable[[str], TokenizerReplica]
+
+
+def make_router(
+    settings: RouterSettings, peers: Peers, instance_id: str, progress: Progress, metrics: Metrics
+) -> Router:
+    """Call connect() within an event loop. Raises MeshError for a policy or address that is none."""
+    hello = make_hello("router", instance_id)
+    journal = Journal(settings.journal_bytes)
+    flow = OutputFlow(journal, metrics)
+    schedulers = SchedulerPool(
+        lambda address: SchedulerLink(address, peers.dial_scheduler, settings.silence_s, hello, flow),
+        make_policy(settings.policy),
+        wait_s=settings.scheduler_wait_s,
+        migrate_after_s=settings.migrate_after_s,
+        fail=flow.fail,
+    )
+    detokenizers = DetokenizerPool(
+        [
+            DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow)
+            for address in settings.detokenizers
+        ],
+        settings.detokenizer_wait_s,
+        fail=flow.fail_text,
+    )
+    flow.bind(schedulers, detokenizers)
+    tokenizers = TokenizerPool(
+        [peers.open_tokenizer(address) for address in settings.tokenizers],
+        wait_s=settings.tokenizer_wait_s,
+        hedge_s=settings.tokenizer_hedge_s,
+    )
+    maker = RequestMaker(journal, schedulers, tokenizers, scheduler_wait_s=settings.scheduler_wait_s)
+    return Router(settings, journal=journal, flow=flow, maker=maker, progress=progress, metrics=metrics)

@@ -1,0 +1,157 @@
+"""Client messages made into journalled requests: options checked, prompt encoded, model found."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.delivery import Delivery
+from radixmesh.daemons.router.journal import Journal, Output, OutputState, Request, journal_size
+from radixmesh.daemons.router.logprob_track import LogprobTrack
+from radixmesh.daemons.router.resolver import check_request, check_resume, end_ids_of, resolve
+from radixmesh.daemons.router.scheduler_link import is_same_model
+from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.tokenizer_pool import TokenizerPool
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.router.v1 import router_pb2
+from radixmesh.tokenizer.v1 import tokenizer_pb2
+
+_T = TypeVar("_T")
+
+# A model that nobody has announced may be served by a scheduler that is still to be reached.
+_UNKNOWN_MODEL_WAIT_S = 5.0
+
+
+class RequestMaker:
+    """Makes requests whole. The journal is asked for room, and given nothing yet."""
+
+    def __init__(
+        self, journal: Journal, schedulers: SchedulerPool, tokenizers: TokenizerPool, *, scheduler_wait_s: float
+    ) -> None:
+        self._journal = journal
+        self._schedulers = schedulers
+        self._tokenizers = tokenizers
+        self._scheduler_wait_s = scheduler_wait_s
+
+    async def close(self) -> None:
+        await self._tokenizers.close()
+
+    async def encode(
+        self, model: str, items: Iterable[tokenizer_pb2.EncodeItem]
+    ) -> Sequence[tokenizer_pb2.EncodedItem]:
+        """Encodes texts and chats for a model, "" = any. Raises MeshError."""
+        if model:
+            await self._schedulers.find_model(model, _UNKNOWN_MODEL_WAIT_S)
+        return (await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=items))).items
+
+    async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
+        """A request that begins. Raises MeshError."""
+        deadline = _deadline_of(message)
+        draft = check_request(message)
+        self._journal.require_room(journal_size(message.ByteSize(), draft.n))
+        if message.model or message.WhichOneof("input") == "prompt_ids":
+            # A wrong name is told before a tokenizer works for nothing.
+            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+        prompt_ids = message.prompt_ids
+        fingerprint = ""
+        if message.WhichOneof("input") != "prompt_ids":
+            prompt_ids, fingerprint = await self._in_time(self._encode(message), deadline)
+        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+        _check_fingerprint(fingerprint, model.identity)
+        resolved = resolve(message, draft, request_id=request_id, prompt_ids=prompt_ids, identity=model.identity)
+        request = _request_of(resolved, delivery, message.resume.resumption, deadline)
+        for index in range(draft.n):
+            output = Output(request=request, index=index)
+            if draft.sampling.num_top_logprobs is not None:
+                output.logprobs = LogprobTrack(0)
+            request.outputs.append(output)
+        if draft.sampling.prompt_logprobs:
+            request.prompt_logprobs = LogprobTrack(1)
+        return request
+
+    async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
+        """A request whose stream broke, as its client keeps it. Raises MeshError."""
+        deadline = _deadline_of(message)
+        progress = check_resume(message)
+        resolved = message.resume.resolved
+        model = await self._in_time(self._schedulers.find_model(resolved.model, self._scheduler_wait_s), deadline)
+        if not is_same_model(model.identity, resolved.model_identity):
+            raise MeshError(
+                ErrorReason.ERROR_REASON_MODEL_MISMATCH,
+                f"model {resolved.model!r} is not the one that the stream began with: send the request anew",
+                {
+                    "ours": model.identity.model_fingerprint or model.identity.tokenizer_fingerprint,
+                    "theirs": resolved.model_identity.model_fingerprint
+                    or resolved.model_identity.tokenizer_fingerprint,
+                },
+            )
+        request = _request_of(resolved, delivery, message.resume.resumption, deadline)
+        for index, known in enumerate(progress):
+            output = Output(request=request, index=index, ids=known.ids)
+            output.num_seen = output.num_delivered = output.num_charged = len(known.ids)
+            output.text_bytes = output.text_offset = known.text_bytes
+            if resolved.sampling.HasField("num_top_logprobs"):
+                output.logprobs = LogprobTrack(len(known.ids))
+            if known.is_finished:
+                output.state, output.is_finish_delivered = OutputState.FINISHED, True
+            request.outputs.append(output)
+        # Prompt logprobs are delivered before anything of output 0 is.
+        if resolved.sampling.prompt_logprobs and not (progress[0].ids or progress[0].is_finished):
+            request.prompt_logprobs = LogprobTrack(1)
+        return request
+
+    async def _encode(self, message: router_pb2.GenerateRequest) -> tuple[bytes, str]:
+        """Prompt ids of a text or chat, and the fingerprint of the vocabulary they belong to."""
+        if message.WhichOneof("input") == "chat":
+            item = tokenizer_pb2.EncodeItem(chat=message.chat)
+        else:
+            item = tokenizer_pb2.EncodeItem(text=message.text)
+        encoded = await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=[item]))
+        if len(encoded.items) != 1:
+            raise MeshError(ErrorReason.ERROR_REASON_INTERNAL, "the tokenizer answered another number of items")
+        if encoded.items[0].HasField("error"):
+            raise MeshError.from_proto(encoded.items[0].error)
+        return encoded.items[0].ids, encoded.tokenizer_fingerprint
+
+    async def _in_time(self, work: Awaitable[_T], deadline: float | None) -> _T:
+        """What work gives. Raises DEADLINE_EXCEEDED when the request's time is up first."""
+        if deadline is None:
+            return await work
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                return await work
+        except TimeoutError as error:
+            message = "the request's deadline_ms passed before it could start"
+            raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
+
+    def _model_wait_s(self, message: router_pb2.GenerateRequest) -> float:
+        # Without a name any scheduler will do, and one that restarts is worth waiting for.
+        return _UNKNOWN_MODEL_WAIT_S if self._schedulers.models() else self._scheduler_wait_s
+
+
+def _request_of(resolved: router_pb2.Resolved, delivery: Delivery, resumption: int, deadline: float | None) -> Request:
+    return Request(
+        resolved=resolved,
+        resumption=resumption,
+        deadline=deadline,
+        num_prompt=len(resolved.prompt_ids) // 4,
+        end_ids=end_ids_of(resolved),
+        delivery=delivery,
+    )
+
+
+def _deadline_of(message: router_pb2.GenerateRequest) -> float | None:
+    return time.monotonic() + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None
+
+
+def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:
+    if fingerprint and identity.tokenizer_fingerprint and fingerprint != identity.tokenizer_fingerprint:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH,
+            f"tokenizer and model {identity.name!r} have different vocabularies: start both on one folder",
+            {"ours": fingerprint, "theirs": identity.tokenizer_fingerprint},
+        )
