@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from radixmesh.daemons.runtime.arrays import FloatArray, as_ints, empty_ints
+from radixmesh.daemons.runtime.arrays import FloatArray, as_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.worker.sampling.sampler import sample_token
+from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from support.jobs import MODEL
 
 
@@ -38,14 +39,9 @@ class Oracle:
             with torch.inference_mode():
                 out = self._model(input_ids=fed, past_key_values=past, use_cache=True)
             past, row = out.past_key_values, out.logits[0, -1]
-            token = sample_token(
-                row.numpy(),
-                sampling,
-                position=len(prompt_ids) + len(ids),
-                prompt_ids=prompt,
-                output_ids=as_ints(ids),
-                suppressed_ids=empty_ints(),
-            )
+            position = len(prompt_ids) + len(ids)
+            drawn = SampleInput(sampling=sampling, position=position, prompt_ids=prompt, output_ids=as_ints(ids))
+            (token,) = sample_tokens(row.numpy()[None], [drawn])
             logprobs.append(float(torch.log_softmax(row, -1)[token]))
             ids.append(token)
             fed = torch.tensor([[token]])
