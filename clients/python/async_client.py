@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _MIN_PAUSE_S = 0.05
-_MAX_PAUSE_S = 1.0
+_MAX_PAUSE_S = 0.25
 _CALL_TIMEOUT_S = 30.0
 
 

@@ -106,26 +106,34 @@ def sampled_recitations() -> list[Job]:
 
 
 def simulated_jobs(num: int, *, num_tokens: int = 300, seed: int = 5) -> list[Job]:
-    """Made-up prompts for a simulated worker on the tiny model's vocabulary; every fourth has n = 2 and is sampled."""
+    """Made-up prompts for a simulated worker on the tiny model's vocabulary, outputs of num_tokens / 2 to num_tokens.
+
+    Every second prompt is a text, for the tokenizer; every fourth request has n = 2 and is sampled.
+    """
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     alphabet = simulated_alphabet()
     random = np.random.default_rng(seed)
     jobs = []
     for number in range(num):
-        prompt = random.choice(alphabet.ordinary, int(random.integers(5, 200))).tolist()
+        prompt_ids = random.choice(alphabet.ordinary, int(random.integers(5, 200))).tolist()
+        prompt: str | list[int] = prompt_ids
+        if number % 2:
+            prompt = tokenizer.decode(prompt_ids)
+            prompt_ids = tokenizer.encode(prompt).ids
+        length = int(random.integers(num_tokens // 2, num_tokens + 1))
         is_sampled = number % 4 == 0
         num_outputs = 2 if is_sampled else 1
         options: Options = {
             "temperature": 1.0 if is_sampled else 0.0,
             "n": num_outputs,
             "seed": number,
-            "max_tokens": num_tokens,
+            "max_tokens": length,
         }
         answers = []
         for index in range(num_outputs):
             ids = simulated_continuation(
-                prompt,
-                num_tokens,
+                prompt_ids,
+                length,
                 alphabet=alphabet,
                 temperature=1.0 if is_sampled else 0.0,
                 seed=output_seed(number, index),
