@@ -1,0 +1,171 @@
+"""One pending delta per output: whatever the client's pace, what it gets adds up, and nothing piles up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.router_requests import new_request
+
+from radixmesh.client.tracker import Tracker
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.delivery import Delivery
+from radixmesh.daemons.router.journal import Ending, Journal, Output, OutputState, Request
+from radixmesh.daemons.router.logprob_track import LogprobTrack
+from radixmesh.daemons.runtime.arrays import pack_floats, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.router.v1 import router_pb2
+
+
+def begun(n: int = 1) -> tuple[Journal, Request, Delivery]:
+    journal = Journal(1 << 20)
+    delivery = Delivery(journal)
+    request = new_request("r", delivery, n=n)
+    journal.add(request)
+    delivery.begin(request)
+    return journal, request, delivery
+
+
+def grow(journal: Journal, output: Output, ids: list[int], text: str) -> None:
+    """New ids, seen by the detokenizer, with their text."""
+    output.ids.extend(ids)
+    output.num_seen = len(output.ids)
+    size = len(text.encode())
+    output.text.append(text)
+    output.text_bytes += size
+    journal.charge(output.request, size)
+    output.request.delivery.mark(output)
+
+
+def finish(output: Output, num_output: int) -> None:
+    output.ending = Ending(reason=common_pb2.FINISH_REASON_LENGTH, num_output=num_output)
+    output.move_to(OutputState.FINISHED)
+    output.request.delivery.mark(output)
+
+
+async def take(delivery: Delivery) -> router_pb2.GenerateResponse | None:
+    async with asyncio.timeout(1):
+        return await delivery.take()
+
+
+async def test_the_resolved_request_comes_first_and_alone() -> None:
+    journal, request, delivery = begun()
+    grow(journal, request.outputs[0], [1], "a")
+    first = await take(delivery)
+    assert first is not None and first.HasField("resolved") and not first.deltas
+    second = await take(delivery)
+    assert second is not None and not second.HasField("resolved") and second.deltas[0].text == "a"
+
+
+async def test_what_comes_while_the_client_is_busy_is_one_delta() -> None:
+    journal, request, delivery = begun(n=2)
+    await take(delivery)
+    for i in range(500):
+        for output in request.outputs:
+            grow(journal, output, [i], "é")
+    before = journal.num_bytes
+    message = await take(delivery)
+    assert message is not None and len(message.deltas) == 2
+    for delta in message.deltas:
+        assert unpack_ints(delta.ids, "ids").tolist() == list(range(500)) and delta.text == "é" * 500
+    assert before - journal.num_bytes == 2 * 1000  # Text is not kept once it is delivered.
+
+
+async def test_ids_that_no_detokenizer_has_seen_are_not_delivered() -> None:
+    journal, request, delivery = begun()
+    await take(delivery)
+    output = request.outputs[0]
+    grow(journal, output, [1, 2], "ab")
+    output.ids.extend([3, 4])
+    message = await take(delivery)
+    assert message is not None and unpack_ints(message.deltas[0].ids, "ids").tolist() == [1, 2]
+
+
+async def test_nothing_of_output_0_comes_before_its_prompt_logprobs() -> None:
+    journal, request, delivery = begun(n=2)
+    request.prompt_logprobs = LogprobTrack(1)
+    await take(delivery)
+    for output in request.outputs:
+        grow(journal, output, [9], "x")
+    message = await take(delivery)
+    assert message is not None and [delta.index for delta in message.deltas] == [1]
+    request.prompt_logprobs.append(common_pb2.Logprobs(token_logprobs=pack_floats([0.5, 0.5, 0.5])))
+    delivery.mark(request.outputs[0])
+    message = await take(delivery)
+    assert message is not None and message.HasField("prompt_logprobs") and message.deltas[0].index == 0
+
+
+async def test_the_end_comes_after_the_last_finish() -> None:
+    journal, request, delivery = begun(n=2)
+    await take(delivery)
+    for output in request.outputs:
+        grow(journal, output, [1], "a")
+    finish(request.outputs[1], 1)
+    message = await take(delivery)
+    assert message is not None and [f.index for f in message.finished] == [1]
+    finish(request.outputs[0], 1)
+    message = await take(delivery)
+    assert message is not None and [f.index for f in message.finished] == [0]
+    assert await take(delivery) is None
+
+
+async def test_a_failure_replaces_what_is_untold() -> None:
+    _, _, delivery = begun()
+    waiting = asyncio.create_task(delivery.take())
+    await waiting
+    waiting = asyncio.create_task(delivery.take())
+    await asyncio.sleep(0)
+    delivery.fail(MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "elsewhere"))
+    with pytest.raises(MeshError, match="elsewhere"):
+        await waiting
+
+
+async def test_time_spent_by_the_consumer_is_the_clients_stall() -> None:
+    journal, request, delivery = begun()
+    assert delivery.writing_since is None
+    await take(delivery)
+    assert delivery.writing_since is not None
+    grow(journal, request.outputs[0], [1], "a")
+    assert delivery.news_since is not None
+    waiting = asyncio.create_task(delivery.take())
+    await waiting
+    assert delivery.news_since is None
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.integers(0, 2), st.lists(st.integers(0, 99), max_size=4), st.text(max_size=5), st.booleans()),
+        max_size=40,
+    )
+)
+def test_deltas_add_up_whatever_the_clients_pace(steps: list[tuple[int, list[int], str, bool]]) -> None:
+    async def run() -> None:
+        journal, request, delivery = begun(n=3)
+        tracker = Tracker()  # Raises for a gap or a repetition.
+        got: dict[int, tuple[list[int], str]] = {i: ([], "") for i in range(3)}
+        expected: dict[int, tuple[list[int], str]] = {i: ([], "") for i in range(3)}
+
+        async def read() -> None:
+            message = await take(delivery)
+            assert message is not None
+            for chunk in tracker.take(message):
+                got[chunk.index] = (got[chunk.index][0] + chunk.ids, got[chunk.index][1] + chunk.text)
+
+        await read()
+        for index, ids, text, is_read in steps:
+            grow(journal, request.outputs[index], ids, text)
+            expected[index] = (expected[index][0] + ids, expected[index][1] + text)
+            if is_read and (ids or text):
+                await read()
+        for output in request.outputs:
+            finish(output, len(output.ids))
+        await read()
+        assert got == expected and tracker.is_complete and await take(delivery) is None
+        base = journal.num_bytes
+        journal.drop(request)
+        assert journal.num_bytes == 0 and base == request.num_bytes
+
+    asyncio.run(run())
