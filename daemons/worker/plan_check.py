@@ -123,8 +123,9 @@ class _PlanCheck:
             self._grants = {grant.slot: grant for grant in grants}
             self._check_granted_slots()
             self._check_granted_pages(np.concatenate([grant.pages for grant in grants]))
+        copied = {copy.target_page: copy.num_tokens for copy in self._plan.page_copies}
         for admit in self._plan.admits:
-            self._check_partial_page(admit)
+            self._check_partial_page(admit, copied)
 
     def _check_granted_slots(self) -> None:
         if len(self._grants) != len(self._plan.grants):
@@ -158,13 +159,12 @@ class _PlanCheck:
         if len(both):
             raise page_conflict(int(both[0]), "is granted and named as cached by one plan")
 
-    def _check_partial_page(self, admit: Admit) -> None:
+    def _check_partial_page(self, admit: Admit, copied: Mapping[int, int]) -> None:
         num_tokens = admit.cached_len % self._limits.page_size
         if num_tokens == 0:
             return
         grant = self._grants.get(admit.slot)
-        copies = {copy.target_page: copy.num_tokens for copy in self._plan.page_copies}
-        if grant is None or copies.get(int(grant.pages[0])) != num_tokens:
+        if grant is None or copied.get(int(grant.pages[0])) != num_tokens:
             message = (
                 f"slot {admit.slot} has {admit.cached_len} cached tokens: the last {num_tokens} need a page copy of as"
                 " many into its first granted page"
@@ -175,7 +175,7 @@ class _PlanCheck:
         copies = self._plan.page_copies
         if not copies:
             return
-        granted = {int(page) for grant in self._grants.values() for page in grant.pages}
+        granted = {page for grant in self._grants.values() for page in grant.pages.tolist()}
         targets: set[int] = set()
         for copy in copies:
             source, target = copy.source_page, copy.target_page
