@@ -76,7 +76,7 @@ class GroupClient:
         backoff = _FIRST_BACKOFF_S
         while True:
             channel = open_channel(self._address)
-            stream = WorkerStream(channel, make_hello("scheduler", self._instance_id))
+            stream = WorkerStream(channel, make_hello(daemon="scheduler", instance_id=self._instance_id))
             try:
                 group = await self._try_claim(stream, channel)
                 if group is not None:

@@ -34,7 +34,7 @@ def hello_of(engine: Engine, instance_id: str) -> scheduler_pb2.SchedulerHello:
     model.CopyFrom(identity)
     group = engine.planner.group
     return scheduler_pb2.SchedulerHello(
-        hello=make_hello("scheduler", instance_id, model),
+        hello=make_hello(daemon="scheduler", instance_id=instance_id, model=model),
         page_size=group.page_size if group is not None else 0,
         num_pages=group.num_pages if group is not None else 0,
     )

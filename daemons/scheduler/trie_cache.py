@@ -172,6 +172,9 @@ class TrieCache(PrefixCache):
         mixed: npt.NDArray[np.uint64] = ((tokens.astype(np.uint64) + np.uint64(1)) * self._powers).sum(
             axis=1, dtype=np.uint64
         )
+        # Small ids leave the upper half nearly alone: fold and multiply once more (SplitMix64's finaliser).
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return (mixed >> np.uint64(32)).astype(np.int64)
 
     def _add(

@@ -331,7 +331,7 @@ async def test_garbage_is_answered_with_types_and_hurts_nobody() -> None:
 
 
 def hello_bytes(**changes: int) -> bytes:
-    hello = make_hello("router", "x")
+    hello = make_hello(daemon="router", instance_id="x")
     for name, value in changes.items():
         setattr(hello, name, value)
     return scheduler_pb2.ServeRequest(hello=hello).SerializeToString()

@@ -52,7 +52,7 @@ class ServeClient:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self.write(scheduler_pb2.ServeRequest(hello=make_hello("router", self.name)))
+        await self.write(scheduler_pb2.ServeRequest(hello=make_hello(daemon="router", instance_id=self.name)))
         self._task = asyncio.ensure_future(self._read())
         await self.until(lambda: self.hello is not None or self.error is not None)
 
