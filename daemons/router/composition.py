@@ -37,7 +37,7 @@ def make_router(
     settings: RouterSettings, peers: Peers, instance_id: str, progress: Progress, metrics: Metrics
 ) -> Router:
     """Call connect() within an event loop. Raises MeshError for a policy or address that is none."""
-    hello = make_hello("router", instance_id)
+    hello = make_hello(daemon="router", instance_id=instance_id)
     journal = Journal(settings.journal_bytes)
     flow = OutputFlow(journal, metrics)
     schedulers = SchedulerPool(
