@@ -162,11 +162,16 @@ class WorkerCore:
     async def submit(self, holder: Holder | None, plan: worker_pb2.StepPlan, refuse: MeshError | None = None) -> None:
         """Queues a plan, as soon as fewer than max_plans_in_flight are. Its answer goes to `holder`, if that is one.
 
-        `refuse`: an error that refuses the plan unseen.
+        None: the plan completes the broadcast of the epoch before. `refuse`: an error that refuses the plan unseen.
+        Raises EPOCH_FENCED if somebody else claimed the worker by then: a plan of an older epoch would end the new one.
         """
         runner = self._ready()
         while self._is_draining or self._num_in_flight >= self.config.max_plans_in_flight:
             await self._next_answer()
+        if holder is None:
+            self.check_complete(plan)
+        elif holder is not self._holder:
+            raise self.ledger.fenced()
         self._num_in_flight += 1
         header = plan.header
         if header.epoch == self.ledger.highest_epoch and header.step_id == self.ledger.last_received_step + 1:

@@ -102,7 +102,6 @@ class ExecuteSession:
             raise MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": "complete"}) from error
         if not request.HasField("plan"):
             raise missing_field("complete.plan")
-        self._core.check_complete(request.plan)
         await self._core.submit(None, request.plan)
 
     async def _claim(self, claim: worker_pb2.Claim) -> None:

@@ -20,7 +20,9 @@ from radixmesh.daemons.runtime.step import Release, StepPlan
 from radixmesh.daemons.runtime.step_codec import encode_plan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.session import ExecuteSession
 from radixmesh.daemons.worker.simulated.clock import ClockKind
+from radixmesh.daemons.worker.simulated.faults import FaultInjector
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
 
@@ -159,6 +161,21 @@ async def test_a_fenced_holders_plans_are_never_run(tmp_path):
             await first.result()
         await second.plan(_decode(2, epoch=2, slots=[0]))
         assert (await second.result()).ids.tolist() == _expected(2)[1:]
+
+
+async def test_a_plan_that_waited_while_another_claimed_does_not_end_the_new_epoch(tmp_path):
+    async with _worker(tmp_path) as worker, WorkerClient(worker.address, "b") as client:
+        await client.hold(2)
+        late = worker_pb2.ExecuteRequest.FromString(encode_plan(_first_plan(epoch=1))).plan
+        former = ExecuteSession(worker.daemon.core, FaultInjector())
+        with pytest.raises(MeshError) as caught:
+            await worker.daemon.core.submit(former, late)
+        assert caught.value.reason_name == "EPOCH_FENCED"
+        with pytest.raises(MeshError) as caught:
+            await worker.daemon.core.submit(None, late)
+        assert caught.value.reason_name == "PROTOCOL_VIOLATION"
+        await client.plan(_first_plan(epoch=2))
+        assert (await client.result()).ids.tolist() == _expected(1)
 
 
 async def test_a_living_holder_is_seen_by_who_comes_after(tmp_path):
