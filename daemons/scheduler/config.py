@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
-from radixmesh.daemons.scheduler.planner import PlannerSettings
+from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
 from radixmesh.daemons.scheduler.prefix_cache import PREFIX_CACHES
 from radixmesh.daemons.scheduler.queue import LANES
 

@@ -9,7 +9,6 @@ beyond an end (EOS, stop id, abort, stop string) are dropped when their results 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -19,9 +18,10 @@ from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.flush import FlushWish
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
-from radixmesh.daemons.scheduler.in_flight import PlannedStep, Rows
 from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected, TokenRow, rows_of
+from radixmesh.daemons.scheduler.plan_writer import enter_in_flight, plan_of
 from radixmesh.daemons.scheduler.planner_counters import PlannerCounters, check_pages
+from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
 from radixmesh.daemons.scheduler.prefill import Prefill, PrefillLimits
 from radixmesh.daemons.scheduler.queue import WaitingQueue
 from radixmesh.daemons.scheduler.request import Lifecycle, Request, Submission
@@ -29,28 +29,10 @@ from radixmesh.daemons.scheduler.result_reader import ResultReader
 from radixmesh.daemons.scheduler.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch, ending_of
 from radixmesh.daemons.scheduler.submissions import AbortOutcome, Submissions
-from radixmesh.daemons.scheduler.validation import check_submission, make_request
+from radixmesh.daemons.scheduler.validation import check_same_prompt, check_submission, make_request, outgrown
 
 # A request whose admission was in so many refused plans does not get another epoch.
 _MAX_BLAMES = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannerSettings:
-    """chunk_tokens: most tokens of one request a step. max_tokens_per_step, max_running: None = the worker's limit.
-    grant_ahead_tokens: pages granted at a time hold about so many. growth_tokens: first estimate of what a running
-    request will still need. max_queue: waiting requests before OVERLOADED.
-    check_invariants: verify every page after every step and fail on a breach (tests)."""
-
-    chunk_tokens: int = 512
-    max_tokens_per_step: int | None = None
-    max_running: int | None = None
-    grant_ahead_tokens: int = 16
-    growth_tokens: int = 64
-    max_queue: int = 10_000
-    cache: str = "trie"
-    queue_policy: str = "fcfs"
-    check_invariants: bool = False
 
 
 class Planner:
@@ -229,7 +211,7 @@ class Planner:
             self._unblock(state)
             if not state.releases and not is_heartbeat:
                 return None
-        return self._sent(state, self._plan_of(state, draft), draft, now)
+        return self._sent(state, plan_of(state, draft, self._expected_us(state, draft)), draft, now)
 
     def process(self, result: StepResult) -> Outputs:
         """Takes a result and returns take_outputs(). Results of other epochs are dropped.
@@ -294,11 +276,8 @@ class Planner:
         """
         if live.submission.attempt != submission.attempt:
             return False
-        mine, theirs = live.submission.prompt_ids, submission.prompt_ids
+        check_same_prompt(live, submission)
         known = submission.resumed_output_ids
-        if len(mine) != len(theirs) or (mine != theirs).any():
-            message = f"{submission.key.request_id} is live with another prompt: choose another request id"
-            raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, message)
         output = live.output_ids()
         if len(known) > len(output) or (output[: len(known)] != known).any():
             return False
@@ -351,11 +330,7 @@ class Planner:
         state = self._state
         assert state is not None
         if state.table.num_running == 1 and not state.pages.pool.num_leased:
-            needed = state.table.num_pages[request.slot] + 1
-            total = state.group.num_pages - state.pages.pool.num_quarantined
-            message = f"the output outgrew this replica's KV memory of {total} pages: retry on another"
-            metadata = {"needed_pages": str(needed), "total_pages": str(total)}
-            error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, message, metadata)
+            error = outgrown(state.group.num_pages - state.pages.pool.num_quarantined)
             self._finish(request, Ending(FinishReason.ERROR), error)
             return
         key = _slot_key(request)
@@ -394,42 +369,13 @@ class Planner:
                 error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
                 self._finish(request, Ending(FinishReason.ERROR), error)
 
-    def _plan_of(self, state: EpochState, draft: PlanDraft) -> StepPlan:
-        releases, state.releases = tuple(state.releases), []
-        has_forward = bool(len(state.decode_set) or draft.chunks)
-        decode_set = state.decode_set.slots if state.is_decode_set_unsent else None
-        state.is_decode_set_unsent = False
-        state.table.planned_len[state.decode_set.slots] += 1
-        return StepPlan(
-            epoch=state.epoch,
-            step_id=state.next_step_id,
-            group_generation=state.group.group_generation,
-            expected_us=self.estimate.expect_us(len(state.decode_set) + draft.num_chunk_tokens),
-            releases=releases,
-            admits=tuple(draft.admits),
-            grants=tuple(draft.grants),
-            chunks=tuple(draft.chunks),
-            decode_set=decode_set,
-            has_forward=has_forward,
-        )
-
     def _sent(self, state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> StepPlan:
-        """Enters a plan as in flight."""
-        decodes = state.decode_set.rows if plan.has_forward else Rows.none()
-        finishing = Rows.of(state.table, draft.finishing_slots()) if draft.finishing else Rows.none()
-        state.in_flight.sent(
-            PlannedStep(
-                plan=plan,
-                rows=decodes.plus(finishing),
-                num_decodes=len(decodes),
-                chunks=tuple(draft.planned_chunks),
-                num_tokens=len(decodes) + draft.num_chunk_tokens,
-                sent_s=now,
-            )
-        )
-        state.next_step_id += 1
+        enter_in_flight(state, plan, draft, now)
         self.counters.planned(draft.num_chunk_tokens)
         return plan
+
+    def _expected_us(self, state: EpochState, draft: PlanDraft) -> int:
+        return self.estimate.expect_us(len(state.decode_set) + draft.num_chunk_tokens)
 
     def _budget(self, group: GroupInfo) -> int:
         return min(self._settings.max_tokens_per_step or group.max_tokens_per_step, group.max_tokens_per_step)

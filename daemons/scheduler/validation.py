@@ -55,6 +55,20 @@ def make_request(submission: Submission, group: GroupInfo, arrival: int) -> Requ
     return request
 
 
+def check_same_prompt(live: Request, submission: Submission) -> None:
+    """Raises DUPLICATE_REQUEST if the live request of that name is another one."""
+    if not np.array_equal(live.submission.prompt_ids, submission.prompt_ids):
+        message = f"{submission.key.request_id} is live with another prompt: choose another request id"
+        raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, message, {"request_id": submission.key.request_id})
+
+
+def outgrown(total_pages: int) -> MeshError:
+    """The error of a request that fills all memory and needs more."""
+    message = f"the output outgrew this replica's KV memory of {total_pages} pages: retry on another"
+    metadata = {"needed_pages": str(total_pages + 1), "total_pages": str(total_pages)}
+    return MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, message, metadata)
+
+
 def pages_for(num_tokens: int, page_size: int) -> int:
     """Pages that hold the KV of so many tokens."""
     return -(-num_tokens // page_size)

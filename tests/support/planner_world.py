@@ -11,7 +11,8 @@ from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.step import PageRecords, StepPlan, StepResult
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected
-from radixmesh.daemons.scheduler.planner import Planner, PlannerSettings
+from radixmesh.daemons.scheduler.planner import Planner
+from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
 from radixmesh.daemons.scheduler.request import RequestKey, Submission
 from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
