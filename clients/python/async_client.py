@@ -226,6 +226,7 @@ class AsyncStream:
             call = next(self._stubs).Generate(self._next_request())
             try:
                 async for response in call:
+                    self._count_resumption(is_first=response.HasField("resolved"))
                     lost_since, num_lost, pause_s = None, 0, _MIN_PAUSE_S
                     for chunk in self._tracker.take(response):
                         if chunk.finish is not None and chunk.finish.reason == "error":
@@ -253,6 +254,10 @@ class AsyncStream:
         if failure is not None:
             raise failure
 
+    def _count_resumption(self, *, is_first: bool) -> None:
+        if is_first and self._tracker.resumption:
+            self.num_resumptions += 1
+
     def _can_go_on(self, rpc_error: grpc.RpcError, error: RadixMeshError, num_lost: int) -> bool:
         if is_transport_error(rpc_error) or is_retriable(error):
             return True
@@ -265,7 +270,6 @@ class AsyncStream:
     def _next_request(self) -> router_pb2.GenerateRequest:
         request = self._request
         if self._tracker.resolved is not None:
-            self.num_resumptions += 1
             request = router_pb2.GenerateRequest(resume=self._tracker.resume())
         elif self._num_tries and not self._is_id_given:
             # An earlier try may still be known somewhere: nothing of it was received, so this one is another request.
