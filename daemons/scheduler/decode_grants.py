@@ -11,7 +11,9 @@ from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.request import Request
 
 
-def grant_decodes(state: EpochState, draft: PlanDraft, ahead_pages: int, give_way: Callable[[Request], None]) -> None:
+def grant_decodes(
+    state: EpochState, draft: PlanDraft, ahead_pages: int, give_way: Callable[[EpochState, Request], None]
+) -> None:
     """Grants pages to every decoding slot that has none for its next token.
 
     Where memory does not suffice, the youngest running request gives way (give_way frees its slot and pages), until it
@@ -19,7 +21,7 @@ def grant_decodes(state: EpochState, draft: PlanDraft, ahead_pages: int, give_wa
     """
     short = state.short_of_pages(state.decode_set.slots)
     while len(short) > state.pages.num_available:
-        give_way(state.table.running()[-1])
+        give_way(state, state.table.running()[-1])
         draft.has_retracted = True
         state.is_decode_set_unsent |= state.decode_set.update()
         short = state.short_of_pages(state.decode_set.slots)

@@ -55,6 +55,12 @@ class EpochState:
         """Id of the last plan sent; 0 = none."""
         return self.next_step_id - 1
 
+    def leave(self, request: Request) -> None:
+        """Takes a request out of its slot: the next plan releases it, and may give slot and pages to another."""
+        self.releases.append(Release(slot=request.slot, generation=request.generation))
+        self.pages.leave(request)
+        self.decode_set.freed()
+
     def short_of_pages(self, slots: IntArray) -> IntArray:
         """Of these slots, those without a page for the token after their planned length."""
         table = self.table

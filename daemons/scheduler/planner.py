@@ -12,7 +12,7 @@ import heapq
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.step import Release, StepPlan, StepResult
+from radixmesh.daemons.runtime.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.flush import FlushWish
@@ -26,10 +26,11 @@ from radixmesh.daemons.scheduler.prefill import Prefill, PrefillLimits
 from radixmesh.daemons.scheduler.queue import WaitingQueue
 from radixmesh.daemons.scheduler.request import Lifecycle, Request, Submission
 from radixmesh.daemons.scheduler.result_reader import ResultReader
+from radixmesh.daemons.scheduler.retraction import Retraction
 from radixmesh.daemons.scheduler.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch, ending_of
 from radixmesh.daemons.scheduler.submissions import AbortOutcome, Submissions
-from radixmesh.daemons.scheduler.validation import check_same_prompt, check_submission, make_request, outgrown
+from radixmesh.daemons.scheduler.validation import check_same_prompt, check_submission, make_request
 
 # A request whose admission was in so many refused plans does not get another epoch.
 _MAX_BLAMES = 2
@@ -58,6 +59,7 @@ class Planner:
         self.flush = FlushWish()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
+        self._retraction = Retraction(self._queue, self._growth, self.counters, self._finish)
 
     @property
     def state(self) -> EpochState | None:
@@ -203,12 +205,12 @@ class Planner:
             return self._sent(state, self.flush.make_plan(state), PlanDraft(0), now)
         state.is_decode_set_unsent |= state.decode_set.update()
         draft = PlanDraft(0)
-        grant_decodes(state, draft, self._ahead_pages(state.group), self._give_way)
+        grant_decodes(state, draft, self._ahead_pages(state.group), self._retraction.give_way)
         draft.token_budget = self._budget(state.group) - len(state.decode_set)
         if not self.flush.is_wanted or state.prefilling:
             prefill.add_chunks(state, draft)
         if not len(state.decode_set) and not draft.chunks:
-            self._unblock(state)
+            self._retraction.unblock(state)
             if not state.releases and not is_heartbeat:
                 return None
         return self._sent(state, plan_of(state, draft, self._expected_us(state, draft)), draft, now)
@@ -225,7 +227,7 @@ class Planner:
             return self.take_outputs()
         step = state.in_flight.answered(result)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
-        self._requeue_retracted(state)
+        self._retraction.requeue_answered(state)
         self._growth.stepped()
         self.flush.processed(result.step_id)
         self.counters.processed(step, result)
@@ -298,7 +300,7 @@ class Planner:
         if request.lifecycle is Lifecycle.WAITING:
             self._queue.remove(request)
         elif state is not None and request.lifecycle is Lifecycle.RUNNING:
-            self._leave(state, request)
+            state.leave(request)
         elif state is not None:
             del state.retracting[request.retracted_from]
         request.lifecycle = Lifecycle.FINISHED
@@ -319,47 +321,6 @@ class Planner:
                 error=error,
             )
         )
-
-    def _leave(self, state: EpochState, request: Request) -> None:
-        state.releases.append(Release(slot=request.slot, generation=request.generation))
-        state.pages.leave(request)
-        state.decode_set.freed()
-
-    def _give_way(self, request: Request) -> None:
-        """Retracts a running request, or ends it where no other could make room for it."""
-        state = self._state
-        assert state is not None
-        if state.table.num_running == 1 and not state.pages.pool.num_leased:
-            error = outgrown(state.group.num_pages - state.pages.pool.num_quarantined)
-            self._finish(request, Ending(FinishReason.ERROR), error)
-            return
-        key = _slot_key(request)
-        self._leave(state, request)
-        self._growth.retracted()
-        self.counters.num_retracted += 1
-        if not state.in_flight:
-            self._requeue(request)
-            return
-        request.lifecycle = Lifecycle.RETRACTING
-        request.waits_for_step = state.last_step_id
-        request.retracted_from = key
-        state.retracting[key] = request
-
-    def _requeue_retracted(self, state: EpochState) -> None:
-        if state.retracting:
-            done = state.in_flight.last_processed
-            for key, request in [(k, r) for k, r in state.retracting.items() if r.waits_for_step <= done]:
-                del state.retracting[key]
-                self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        request.lifecycle = Lifecycle.WAITING
-        self._queue.push(request)
-
-    def _unblock(self, state: EpochState) -> None:
-        """Prefills that wait for each other's pages: the youngest gives way."""
-        if state.prefilling and not state.in_flight and not state.releases:
-            self._give_way(state.table.running()[-1])
 
     def _expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
@@ -382,7 +343,3 @@ class Planner:
 
     def _ahead_pages(self, group: GroupInfo) -> int:
         return max(1, self._settings.grant_ahead_tokens // group.page_size)
-
-
-def _slot_key(request: Request) -> tuple[int, int]:
-    return (request.slot, request.generation)

@@ -1,0 +1,189 @@
+"""The scheduler's smaller parts: page pool, lookahead, estimates, frames that merge, rendezvous, remembered keys."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.planner_world import World
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.sampling import Stop
+from radixmesh.daemons.runtime.step import TokenLogprobs
+from radixmesh.daemons.scheduler.lookahead import Lookahead
+from radixmesh.daemons.scheduler.outbox import Outbox
+from radixmesh.daemons.scheduler.outputs import Outputs, TokenRow, rows_of
+from radixmesh.daemons.scheduler.page_pool import PagePool, PageState
+from radixmesh.daemons.scheduler.planner_counters import check_pages
+from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
+from radixmesh.daemons.scheduler.step_estimate import StepEstimate
+
+
+def test_grants_bump_generations_and_freed_pages_are_used_first() -> None:
+    pool = PagePool(8)
+    first = pool.take(3)
+    pool.give_back(first)
+    again = pool.take(3)
+    assert sorted(first.tolist()) == sorted(again.tolist())
+    assert pool.generations[again].tolist() == [2, 2, 2]
+    assert pool.generations.sum() == 6
+
+
+def test_a_page_freed_twice_is_quarantined_and_the_rest_lives_on() -> None:
+    pool = PagePool(4)
+    pages = pool.take(2)
+    pool.give_back(pages[:1])
+    pool.give_back(pages)
+    assert (pool.num_quarantined, pool.num_free, pool.num_breaches) == (1, 3, 1)
+    assert pool.is_balanced()
+    assert sorted(pool.take(3).tolist()) == sorted({0, 1, 2, 3} - {int(pages[0])})
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "back", "cache", "evict"]), st.integers(0, 6)), max_size=60))
+def test_page_pool_counts_like_sets(actions: list[tuple[str, int]]) -> None:
+    pool, owned, cached = PagePool(12), [], []
+    for action, num in actions:
+        if action == "take":
+            owned += pool.take(min(num, pool.num_free)).tolist()
+        elif action == "evict":
+            pool.evict(as_ints(cached[:num]))
+            cached = cached[num:]
+        else:
+            (pool.give_back if action == "back" else pool.cache)(as_ints(owned[:num]))
+            cached += owned[:num] if action == "cache" else []
+            owned = owned[num:]
+        assert (pool.num_owned, pool.num_cached, pool.num_free) == (len(owned), len(cached), 12 - len(owned + cached))
+        assert sorted(pool.pages_in(PageState.OWNED).tolist()) == sorted(owned)
+        assert pool.is_balanced() and not pool.num_breaches
+
+
+def test_a_leaked_page_is_counted_quarantined_and_serving_goes_on() -> None:
+    world = World(eos_rate=0.0)
+    first = world.submit([2, 3, 4], stop=Stop(max_tokens=30))
+    world.plan()
+    state = world.planner.state
+    assert state is not None
+    leaked = state.pages.pool.take(1)
+    check_pages(state, world.planner.counters, is_strict=False)
+    assert world.planner.counters.num_breaches == 1
+    assert state.pages.pool.states_of(leaked).tolist() == [PageState.QUARANTINED]
+    check_pages(state, world.planner.counters, is_strict=False)
+    assert world.planner.counters.num_breaches == 1, "one breach is counted once"
+    world.run()
+    assert first.tokens == world.expected(first.submission)
+
+
+def test_lookahead_keeps_gap_in_as_few_plans_as_that_takes() -> None:
+    lookahead = Lookahead(depth=None, max_in_flight=8)
+    lookahead.gap_us = 2_000.0
+    assert lookahead.depth_for(8_000) == 1
+    assert lookahead.depth_for(1_000) == 2
+    assert lookahead.depth_for(250) == 7, "the worker takes 8 plans at a time"
+    assert lookahead.wants_more(0, 0) and lookahead.wants_more(1, 0)
+    assert not lookahead.wants_more(2, 8_000) and lookahead.wants_more(2, 1_000)
+    assert not lookahead.wants_more(8, 0)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_fixed_depth_is_kept(depth: int) -> None:
+    lookahead = Lookahead(depth=depth, max_in_flight=8)
+    assert lookahead.wants_more(depth, 10**9) and not lookahead.wants_more(depth + 1, 0)
+    assert lookahead.depth_for(1) == depth
+
+
+def test_gap_follows_round_trips_up_fast_and_down_slowly() -> None:
+    lookahead = Lookahead(depth=None, max_in_flight=8)
+    for _ in range(10):
+        lookahead.observe_round_trip(13_000.0, 8_000.0)
+    assert 4_900 < lookahead.gap_us <= 5_000
+    lookahead.observe_round_trip(9_000.0, 8_000.0)
+    assert lookahead.gap_us > 4_500
+
+
+def test_estimate_is_of_the_nearest_size_and_generous_beyond() -> None:
+    estimate = StepEstimate()
+    assert estimate.expect_us(10) == 0
+    estimate.observe(256, 8_000.0)
+    assert estimate.expect_us(300) == 8_000 and estimate.expect_us(10) == 8_000
+    assert estimate.expect_us(2_048) == 64_000
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), max_size=6), min_size=1, max_size=6))
+def test_a_slow_reader_gets_one_frame_with_every_token_in_order(steps: list[list[tuple[int, int]]]) -> None:
+    outbox, expected, logprobs = Outbox(7), {}, {}
+    for step in steps:
+        rows = []
+        for handle, count in dict(step).items():
+            ids = expected.setdefault(handle, [])
+            new = [100 * handle + len(ids) + i for i in range(count)]
+            values = np.array(new, np.float32)
+            given_logprobs = TokenLogprobs(own=values, num_top=0, top_ids=as_ints([]), top=values[:0])
+            rows.append(TokenRow(7, handle, 2, len(ids), as_ints(new), given_logprobs if handle % 2 else None))
+            rows.append(TokenRow(8, handle, 0, 0, as_ints([1])))
+            ids += new
+            if handle % 2:
+                logprobs[handle] = ids
+        outbox.add(Outputs(rows=[rows_of(rows)] if rows else []))
+    tokens = outbox.take(1).tokens
+    handles = unpack_ints(tokens.handles, "").tolist()
+    counts, ids = unpack_ints(tokens.counts, "").tolist(), unpack_ints(tokens.ids, "").tolist()
+    assert sorted(handles) == sorted(expected)
+    assert not any(unpack_ints(tokens.first_output_indexes, "").tolist())
+    for handle, count in zip(handles, counts, strict=True):
+        assert [ids.pop(0) for _ in range(count)] == expected[handle]
+    by_row = {r.row: np.frombuffer(r.logprobs.token_logprobs, "<f4").tolist() for r in tokens.logprobs}
+    assert {handles[row]: values for row, values in by_row.items()} == logprobs
+    assert not outbox.take(1).HasField("tokens")
+
+
+async def test_rendezvous_waits_for_all_and_answers_all_alike() -> None:
+    rendezvous = Rendezvous(3)
+
+    def joiner(rank: int, name: str, generation: int = 0) -> Joiner:
+        return Joiner(rank=rank, instance_id=name, address=f"{name}:1", last_group_generation=generation)
+
+    first = asyncio.ensure_future(rendezvous.join(joiner(0, "a"), 3))
+    gone = asyncio.ensure_future(rendezvous.join(joiner(1, "dead"), 3))
+    await asyncio.sleep(0)
+    gone.cancel()
+    third = asyncio.ensure_future(rendezvous.join(joiner(2, "c", 6), 3))
+    await asyncio.sleep(0.01)
+    assert not first.done() and not third.done()
+    joined = await rendezvous.join(joiner(1, "b"), 3)
+    assert joined == await first == await third
+    assert (joined.generation, joined.instance_ids) == (7, ("a", "b", "c"))
+    for rank, world_size, name in ((3, 3, "x"), (0, 2, "x"), (0, 3, "")):
+        with pytest.raises(MeshError):
+            await rendezvous.join(joiner(rank, name), world_size)
+
+
+def test_ended_keys_are_remembered_within_bounds() -> None:
+    from radixmesh.daemons.scheduler.submissions import Submissions
+
+    world = World()
+    world.planner._submissions = Submissions(max_ended=3)
+    for _ in range(5):
+        world.submit([2, 3], stop=Stop(max_tokens=1))
+    world.run()
+    known = [world.planner._submissions.has_ended(f"r{i}", None) for i in range(1, 6)]
+    assert known == [False, False, True, True, True]
+
+
+def test_group_that_shrinks_fails_what_no_longer_fits() -> None:
+    from dataclasses import replace
+
+    world = World(eos_rate=0.0)
+    long = world.submit(list(range(2, 40)), stop=Stop(max_tokens=100))
+    short = world.submit([2, 3], stop=Stop(max_tokens=4))
+    world.group = replace(world.group, max_total_len=30)
+    world.begin_epoch()
+    world.collect()
+    assert long.finished is not None and long.finished.error is not None
+    assert long.finished.error.reason == common_pb2.ERROR_REASON_PROMPT_TOO_LONG
+    world.run()
+    assert short.tokens == world.expected(short.submission)
