@@ -174,12 +174,22 @@ class Refusal(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("header", "rank")
+    __slots__ = ("header", "rank", "backups")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
+    BACKUPS_FIELD_NUMBER: _ClassVar[int]
     header: PlanHeader
     rank: RankPlan
-    def __init__(self, header: _Optional[_Union[PlanHeader, _Mapping]] = ..., rank: _Optional[_Union[RankPlan, _Mapping]] = ...) -> None: ...
+    backups: _containers.RepeatedCompositeFieldContainer[BackupSection]
+    def __init__(self, header: _Optional[_Union[PlanHeader, _Mapping]] = ..., rank: _Optional[_Union[RankPlan, _Mapping]] = ..., backups: _Optional[_Iterable[_Union[BackupSection, _Mapping]]] = ...) -> None: ...
+
+class BackupSection(_message.Message):
+    __slots__ = ("rank", "section")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SECTION_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    section: RankPlan
+    def __init__(self, rank: _Optional[int] = ..., section: _Optional[_Union[RankPlan, _Mapping]] = ...) -> None: ...
 
 class PlanHeader(_message.Message):
     __slots__ = ("epoch", "step_id", "group_generation", "barrier_ops", "shape", "expected_us")
