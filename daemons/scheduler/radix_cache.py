@@ -29,17 +29,10 @@ class RadixCache(PrefixCache):
     Evicting part of a leaf costs what it frees; see LeafQueue for the choice of the leaf.
     """
 
-    def __init__(
-        self,
-        *,
-        page_size: int,
-        num_pages: int,
-        policy: EvictionPolicy | None = None,
-        observer: CacheObserver | None = None,
-    ) -> None:
+    def __init__(self, *, page_size: int, num_pages: int, policy: EvictionPolicy | None = None) -> None:
         super().__init__(page_size=page_size, num_pages=num_pages)
         self._policy = policy or LeastRecentlyUsed()
-        self._observer = observer
+        self._observer: CacheObserver | None = None
         self._tick = 0
         self._num_cached = 0
         self._num_locked = 0
@@ -57,6 +50,12 @@ class RadixCache(PrefixCache):
     def tree(self) -> RadixTree:
         """To look at; void after reset()."""
         return self._tree
+
+    def watch(self, observer: CacheObserver | None) -> None:
+        """Tells an observer of all there is, as inserts, and from now on of what changes; None = nobody any more."""
+        self._observer = self._tree.observer = observer
+        if observer is not None:
+            self._tree.replay(observer)
 
     def match(self, namespace: Namespace, ids: IntArray) -> Match:
         path, num = self._tree.find(namespace, ids)

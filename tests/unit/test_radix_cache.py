@@ -19,7 +19,9 @@ NAMESPACE = Namespace("", 1)
 
 
 def make_cache(num_pages: int, *, page_size: int = 1, mirror: TreeMirror | None = None) -> RadixCache:
-    return RadixCache(page_size=page_size, num_pages=num_pages, observer=mirror)
+    cache = RadixCache(page_size=page_size, num_pages=num_pages)
+    cache.watch(mirror)
+    return cache
 
 
 def ints(*values: int) -> IntArray:
@@ -167,12 +169,15 @@ def test_a_watcher_that_comes_late_sees_the_same_tree(page_size: int) -> None:
     driver = CacheDriver(cache, mirror=early)
     run_random(driver, np.random.default_rng(3), 300)
     driver.insert(NAMESPACE, np.arange(5 * page_size, dtype=np.int32))
-    cache.tree.replay(late)
+    cache.watch(late)
     assert late.edges() == early.edges() and late.prefixes() == set(driver.oracle.entries) and late.edges()
     nodes = cache.tree.nodes
     for node, (parent, ids, _) in early.edges().items():
         assert nodes.ids[node].tobytes() == ids
         assert parent == (nodes.parent[node] if nodes.num[nodes.parent[node]] else -1)
+    num_told, driver.mirror = early.num_events, late
+    run_random(driver, np.random.default_rng(4), 300)
+    assert early.num_events == num_told < late.num_events
 
 
 def test_adopted_chains_become_few_edges_that_live_on() -> None:

@@ -22,7 +22,8 @@ PAGES = st.lists(st.integers(0, 2), max_size=9)
 
 def make_driver(page_size: int, policy: str) -> CacheDriver:
     mirror = TreeMirror(page_size)
-    cache = RadixCache(page_size=page_size, num_pages=_NUM_PAGES, policy=make_eviction_policy(policy), observer=mirror)
+    cache = RadixCache(page_size=page_size, num_pages=_NUM_PAGES, policy=make_eviction_policy(policy))
+    cache.watch(mirror)
     return CacheDriver(cache, policy, mirror)
 
 
