@@ -1,0 +1,89 @@
+"""Daemons as processes of their own, for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from radixmesh.daemons.runtime.channel import check_health
+
+ROOT = Path(__file__).parents[2]
+_DIE_WITH_PARENT = ROOT / "daemons" / "cluster" / "die_with_parent.py"
+_START_S = 60.0
+_STOP_S = 10.0
+
+
+class Processes:
+    """An async context manager that kills what it started.
+
+    transport: "unix" or "tcp", what the daemons listen on. folder: for sockets and logs. addresses: by name, all of each.
+    """
+
+    def __init__(self, folder: Path, transport: str) -> None:
+        self._folder = folder
+        self._transport = transport
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self.addresses: dict[str, list[str]] = {}
+
+    async def __aenter__(self) -> Processes:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in reversed(self._running.values()):
+            process.terminate()
+        for process in self._running.values():
+            try:
+                await asyncio.to_thread(process.wait, _STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def pid(self, name: str) -> int:
+        return self._running[name].pid
+
+    def address(self, name: str) -> str:
+        return self.addresses[name][0]
+
+    async def start(self, name: str, daemon: str, flags: Mapping[str, object], *, has_both: bool = False) -> None:
+        """Returns once it serves. has_both: it listens on a unix socket (first) and on TCP.
+
+        Raises RuntimeError with the end of its log if it does not.
+        """
+        listen = {"unix": f"unix:{self._folder}/{name}", "tcp": "127.0.0.1:0"}
+        chosen = ",".join(listen.values()) if has_both else listen[self._transport]
+        address_file, log_file = self._folder / f"{name}.address", self._folder / f"{name}.log"
+        values = {"listen": chosen, "address-file": address_file, "log-level": "error", **flags}
+        command = [sys.executable, "-m", f"radixmesh.daemons.{daemon}"]
+        for flag, value in values.items():
+            command += [f"--{flag.replace('_', '-')}", str(value)]
+        self._running[name] = _start(command, log_file)
+        deadline = time.monotonic() + _START_S
+        while not address_file.exists() or await check_health(address_file.read_text().split()[0]) != "SERVING":
+            if self._running[name].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{name} does not serve:\n{log_file.read_text()[-4000:]}")
+            await asyncio.sleep(0.05)
+        self.addresses[name] = address_file.read_text().split()
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of all threads of a process so far; in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _start(command: Sequence[str], log_file: Path) -> subprocess.Popen[bytes]:
+    with log_file.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-IS", str(_DIE_WITH_PARENT), str(os.getpid()), *command],
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
