@@ -14,11 +14,10 @@ from pathlib import Path
 import grpc
 import pytest
 from support.running_daemon import SOURCES, running
-from support.serve_client import ServeClient, serve_client
+from support.serve_client import Seen, ServeClient, serve_client
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import make_hello
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
@@ -149,19 +148,23 @@ async def test_requests_of_a_stream_that_ended_are_aborted_after_two_seconds() -
 
 
 async def test_two_routers_share_and_abort_each_others_requests() -> None:
-    async with running(WorkerDaemon, worker_settings(num_slots=2)) as worker, scheduler(worker.address) as address:
-        async with serve_client(address, "a") as a, serve_client(address, "b") as b:
-            flood = [await a.submit([3, 4, 5 + i], max_tokens=20) for i in range(40)]
-            polite = [await b.submit([9, 8, 7], max_tokens=20) for _ in range(2)]
-            await b.over(*polite)
-            assert sum(a.seen[h].is_over for h in flood) < 20, "b does not wait for the flood of a"
-            assert await b.abort(f"a-{flood[-1]}", 1) == scheduler_pb2.ABORT_OUTCOME_FOUND
-            assert await b.abort(f"a-{flood[-1]}", 2) == scheduler_pb2.ABORT_OUTCOME_FINISHED
-            assert await b.abort("nobody", 3) == scheduler_pb2.ABORT_OUTCOME_UNKNOWN
-            seen = await a.over(*flood)
-            assert seen[-1].finished is not None
-            assert seen[-1].finished.reason == common_pb2.FINISH_REASON_ABORT
-            assert all(s.tokens == expected([3, 4, 5 + i], 20) for i, s in enumerate(seen[:-1]))
+    async with (
+        running(WorkerDaemon, worker_settings(num_slots=2)) as worker,
+        scheduler(worker.address) as address,
+        serve_client(address, "a") as a,
+        serve_client(address, "b") as b,
+    ):
+        flood = [await a.submit([3, 4, 5 + i], max_tokens=20) for i in range(40)]
+        polite = [await b.submit([9, 8, 7], max_tokens=20) for _ in range(2)]
+        await b.over(*polite)
+        assert sum(a.seen[h].is_over for h in flood) < 20, "b does not wait for the flood of a"
+        assert await b.abort(f"a-{flood[-1]}", 1) == scheduler_pb2.ABORT_OUTCOME_FOUND
+        assert await b.abort(f"a-{flood[-1]}", 2) == scheduler_pb2.ABORT_OUTCOME_FINISHED
+        assert await b.abort("nobody", 3) == scheduler_pb2.ABORT_OUTCOME_UNKNOWN
+        seen = await a.over(*flood)
+        assert seen[-1].finished is not None
+        assert seen[-1].finished.reason == common_pb2.FINISH_REASON_ABORT
+        assert all(s.tokens == expected([3, 4, 5 + i], 20) for i, s in enumerate(seen[:-1]))
 
 
 async def test_a_reader_that_pauses_gets_merged_frames_and_loses_nothing() -> None:
@@ -317,7 +320,7 @@ async def test_garbage_is_answered_with_types_and_hurts_nobody() -> None:
             message.sampling.temperature = 0
             for name, value in changes.items():
                 setattr(message, name, value)
-            healthy.seen[1000 + i] = seen_of(message)
+            healthy.seen[1000 + i] = Seen(message.attempt, 0)
             await healthy.write(scheduler_pb2.ServeRequest(submits=[message]))
             (seen,) = await healthy.over(1000 + i)
             answer = seen.rejected or seen.finished
@@ -337,12 +340,6 @@ def hello_bytes(**changes: int) -> bytes:
     return scheduler_pb2.ServeRequest(hello=hello).SerializeToString()
 
 
-def seen_of(message: scheduler_pb2.Submit):  # type: ignore[no-untyped-def]
-    from support.serve_client import Seen
-
-    return Seen(message.attempt, 0)
-
-
 async def read_to_end(call) -> None:  # type: ignore[no-untyped-def]
     async for _ in call:
         pass
@@ -360,6 +357,3 @@ async def serve_client_when_ready(address: str, name: str) -> AsyncIterator[Serv
     async with serve_client(address, name) as client:
         assert client.error is None, client.error
         yield client
-
-
-_ = MeshError

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.stop_conditions import FinishReason
 from radixmesh.daemons.scheduler.submissions import AbortOutcome
-
-from support.planner_world import World
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
