@@ -1,10 +1,11 @@
 """What one router and one detokenizer process cost per token: many text streams, tokens offered at a fixed rate.
 
-A made-up scheduler (this file, --role scheduler) sends one TokenBatch a step for all rows; clients (--role clients) read
-raw messages. Router and detokenizer are the real daemons. CPU comes from /proc, so neighbours on the machine change
+A made-up scheduler (this file, --role scheduler) sends one TokenBatch a step for all rows; clients just
+read raw messages. Router and detokenizer are the real daemons. CPU comes from /proc: neighbours on the machine change
 latencies but hardly the cost per token.
 
     python bench/router_fanout.py --streams 256 --rate 40000 --seconds 8
+    python bench/router_fanout.py --queued 10000            # streams that wait for their first token
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -67,7 +69,7 @@ class PacedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         while not reader.done():
             num = len(self._handles)
             frame = scheduler_pb2.ServeResponse()
-            if step % 50 == 0:
+            if not num or step % 50 == 0:
                 frame.load.CopyFrom(load)
             if num:
                 rows = np.arange(num, dtype=np.int32)
@@ -78,7 +80,7 @@ class PacedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 frame.tokens.ids = pack_ints(self._text[(step + 7 * rows) % len(self._text)])
                 step += 1
             yield frame
-            due = max(due + (num or 64) / self._rate, time.monotonic() - 0.05)
+            due = max(due + (num / self._rate if num else 0.2), time.monotonic() - 0.05)
             await asyncio.sleep(max(0.0, due - time.monotonic()))
 
     async def _read(self, frames: AsyncIterator[scheduler_pb2.ServeRequest]) -> None:
@@ -101,6 +103,25 @@ async def serve_tokens(address: str, rate: float) -> None:
     await asyncio.Event().wait()
 
 
+async def hold_streams(address: str, num: int, seconds: float) -> None:
+    """Opens streams that get nothing but their first message."""
+    request = router_pb2.GenerateRequest(
+        prompt_ids=pack_ints(list(range(1, 129))), stop=common_pb2.StopParams(max_tokens=512)
+    ).SerializeToString()
+    channels = [open_channel(address) for _ in range(16)]
+    calls = []
+    for i in range(num):
+        calls.append(channels[i % 16].unary_stream(GENERATE)(request))
+        if i % 200 == 199:
+            await asyncio.gather(*(call.read() for call in calls[-200:]))
+    await asyncio.sleep(2.0)
+    print("begin", flush=True)
+    await asyncio.sleep(seconds)
+    print("end", flush=True)
+    print("{}", flush=True)
+    await asyncio.sleep(60)
+
+
 async def read_streams(address: str, num: int, seconds: float) -> None:
     """Prints one JSON line: messages, tokens and gaps between messages of a stream."""
     request = router_pb2.GenerateRequest(
@@ -112,9 +133,9 @@ async def read_streams(address: str, num: int, seconds: float) -> None:
     started = asyncio.Event()
     num_started = 0
 
-    async def one(channel: grpc.aio.Channel) -> int:
+    async def one(channel: grpc.aio.Channel) -> None:
         nonlocal num_started
-        last, tail, raw = 0.0, b"", b""
+        last = 0.0
         call = channel.unary_stream(GENERATE)(request)
         num_messages = 0
         async for raw in call:
@@ -133,10 +154,7 @@ async def read_streams(address: str, num: int, seconds: float) -> None:
                 if last:
                     gaps.append(now - last)
                 last = now
-                tail = raw
         call.cancel()
-        delta = router_pb2.GenerateResponse.FromString(tail).deltas[0]
-        return delta.first_output_index + len(delta.ids) // 4
 
     channels = [open_channel(address) for _ in range(8)]
     reading = [asyncio.create_task(one(channels[i % 8])) for i in range(num)]
@@ -155,39 +173,50 @@ async def read_streams(address: str, num: int, seconds: float) -> None:
     print(json.dumps(result), flush=True)
 
 
+async def until_serving(address: str) -> None:
+    while await check_health(address) != "SERVING":  # noqa: ASYNC110 - another process.
+        await asyncio.sleep(0.1)
+
+
 def cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def output_tokens(address: str) -> float:
-    import urllib.request
-
-    for line in urllib.request.urlopen(f"http://{address}/metrics", timeout=5).read().decode().splitlines():
-        if line.startswith("radixmesh_output_tokens_total "):
-            return float(line.split()[1])
-    raise AssertionError("the router has no output_tokens metric")
+    text = urllib.request.urlopen(f"http://{address}/metrics", timeout=5).read().decode()
+    (value,) = [line.split()[1] for line in text.splitlines() if line.startswith("radixmesh_output_tokens_total ")]
+    return float(value)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--role", choices=["all", "scheduler", "clients"], default="all")
+    parser.add_argument("--role", choices=["all", "scheduler", "clients", "queue"], default="all")
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--rate", type=float, default=40_000.0, help="tokens per second offered, all streams together")
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--queued", type=int, default=0, help="measure this many waiting streams instead")
     parser.add_argument("--address", default="")
     options = parser.parse_args()
     if options.role == "scheduler":
         asyncio.run(serve_tokens(options.address, options.rate))
     elif options.role == "clients":
         asyncio.run(read_streams(options.address, options.streams, options.seconds))
+    elif options.role == "queue":
+        asyncio.run(hold_streams(options.address, options.streams, options.seconds))
     else:
-        print(json.dumps(measure(options.streams, options.rate, options.seconds), indent=2))
+        streams = options.queued or options.streams
+        print(json.dumps(measure(streams, options.rate, options.seconds, is_queue=bool(options.queued)), indent=2))
     return 0
 
 
-def measure(streams: int, rate: float, seconds: float) -> dict[str, object]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FANOUT_STREAMS": str(streams)}
+def rss_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def measure(streams: int, rate: float, seconds: float, *, is_queue: bool) -> dict[str, object]:
+    # A queue is one stream short of what the scheduler waits for.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "FANOUT_STREAMS": str(streams + is_queue)}
     with tempfile.TemporaryDirectory(prefix="rm") as folder:
         at = {name: f"unix:{folder}/{name}" for name in ("scheduler", "detokenizer", "router")}
         me, python = str(Path(__file__).resolve()), sys.executable
@@ -199,14 +228,17 @@ def measure(streams: int, rate: float, seconds: float) -> dict[str, object]:
         role = [python, me, "--rate", str(rate), "--streams", str(streams), "--seconds", str(seconds), "--role"]
         running: list[subprocess.Popen[str]] = []
         try:
-            for command in ([*role, "scheduler", "--address", at["scheduler"]], detokenizer, router):
-                running.append(subprocess.Popen(command, env=environment, text=True))
+            commands = ([*role, "scheduler", "--address", at["scheduler"]], detokenizer, router)
+            running.extend(subprocess.Popen(command, env=environment, text=True) for command in commands)
             for address in at.values():
-                while asyncio.run(check_health(address)) != "SERVING":
-                    time.sleep(0.1)
+                asyncio.run(until_serving(address))
             time.sleep(1.5)
+            empty_mb = rss_mb(running[2].pid)
             clients = subprocess.Popen(
-                [*role, "clients", "--address", at["router"]], env=environment, stdout=subprocess.PIPE, text=True
+                [*role, "queue" if is_queue else "clients", "--address", at["router"]],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
             )
             running.append(clients)
             assert clients.stdout is not None
@@ -217,13 +249,23 @@ def measure(streams: int, rate: float, seconds: float) -> dict[str, object]:
             used = [cpu_s(process.pid) - then for process, then in zip(running, before, strict=True)]
             tokens, wall = output_tokens(metrics) - tokens, time.monotonic() - start
             seen = json.loads(clients.stdout.readline())
+            router_mb = rss_mb(running[2].pid)
         finally:
             for process in running:
                 process.kill()
                 process.wait()
     cores = dict(zip(("scheduler", "detokenizer", "router", "clients"), (u / wall for u in used), strict=True))
+    if is_queue:
+        return {
+            "queued_streams": streams,
+            "router_rss_mb": round(router_mb),
+            "router_rss_mb_before": round(empty_mb),
+            "cores": {name: round(value, 3) for name, value in cores.items()},
+            "cpus": os.cpu_count(),
+        }
     return {
         "streams": streams,
+        "router_rss_mb": round(router_mb),
         "offered_tok_s": rate,
         "delivered_tok_s": round(tokens / wall),
         "cores": {name: round(value, 2) for name, value in cores.items()},

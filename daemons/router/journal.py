@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from radixmesh.daemons.router.scheduler_link import SchedulerLink
 
 # What objects, tasks and buffers cost beside the arrays; measured with 10,000 queued requests.
-REQUEST_BYTES = 12_000
-OUTPUT_BYTES = 3_000
+REQUEST_BYTES = 30_000
+OUTPUT_BYTES = 5_000
 MAX_ATTEMPT_NO = (1 << 16) - 1
 _RETRY_AFTER_MS = 1000
 

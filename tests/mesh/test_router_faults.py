@@ -12,6 +12,7 @@ from support.router_mesh import MODEL, RouterMesh, connected, oracle_ids, oracle
 
 from radixmesh.client import AsyncClient, Completion, UnavailableError
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -408,3 +409,38 @@ async def test_a_scheduler_with_another_model_is_no_replacement() -> None:
         with pytest.raises(UnavailableError):
             await work
         assert not other.submits
+
+
+async def test_a_detokenizer_that_hangs_loses_its_entries_to_another() -> None:
+    async with router_mesh(detokenizers=2, silence_s=0.5) as mesh, mesh.client() as client:
+        mesh.fakes[0].step_s = 0.005
+        work = asyncio.create_task(run_many(client, range(8)))
+        links = mesh.router().detokenizers.links
+        await until(lambda: links[0].num_entries > 0 and links[1].num_entries > 0)
+        await _hang(mesh.detokenizers[0].daemon)
+        await work
+        assert links[0].num_connects >= 1 and links[1].num_connects == 1
+        await mesh.settle()
+
+
+async def _hang(daemon: object) -> None:
+    """The detokenizer takes frames and answers none."""
+
+    async def swallow(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    assert isinstance(daemon, DetokenizerDaemon)
+    daemon._service._apply = swallow  # type: ignore[method-assign, assignment]
+
+
+async def test_a_tokenizer_that_hangs_is_not_waited_for() -> None:
+    async with router_mesh(tokenizers=2, tokenizer_hedge_s=0.1) as mesh, mesh.client() as client:
+        expected = await client.tokenize("the end")
+        await mesh.tokenizers[0].kill()
+        # Somebody listens there and never says a word.
+        server = await asyncio.start_unix_server(lambda r, w: None, mesh.tokenizers[0].address.removeprefix("unix:"))
+        started = asyncio.get_running_loop().time()
+        for _ in range(4):
+            assert await client.tokenize("the end") == expected
+        assert asyncio.get_running_loop().time() - started < 3
+        server.close()

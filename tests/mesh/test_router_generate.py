@@ -182,7 +182,7 @@ async def test_a_slow_reader_gets_bigger_deltas_and_one_that_never_reads_is_abor
 
 
 async def test_a_full_journal_refuses_with_a_time_to_retry() -> None:
-    async with router_mesh(journal_bytes=20_000) as mesh, mesh.client() as client:
+    async with router_mesh(journal_bytes=50_000) as mesh, mesh.client() as client:
         mesh.fakes[0].is_paused = True
         first = asyncio.create_task(client.complete(PROMPT, max_tokens=5, seed=1))
         await _until(lambda: mesh.fakes[0].num_running == 1)
