@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.step import StepResult
 from radixmesh.daemons.scheduler.epoch_state import EpochState
@@ -53,7 +55,10 @@ class PlannerCounters:
 
 def check_pages(state: EpochState, counters: PlannerCounters, *, is_strict: bool) -> None:
     """Checks the page invariant. A breach is counted and logged with the plans in flight, and the pages in doubt are
-    quarantined; strict, it fails instead (and every page is looked at)."""
+    quarantined; strict, it fails instead (and every page is looked at).
+
+    Raises INTERNAL if the books do not balance even then: a new epoch builds them from the worker's page records.
+    """
     pages = state.pages
     if is_strict:
         breach = find_deep_breach(pages.pool, pages.cache, state.table)
@@ -72,6 +77,11 @@ def check_pages(state: EpochState, counters: PlannerCounters, *, is_strict: bool
         epoch=state.epoch,
         last_plans=[_summary(step) for step in state.in_flight.steps()],
     )
+    left = find_breach(pages.pool, pages.cache, state.table)
+    if left:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_INTERNAL, f"the page books are beyond repair ({left}): a new epoch follows"
+        )
 
 
 def _summary(step: PlannedStep) -> str:

@@ -115,7 +115,7 @@ async def test_output_is_the_oracles_and_nothing_is_left(depth: str) -> None:
         state = await idle_state(address)
         load = state.load
         assert (load.free_pages + load.cached_pages, state.owned_pages, state.num_breaches) == (4096, 0, 0)
-        assert state.prompt_cached_tokens > 0
+        assert state.prompt_cached_tokens > 0 and load.epoch == 1
 
 
 async def test_resubmission_on_a_new_stream_continues_and_old_attempts_are_stale() -> None:

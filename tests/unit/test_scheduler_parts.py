@@ -78,6 +78,24 @@ def test_a_leaked_page_is_counted_quarantined_and_serving_goes_on() -> None:
     assert first.tokens == world.expected(first.submission)
 
 
+def test_books_beyond_repair_end_the_epoch_and_lose_nothing() -> None:
+    world = World(eos_rate=0.0)
+    record = world.submit([2, 3, 4], stop=Stop(max_tokens=30))
+    for _ in range(5):
+        world.plan()
+        world.execute()
+        world.process()
+    state = world.planner.state
+    assert state is not None
+    state.pages.pool.cache(state.pages.pool.take(1))
+    with pytest.raises(MeshError, match="beyond repair"):
+        check_pages(state, world.planner.counters, is_strict=False)
+    world.begin_epoch()
+    world.run()
+    assert record.tokens == world.expected(record.submission)
+    world.check_clean()
+
+
 def test_lookahead_keeps_gap_in_as_few_plans_as_that_takes() -> None:
     lookahead = Lookahead(depth=None, max_in_flight=8)
     lookahead.gap_us = 2_000.0
