@@ -27,7 +27,7 @@ from hops.ladder import Ladder, LadderSettings, running_ladder
 from hops.load import Sample, all_at_once, one_at_a_time
 from hops.processes import ROOT
 from hops.report import Figures, high_load, low_load
-from hops.rungs import Rung
+from hops.rungs import Rung, check_equal
 from hops.serve_stream import ServeStream
 
 _BASELINE = "one_process"
@@ -71,6 +71,7 @@ async def _climb(ladder: Ladder, args: argparse.Namespace) -> Figures:
     high: list[dict[str, Sample]] = []
     async with ladder.rungs() as rungs:
         prompts = ladder.prompts()
+        await check_equal(rungs, next(prompts), args.tokens)
         for rung in rungs:  # Warm-up: channels, estimates of step times and gaps.
             await one_at_a_time(rung, prompts, 2, _TTFT_TOKENS)
             await all_at_once(rung, prompts, args.concurrency, 16)

@@ -91,9 +91,10 @@ async def _measured(rung: Rung, waves: Sequence[Sequence[Prompt]], num_tokens: i
 async def _one(rung: Rung, prompt: Prompt, num_tokens: int) -> Trace:
     """Raises RuntimeError unless every token came: a fast answer that lacks some would flatter its rung."""
     trace = Trace(time.monotonic())
-    async for num in rung.stream(prompt, num_tokens):
-        trace.times_s.append(time.monotonic())
-        trace.counts.append(num)
+    async for message in rung.stream(prompt, num_tokens):
+        if message.ids:
+            trace.times_s.append(time.monotonic())
+            trace.counts.append(len(message.ids))
     if sum(trace.counts) != num_tokens:
         raise RuntimeError(f"{rung.name} gave {sum(trace.counts)} of {num_tokens} tokens")
     return trace

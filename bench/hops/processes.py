@@ -22,7 +22,7 @@ _STOP_S = 10.0
 class Processes:
     """An async context manager that kills what it started.
 
-    transport: "unix" or "tcp", what the daemons listen on. folder: for sockets and logs. addresses: by name, all of each.
+    transport: "unix" or "tcp", what the daemons listen on. folder: for sockets and logs. addresses: by name.
     """
 
     def __init__(self, folder: Path, transport: str) -> None:

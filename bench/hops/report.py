@@ -30,7 +30,7 @@ def low_load(rounds: Rounds, baseline: str) -> Figures:
 
 
 def high_load(rounds: Rounds, baseline: str, ideal_tok_s: float) -> Figures:
-    """Throughput, ratios to the baseline's, inter-token latency, CPU per 1,000 tokens. ideal_tok_s: never an idle worker."""
+    """Throughput, ratios to the baseline's, inter-token latency, CPU. ideal_tok_s: of a worker that never idles."""
     figures: Figures = {}
     for name in rounds[0]:
         samples = [round_[name] for round_ in rounds]

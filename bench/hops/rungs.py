@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,6 +21,13 @@ class Prompt(NamedTuple):
     ids: list[int]
 
 
+class Message(NamedTuple):
+    """What a client gets at a time. text is empty where a rung makes none."""
+
+    ids: list[int]
+    text: str = ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rung(ABC):
     """One way to run a request. pids: daemons that take part, by name; the client itself is this process."""
@@ -30,8 +37,8 @@ class Rung(ABC):
     pids: dict[str, int]
 
     @abstractmethod
-    def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[int]:
-        """Greedy, to the end; number of tokens of each message as it comes."""
+    def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[Message]:
+        """Greedy, to the end; each message as it comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +47,10 @@ class EngineRung(Rung):
 
     engine: OneProcess
 
-    async def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[int]:
+    async def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[Message]:
         stop = Stop(max_tokens=num_tokens, ignore_eos=True)
         async for delta in self.engine.generate(prompt.text, Sampling(temperature=0.0), stop):
-            if delta.ids:
-                yield len(delta.ids)
+            yield Message(delta.ids, delta.text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +59,11 @@ class ServeRung(Rung):
 
     serve: ServeStream
 
-    def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[int]:
+    async def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[Message]:
         sampling = common_pb2.SamplingParams(temperature=0.0)
-        return self.serve.generate(prompt.ids, sampling, common_pb2.StopParams(max_tokens=num_tokens, ignore_eos=True))
+        stop = common_pb2.StopParams(max_tokens=num_tokens, ignore_eos=True)
+        async for ids in self.serve.generate(prompt.ids, sampling, stop):
+            yield Message(ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +73,7 @@ class RouterRung(Rung):
     client: AsyncClient
     is_text: bool
 
-    async def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[int]:
+    async def stream(self, prompt: Prompt, num_tokens: int) -> AsyncIterator[Message]:
         stream = self.client.generate(
             prompt.text if self.is_text else prompt.ids,
             max_tokens=num_tokens,
@@ -74,5 +82,15 @@ class RouterRung(Rung):
             ids_only=not self.is_text,
         )
         async for chunk in stream:
-            if chunk.ids:
-                yield len(chunk.ids)
+            yield Message(chunk.ids, chunk.text)
+
+
+async def check_equal(rungs: Sequence[Rung], prompt: Prompt, num_tokens: int) -> None:
+    """Raises RuntimeError unless all rungs give the same tokens, and those with text the same text."""
+    first: tuple[list[int], str] | None = None
+    for rung in rungs:
+        messages = [message async for message in rung.stream(prompt, num_tokens)]
+        ids, text = [i for message in messages for i in message.ids], "".join(message.text for message in messages)
+        first = first or (ids, text)
+        if ids != first[0] or text not in ("", first[1]):
+            raise RuntimeError(f"{rung.name} gave {ids} {text!r}, {rungs[0].name} {first[0]} {first[1]!r}")

@@ -21,7 +21,7 @@ class ServeStream:
     def __init__(self, address: str) -> None:
         self._channel = open_channel(address)
         self._call = scheduler_pb2_grpc.SchedulerServiceStub(self._channel).Serve()
-        self._queues: dict[int, asyncio.Queue[tuple[int, bool] | Exception]] = {}
+        self._queues: dict[int, asyncio.Queue[tuple[list[int], bool] | Exception]] = {}
         self._pending = scheduler_pb2.ServeRequest()
         self._has_pending = asyncio.Event()
         self._aborted: dict[int, asyncio.Future[None]] = {}
@@ -45,8 +45,8 @@ class ServeStream:
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: common_pb2.SamplingParams, stop: common_pb2.StopParams
-    ) -> AsyncIterator[int]:
-        """Tokens of each frame. Raises RuntimeError if the request does not end well."""
+    ) -> AsyncIterator[list[int]]:
+        """Ids of each frame. Raises RuntimeError if the request does not end well."""
         self._num_submits += 1
         handle = self._num_submits
         queue = self._queues[handle] = asyncio.Queue()
@@ -67,9 +67,9 @@ class ServeStream:
             item = await queue.get()
             if isinstance(item, Exception):
                 raise item
-            num_tokens, is_over = item
-            if num_tokens:
-                yield num_tokens
+            ids, is_over = item
+            if ids:
+                yield ids
         del self._queues[handle]
 
     async def ping(self) -> None:
@@ -104,8 +104,10 @@ class ServeStream:
         ended = {finished.handle: finished for finished in frame.finished}
         rows = frame.tokens
         if rows.handles:
-            handles = unpack_ints(rows.handles, "handles").tolist()
-            for handle, count in zip(handles, unpack_ints(rows.counts, "counts").tolist(), strict=True):
-                self._queues[handle].put_nowait((count, ended.pop(handle, None) is not None))
+            handles, counts = (unpack_ints(column, "column").tolist() for column in (rows.handles, rows.counts))
+            ids, end = unpack_ints(rows.ids, "ids").tolist(), 0
+            for handle, count in zip(handles, counts, strict=True):
+                start, end = end, end + count
+                self._queues[handle].put_nowait((ids[start:end], ended.pop(handle, None) is not None))
         for handle in ended:
-            self._queues[handle].put_nowait((0, True))
+            self._queues[handle].put_nowait(([], True))
