@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,15 +16,33 @@ _SHOWN_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OtherTarget:
+    """A tensor that some checkpoints hold in the place of the tensors named `replaces`: renamed, or all in one."""
+
+    tensor: torch.Tensor
+    replaces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTargets:
     """Where the tensors of a checkpoint go.
 
     tensors: name in the checkpoint -> the tensor to fill, of the checkpoint's shape; often a view (a transposed slice
-    of a fused weight). is_ignored: names that may be there and mean nothing to this model.
+    of a fused weight). is_ignored: names that may be there and mean nothing to this model. others: names of other
+    layouts of the same checkpoint; one that is there stands for those that it replaces.
     """
 
     tensors: Mapping[str, torch.Tensor]
     is_ignored: Callable[[str], bool]
+    others: Mapping[str, OtherTarget] = field(default_factory=dict)
+
+    def in_layout_of(self, names: Collection[str]) -> TensorTargets:
+        """The same without others: each tensor by the name that a checkpoint with these names has it under."""
+        others = {name: other for name, other in self.others.items() if name in names}
+        replaced = {name for other in others.values() for name in other.replaces}
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in replaced}
+        tensors.update((name, other.tensor) for name, other in others.items())
+        return TensorTargets(tensors=tensors, is_ignored=self.is_ignored)
 
 
 def load_tensors(folder: Path, targets: TensorTargets) -> int:
@@ -33,6 +51,7 @@ def load_tensors(folder: Path, targets: TensorTargets) -> int:
     All names and shapes are checked before any data is read. Raises MeshError BAD_CHECKPOINT naming file and tensor.
     """
     entries = index_tensors(folder)
+    targets = targets.in_layout_of(entries)
     check_tensors(folder, entries, targets)
     files: dict[Path, list[str]] = {}
     for name, entry in entries.items():
@@ -42,7 +61,11 @@ def load_tensors(folder: Path, targets: TensorTargets) -> int:
 
 
 def check_tensors(folder: Path, entries: Mapping[str, TensorEntry], targets: TensorTargets) -> None:
-    """Raises MeshError BAD_CHECKPOINT for a missing, unexpected or wrongly shaped tensor."""
+    """Raises MeshError BAD_CHECKPOINT for a missing, unexpected or wrongly shaped tensor.
+
+    `targets` are without others.
+    """
+    assert not targets.others, sorted(targets.others)
     missing = [name for name in targets.tensors if name not in entries]
     if missing:
         expected = f"{missing[0]!r} of shape {list(targets.tensors[missing[0]].shape)}"
