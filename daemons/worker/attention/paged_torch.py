@@ -129,11 +129,11 @@ class _PagedTorchStep(StepAttention):
             # Gathered with the heads outside, which is the layout that the products want.
             index = (slots_UB[:, None, :] * num_kv_heads + self._heads_K1).view(-1)
             size = (query.shape[0], KEY_TILE, head_dim)
-            state.add(
-                keys.index_select(0, index).view(size).to(torch.float32),
-                values.index_select(0, index).view(size).to(torch.float32),
-                hidden_UQB,
-            )
+            keys_NBD = keys.index_select(0, index).view(size).to(torch.float32)
+            # A compressed cache attends over one plane, which is keys and values.
+            is_one = values_SKD is keys_SKD
+            values_NBD = keys_NBD if is_one else values.index_select(0, index).view(size).to(torch.float32)
+            state.add(keys_NBD, values_NBD, hidden_UQB)
         return state.result()
 
 
