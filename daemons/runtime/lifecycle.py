@@ -9,6 +9,7 @@ restarts it, and its peers treat it as any death.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -146,6 +147,7 @@ async def _live(
             loading = asyncio.ensure_future(daemon.load())
             if not await _finished_before(loading, asked_to_leave, runtime._failed):
                 return ExitCode.CLEAN
+            _spare_collector()
         except (MeshError, OSError) as error:
             log.error("not_started", error=str(error))
             return ExitCode.NOT_STARTED
@@ -161,6 +163,12 @@ async def _live(
     finally:
         progress.drain()
         await _close(daemon, runtime, endpoint, settings)
+
+
+def _spare_collector() -> None:
+    """Modules and the model live as long as the daemon: a full collection of them costs 15 ms in mid-stream."""
+    gc.collect()
+    gc.freeze()
 
 
 async def _announce(runtime: Runtime, settings: CommonSettings, endpoint: MetricsServer | None) -> None:
