@@ -23,8 +23,9 @@ _SHAPES = {
     "multi_head": AttentionShape(num_heads=3, num_kv_heads=3, head_dim=16, scale=0.25),
     "grouped": AttentionShape(num_heads=6, num_kv_heads=2, head_dim=10, scale=0.3),
     "one_kv_head": AttentionShape(num_heads=12, num_kv_heads=1, head_dim=8, scale=0.35),
-    "window": AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.35, window=70),
 }
+# Wider than a key tile, narrower, and of the row alone.
+_WINDOWS = [None, 70, 20, 1]
 # (start, length): decodes, a fresh prefill, chunks that begin and end at odd places, one crossing many key tiles.
 _SEGMENTS = [(0, 1), (129, 1), (0, 40), (63, 2), (5, 130), (64, 64), (100, 3)]
 
@@ -61,12 +62,12 @@ class _Case:
         self.query = torch.randn(num_rows, shape.num_heads, shape.head_dim, generator=generator)
         self.batch = AttentionBatch(segments=parts, num_rows=num_rows, zero_slot=_TOKENS)
 
-    def expected(self, shape: AttentionShape) -> torch.Tensor:
+    def expected(self, shape: AttentionShape, window: int | None = None) -> torch.Tensor:
         rows = []
         for segment in self.batch.segments:
             for offset in range(segment.length):
                 last = segment.start + offset
-                first = 0 if shape.window is None else max(0, last - shape.window + 1)
+                first = 0 if window is None else max(0, last - window + 1)
                 seen = segment.kv_slots[first : last + 1]
                 for head in range(shape.num_heads):
                     kv_head = head // shape.group_size
@@ -78,14 +79,15 @@ class _Case:
 
 @pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
 @pytest.mark.parametrize("is_deterministic", [True, False])
+@pytest.mark.parametrize("window", _WINDOWS)
 def test_every_row_attends_to_its_own_past_only(
-    backend_name: str, shape: AttentionShape, is_deterministic: bool
+    backend_name: str, shape: AttentionShape, is_deterministic: bool, window: int | None
 ) -> None:
     case = _Case(shape, _SEGMENTS, padding=5)
     step = _backend(backend_name, shape, is_deterministic=is_deterministic).begin(case.batch)
-    out = step.attend(case.query, case.keys, case.values)
+    out = step.attend(case.query, case.keys, case.values, window)
     assert out.shape == case.query.shape
-    expected = case.expected(shape)
+    expected = case.expected(shape, window)
     assert (out[: len(expected)] - expected).abs().max() < 2e-6
     assert torch.isfinite(out).all(), "padding rows are finite too"
 
@@ -96,8 +98,9 @@ def test_a_step_serves_all_layers_and_modifies_nothing(backend_name: str) -> Non
     other.keys, other.values = one.keys * 0.5, one.values * 3
     copies = [x.clone() for x in (one.query, one.keys, one.values)]
     step = _backend(backend_name, shape).begin(one.batch)
-    for case in (one, other, one):
-        assert (step.attend(case.query, case.keys, case.values) - case.expected(shape)).abs().max() < 1e-5
+    for case, window in ((one, None), (other, 30), (one, 30), (other, None)):
+        out = step.attend(case.query, case.keys, case.values, window)
+        assert (out - case.expected(shape, window)).abs().max() < 1e-5
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num())
         for a, b in zip(copies, (one.query, one.keys, one.values), strict=True)
@@ -113,22 +116,23 @@ def test_large_scores_do_not_overflow(backend_name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
-def test_batch_invariance_is_as_declared(backend_name: str, shape: AttentionShape) -> None:
+@pytest.mark.parametrize("window", _WINDOWS)
+def test_batch_invariance_is_as_declared(backend_name: str, shape: AttentionShape, window: int | None) -> None:
     """A backend that declares it gives every row the same bits alone, row by row, as in the whole batch."""
     backend = _backend(backend_name, shape)
     if not backend.is_batch_invariant:
         assert backend_name == "naive", f"{backend_name} lost its batch invariance"
         return
     case = _Case(shape, _SEGMENTS, padding=3)
-    whole = backend.begin(case.batch).attend(case.query, case.keys, case.values)
+    whole = backend.begin(case.batch).attend(case.query, case.keys, case.values, window)
     row = 0
     for segment in case.batch.segments:
         for offset in range(segment.length):
             end = segment.start + offset + 1
             alone = replace(segment, start=end - 1, length=1, kv_slots=segment.kv_slots[:end])
             step = backend.begin(replace(case.batch, segments=[alone], num_rows=1))
-            out = step.attend(case.query[row : row + 1].clone(), case.keys, case.values)
-            assert torch.equal(out[0], whole[row]), (segment.start, offset)
+            out = step.attend(case.query[row : row + 1].clone(), case.keys, case.values, window)
+            assert torch.equal(out[0].view(torch.int32), whole[row].view(torch.int32)), (segment.start, offset)
             row += 1
 
 

@@ -15,16 +15,12 @@ SlotArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What is the same for all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share).
-
-    window: a token sees itself and the `window - 1` before it; None = all before it.
-    """
+    """What is the same for all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share)."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -60,9 +56,12 @@ class StepAttention(ABC):
     """Attention of one step, for any of its layers."""
 
     @abstractmethod
-    def attend(self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         """Softmax attention of every row over its own sequence up to itself.
 
+        window, the layer's: a token sees itself and the `window - 1` before it; None = all before it.
         query_THD: [rows with padding, heads, head_dim], rotated, not scaled. keys_SKD, values_SKD: the layer's whole
         pool, [tokens of the pool, kv heads, head_dim], where the step's own tokens are already written. Returns
         [rows with padding, heads, head_dim] in the dtype of the query; padding rows hold finite numbers of no meaning.

@@ -26,19 +26,26 @@ class _NaiveStep(StepAttention):
         self._batch = batch
         self._device = device
 
-    def attend(self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         out_THD = torch.zeros_like(query_THD)
         row = 0
         for segment in self._batch.segments:
             rows = slice(row, row + segment.length)
             slots = torch.from_numpy(segment.kv_slots).to(self._device)
             positions = torch.arange(segment.start, segment.start + segment.length, device=self._device)
-            out_THD[rows] = self._attend(query_THD[rows], keys_SKD[slots], values_SKD[slots], positions)
+            out_THD[rows] = self._attend(query_THD[rows], keys_SKD[slots], values_SKD[slots], positions, window)
             row += segment.length
         return out_THD
 
     def _attend(
-        self, q_THD: torch.Tensor, k_LKD: torch.Tensor, v_LKD: torch.Tensor, at_T: torch.Tensor
+        self,
+        q_THD: torch.Tensor,
+        k_LKD: torch.Tensor,
+        v_LKD: torch.Tensor,
+        at_T: torch.Tensor,
+        window: int | None,
     ) -> torch.Tensor:
         groups = self._shape.group_size
         k_LHD = k_LKD.float().repeat_interleave(groups, dim=1)
@@ -46,7 +53,7 @@ class _NaiveStep(StepAttention):
         scores_HTL = torch.einsum("thd,lhd->htl", q_THD.float() * self._shape.scale, k_LHD)
         key_at_L = torch.arange(k_LKD.shape[0], device=at_T.device)
         hidden_TL = key_at_L[None, :] > at_T[:, None]
-        if self._shape.window is not None:
-            hidden_TL |= key_at_L[None, :] <= at_T[:, None] - self._shape.window
+        if window is not None:
+            hidden_TL |= key_at_L[None, :] <= at_T[:, None] - window
         probabilities_HTL = scores_HTL.masked_fill(hidden_TL, float("-inf")).softmax(dim=-1)
         return torch.einsum("htl,lhd->thd", probabilities_HTL, v_LHD).to(q_THD.dtype)

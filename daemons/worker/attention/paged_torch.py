@@ -14,7 +14,8 @@ is the number of units in a batched product, for which sizes are verified like a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,7 @@ class PagedTorchAttention(AttentionBackend):
         self.is_batch_invariant = placement.is_deterministic
 
     def begin(self, batch: AttentionBatch) -> StepAttention:
-        return _PagedTorchStep(self._shape, _plan(batch, self._query_tile, self._unit_tiles, self._shape), self._device)
+        return _PagedTorchStep(self._shape, partial(_plan, batch, self._query_tile, self._unit_tiles), self._device)
 
     def _verified_unit_counts(self) -> tuple[int, ...]:
         shape, generator = self._shape, torch.Generator().manual_seed(0)
@@ -96,27 +97,40 @@ class _Plan(NamedTuple):
 
 
 class _PagedTorchStep(StepAttention):
-    def __init__(self, shape: AttentionShape, plan: _Plan, device: torch.device) -> None:
+    """A plan for each window that the model's layers have, made when the first of them asks."""
+
+    def __init__(
+        self, shape: AttentionShape, plan_for_window: Callable[[int | None], _Plan], device: torch.device
+    ) -> None:
         self._shape = shape
-        self._plan = plan
+        self._plan_for_window = plan_for_window
+        self._plans: dict[int | None, _Plan] = {}
         self._heads_K1 = torch.arange(shape.num_kv_heads, device=device)[:, None]
 
-    def attend(self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, window: int | None = None
+    ) -> torch.Tensor:
         shape = self._shape
-        tile = self._plan.unit_to_row.shape[0] // sum(group.num_units for group in self._plan.groups)
+        if window not in self._plans:
+            self._plans[window] = self._plan_for_window(window)
+        plan = self._plans[window]
+        tile = plan.unit_to_row.shape[0] // sum(group.num_units for group in plan.groups)
         # [U, Q, K, G, D] -> [U, K, Q, G, D] -> [U x K, Q x G, D]: one product a unit and KV head.
-        query = query_THD.index_select(0, self._plan.unit_to_row).to(torch.float32).mul_(shape.scale)
+        query = query_THD.index_select(0, plan.unit_to_row).to(torch.float32).mul_(shape.scale)
         query = query.view(-1, tile, shape.num_kv_heads, shape.group_size, shape.head_dim).transpose(1, 2)
         query = query.reshape(-1, tile * shape.group_size, shape.head_dim)
         outputs = []
         first = 0
-        for group in self._plan.groups:
+        for group in plan.groups:
             last = first + group.num_units * shape.num_kv_heads
             outputs.append(self._attend_group(query[first:last], group.key_tiles, keys_SKD, values_SKD))
             first = last
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if window is not None:
+            # Which tiles are skipped depends on the batch, and a tile of which a row sees nothing turns -0 to 0.
+            out = out + 0.0
         out = out.view(-1, shape.num_kv_heads, tile, shape.group_size, shape.head_dim).transpose(1, 2)
-        out_THD = out.reshape(-1, shape.num_heads, shape.head_dim).index_select(0, self._plan.row_to_place)
+        out_THD = out.reshape(-1, shape.num_heads, shape.head_dim).index_select(0, plan.row_to_place)
         return out_THD.to(query_THD.dtype)
 
     def _attend_group(
@@ -173,7 +187,7 @@ class _OnlineSoftmax:
         return self._weighted_NMD / self._sum_NM1
 
 
-def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, shape: AttentionShape) -> _Plan:
+def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: int | None) -> _Plan:
     """Cuts the segments into units and sorts those by context, so that units of a group have about as many tiles."""
     segment_U, first_U, row_U = _cut_into_units(batch, query_tile)
     end_U = np.array([segment.start + segment.length for segment in batch.segments])[segment_U]
@@ -193,12 +207,13 @@ def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, shape: A
     groups, at = [], 0
     for size in cover:
         units = slice(at, min(at + size, len(order)))
+        first_tile = 0 if window is None else max(0, int(first_U[units].min()) - window + 1) // KEY_TILE
         groups.append(
             _UnitGroup(
                 num_units=size,
                 key_tiles=[
-                    _key_tile(j, size, segment_U[units], position_UQ[units], slots, batch.zero_slot, shape.window)
-                    for j in range(int(num_tiles_U[at]))
+                    _key_tile(j, size, segment_U[units], position_UQ[units], slots, batch.zero_slot, window)
+                    for j in range(first_tile, int(num_tiles_U[at]))
                 ],
             )
         )
