@@ -1,6 +1,6 @@
 """What every hop of the mesh costs, and the whole mesh, over the same objects in one process. CPU only.
 
-    python bench/hops.py [--step-ms 8 2.5] [--rounds 7] [--concurrency 64] [--tokens 128] [--json FILE] [--quick]
+    python bench/hops.py [--step-ms 8 2.5] [--rounds 7] [--concurrency 64 16] [--tokens 128] [--json FILE] [--quick]
 
 A ladder of rungs, each with one more boundary: the engine in one process (no gRPC), its worker in a process, scheduler
 and worker in processes, a router before them (ids), the whole mesh (text). The simulated worker's steps all take one
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     if args.quick:
         args.step_ms, args.rounds, args.requests, args.round_trips = args.step_ms[:1], 2, 3, 40
-        args.concurrency, args.tokens = 8, 24
+        args.concurrency, args.tokens = [8], 24
     results = uvloop.run(_measure(args))
     text = json.dumps(results, indent=2)
     print(text)
@@ -67,9 +67,9 @@ async def _measure(args: argparse.Namespace) -> Figures:
 
 
 async def _climb(ladder: Ladder, args: argparse.Namespace) -> Figures:
-    """Both load points on all rungs, rung by rung within each round; the rung that begins changes every round."""
+    """All load points on all rungs, rung by rung within each round; the rung that begins changes every round."""
     low: list[dict[str, Sample]] = []
-    high: list[dict[str, Sample]] = []
+    high: dict[int, list[dict[str, Sample]]] = {num: [] for num in args.concurrency}
     async with ladder.rungs() as rungs:
         prompts = ladder.prompts()
         await check_equal(rungs, next(prompts), args.tokens)
@@ -77,18 +77,24 @@ async def _climb(ladder: Ladder, args: argparse.Namespace) -> Figures:
         gc.freeze()  # As the daemons do: the engine in this process shall not pay for what only this process holds.
         for rung in rungs:  # Warm-up: channels, estimates of step times and gaps.
             await one_at_a_time(rung, prompts, 2, _TTFT_TOKENS)
-            await all_at_once(rung, prompts, args.concurrency, 16)
+            await all_at_once(rung, prompts, max(args.concurrency), 16)
         for round_ in range(args.rounds):
             order = _rotated(rungs, round_)
             low.append({r.name: await one_at_a_time(r, prompts, args.requests, _TTFT_TOKENS) for r in order})
-            high.append({r.name: await all_at_once(r, prompts, args.concurrency, args.tokens) for r in order})
+            for num, rounds in high.items():
+                rounds.append({r.name: await all_at_once(r, prompts, num, args.tokens) for r in order})
     names = [rung.name for rung in rungs]
-    ideal_tok_s = 1000 * args.concurrency / ladder.settings.step_ms
     return {
         "adds": {rung.name: rung.adds for rung in rungs},
-        "ideal_tok_s": round(ideal_tok_s),
         "low_load": low_load([{name: samples[name] for name in names} for samples in low], _BASELINE),
-        "high_load": high_load([{name: samples[name] for name in names} for samples in high], _BASELINE, ideal_tok_s),
+        "high_load": {
+            f"{num} streams": high_load(
+                [{name: samples[name] for name in names} for samples in rounds],
+                _BASELINE,
+                ideal_tok_s=1000 * num / ladder.settings.step_ms,
+            )
+            for num, rounds in high.items()
+        },
     }
 
 
@@ -149,7 +155,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, nargs="+", default=[8.0, 2.5], help="time of a step of the worker")
     parser.add_argument("--rounds", type=int, default=7, help="times that every rung takes its turn")
     parser.add_argument("--requests", type=int, default=20, help="per rung and round at low load")
-    parser.add_argument("--concurrency", type=int, default=64, help="requests at once at high load")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[64, 16], help="requests at once at high load")
     parser.add_argument("--tokens", type=int, default=128, help="of each request at high load")
     parser.add_argument("--round-trips", type=int, default=250, help="per kind and block")
     parser.add_argument("--transport", choices=["unix", "tcp"], default="unix", help="between all processes")
