@@ -43,7 +43,7 @@ GENERATE = "/radixmesh.router.v1.RouterService/Generate"
 
 
 class PacedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Every row gets one token a step, steps come at a fixed rate; a step that is late is not caught up."""
+    """Every row gets one token a step, steps come at a fixed rate; late ones are caught up in bigger frames."""
 
     def __init__(self, rate: float, text_ids: list[int], vocabulary: Vocabulary) -> None:
         self._rate = rate
@@ -65,23 +65,31 @@ class PacedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         hello = scheduler_pb2.SchedulerHello(hello=make_hello("scheduler", "paced", self._model), page_size=1)
         load = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_SERVING)
         yield scheduler_pb2.ServeResponse(hello=hello, load=load)
-        step, due = 0, time.monotonic()
+        num_done, begun = 0, 0.0
         while not reader.done():
             num = len(self._handles)
-            frame = scheduler_pb2.ServeResponse()
-            if not num or step % 50 == 0:
-                frame.load.CopyFrom(load)
-            if num:
-                rows = np.arange(num, dtype=np.int32)
-                frame.tokens.handles = pack_ints(self._handles)
-                frame.tokens.attempts = bytes(4 * num)
-                frame.tokens.first_output_indexes = pack_ints(np.full(num, step, np.int32))
-                frame.tokens.counts = pack_ints(np.ones(num, np.int32))
-                frame.tokens.ids = pack_ints(self._text[(step + 7 * rows) % len(self._text)])
-                step += 1
-            yield frame
-            due = max(due + (num / self._rate if num else 0.2), time.monotonic() - 0.05)
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if not num:
+                yield scheduler_pb2.ServeResponse(load=load)
+                await asyncio.sleep(0.2)
+                begun = time.monotonic()
+                continue
+            num_due = int((time.monotonic() - begun) * self._rate / num)
+            if num_due > num_done:
+                # As a scheduler does while its router is slow: steps merge into one frame.
+                yield self._frame(num_done, num_due - num_done, load if num_done % 50 == 0 else None)
+                num_done = num_due
+            await asyncio.sleep(max(0.0, begun + (num_done + 1) * num / self._rate - time.monotonic()))
+
+    def _frame(self, first: int, count: int, load: scheduler_pb2.Load | None) -> scheduler_pb2.ServeResponse:
+        num = len(self._handles)
+        at = first + np.arange(count, dtype=np.int32)[None, :] + 7 * np.arange(num, dtype=np.int32)[:, None]
+        frame = scheduler_pb2.ServeResponse(load=load)
+        frame.tokens.handles = pack_ints(self._handles)
+        frame.tokens.attempts = bytes(4 * num)
+        frame.tokens.first_output_indexes = pack_ints(np.full(num, first, np.int32))
+        frame.tokens.counts = pack_ints(np.full(num, count, np.int32))
+        frame.tokens.ids = pack_ints(self._text[at % len(self._text)])
+        return frame
 
     async def _read(self, frames: AsyncIterator[scheduler_pb2.ServeRequest]) -> None:
         waiting: list[int] = []

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.journal import Output, OutputState, Request
+from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
@@ -26,8 +27,10 @@ class Delivery:
     client.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Journal, turnstile: Turnstile) -> None:
         self._journal = journal
+        self._turnstile = turnstile
+        self._is_waiting_turn = False
         self._request: Request | None = None
         self._dirty: dict[int, Output] = {}
         self._has_news = asyncio.Event()
@@ -47,9 +50,12 @@ class Delivery:
     def mark(self, output: Output) -> None:
         """Something about output is new. The hot path: once per output and frame."""
         self._dirty[output.index] = output
+        if self._is_waiting_turn:
+            return
+        self._is_waiting_turn = True
         if self.news_since is None:
             self.news_since = time.monotonic()
-        self._has_news.set()
+        self._turnstile.enter(self._has_news)
 
     def fail(self, error: MeshError) -> None:
         """Ends the client's stream with error, in place of whatever is still untold."""
@@ -82,6 +88,7 @@ class Delivery:
         if request is None:
             return None
         self.news_since = None
+        self._is_waiting_turn = False
         if not self._is_resolved_told:
             # Alone and at once: from here on the client can resume.
             self._is_resolved_told = True

@@ -80,5 +80,17 @@ class GrpcTokenizer(TokenizerReplica):
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
 
+    async def decode(self, request: tokenizer_pb2.DecodeRequest, timeout_s: float) -> tokenizer_pb2.DecodeResponse:
+        try:
+            return await self._stub.Decode(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise mesh_error_from_rpc(error) from error
+
+    async def vocabulary(self, timeout_s: float) -> tokenizer_pb2.GetVocabularyResponse:
+        try:
+            return await self._stub.GetVocabulary(tokenizer_pb2.GetVocabularyRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise mesh_error_from_rpc(error) from error
+
     async def close(self) -> None:
         await self._channel.close()

@@ -19,6 +19,7 @@ from radixmesh.daemons.router.request_maker import RequestMaker
 from radixmesh.daemons.router.request_stream import RequestStream
 from radixmesh.daemons.router.resolver import check_resume
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.metrics import Metrics
@@ -36,7 +37,7 @@ _ABORT_OUTCOMES = {
 
 
 class Router:
-    """Composes journal, pools and flow. start() once, then open() streams; tick() keeps time."""
+    """Requests of all clients. connect() once, then open() streams; keep_time() runs beside them."""
 
     def __init__(
         self,
@@ -54,8 +55,8 @@ class Router:
         self._maker = maker
         self._progress = progress
         self._metrics = metrics
+        self._turnstile = Turnstile()
         self._streams: dict[str, RequestStream] = {}
-        self._num_messages = 0
 
     @property
     def schedulers(self) -> SchedulerPool:
@@ -116,7 +117,7 @@ class Router:
         """A stream for one request; nothing runs before its first take(). Raises MeshError."""
         self._progress.require_serving()
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
-        stream = RequestStream(self, message, request_id, Delivery(self._journal))
+        stream = RequestStream(self, message, request_id, Delivery(self._journal, self._turnstile))
         live = self._streams.get(request_id)
         if live is not None:
             self._supersede(live, stream)

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -14,6 +15,8 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 log = get_logger(__name__)
+
+_T = TypeVar("_T")
 
 _MIN_PAUSE_S = 0.03
 _MAX_PAUSE_S = 0.25
@@ -33,8 +36,20 @@ class TokenizerReplica(ABC):
         """Asks it once. Raises MeshError."""
 
     @abstractmethod
+    async def decode(self, request: tokenizer_pb2.DecodeRequest, timeout_s: float) -> tokenizer_pb2.DecodeResponse:
+        """Asks it once. Raises MeshError."""
+
+    @abstractmethod
+    async def vocabulary(self, timeout_s: float) -> tokenizer_pb2.GetVocabularyResponse:
+        """Asks it once. Raises MeshError."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Ends the connection."""
+
+
+# Asks one replica, with a timeout in seconds.
+_Ask = Callable[[TokenizerReplica, float], Awaitable[_T]]
 
 
 class TokenizerPool:
@@ -55,32 +70,43 @@ class TokenizerPool:
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
         """Raises what a replica says of the request, or NO_REPLICA when none has answered within wait_s."""
+        return await self._call(lambda replica, timeout_s: replica.encode(request, timeout_s))
+
+    async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
+        """Raises what encode() does."""
+        return await self._call(lambda replica, timeout_s: replica.decode(request, timeout_s))
+
+    async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
+        """Raises what encode() does."""
+        return await self._call(lambda replica, timeout_s: replica.vocabulary(timeout_s))
+
+    async def _call(self, ask: _Ask[_T]) -> _T:
         if not self._replicas:
             message = "this router knows no tokenizer: send prompt_ids, or start it with --tokenizers"
             raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "tokenizer"})
         until = time.monotonic() + self._wait_s
         first = next(self._turn)
         order = itertools.cycle(self._replicas[(first + i) % len(self._replicas)] for i in range(len(self._replicas)))
-        asked: dict[asyncio.Task[tokenizer_pb2.EncodeResponse], TokenizerReplica] = {}
+        asked: dict[asyncio.Future[_T], TokenizerReplica] = {}
         try:
-            return await self._ask(request, order, asked, until)
+            return await self._ask(ask, order, asked, until)
         finally:
             for task in asked:
                 task.cancel()
 
     async def _ask(
         self,
-        request: tokenizer_pb2.EncodeRequest,
+        ask: _Ask[_T],
         order: itertools.cycle[TokenizerReplica],
-        asked: dict[asyncio.Task[tokenizer_pb2.EncodeResponse], TokenizerReplica],
+        asked: dict[asyncio.Future[_T], TokenizerReplica],
         until: float,
-    ) -> tokenizer_pb2.EncodeResponse:
+    ) -> _T:
         num_failed, pause_s = 0, _MIN_PAUSE_S
         while (remaining := until - time.monotonic()) > 0:
             replica = next(order)
             if replica not in asked.values():
                 timeout_s = min(remaining, _CALL_TIMEOUT_S)
-                asked[asyncio.create_task(replica.encode(request, timeout_s))] = replica
+                asked[asyncio.ensure_future(ask(replica, timeout_s))] = replica
             patience = remaining if len(asked) == len(self._replicas) else min(self._hedge_s, remaining)
             done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -15,6 +15,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.logprob_track import LogprobTrack
+from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.arrays import pack_floats, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -22,7 +23,7 @@ from radixmesh.router.v1 import router_pb2
 
 def begun(n: int = 1) -> tuple[Journal, Request, Delivery]:
     journal = Journal(1 << 20)
-    delivery = Delivery(journal)
+    delivery = Delivery(journal, Turnstile())
     request = new_request("r", delivery, n=n)
     journal.add(request)
     delivery.begin(request)
