@@ -1,10 +1,10 @@
 """Lets deliveries through a few at a time, so that reading from peers keeps pace with writing to clients.
 
-A step concerns every stream at once. Were all written before the next frame is read, a busy router would read
-one frame per round of writes: frames would queue up in the transport, and never merge. With a pause after every
-few writes, several frames come in during one round when the router is busy, and each client gets one bigger delta. Up to
-_PER_TURN streams are never delayed. (256 streams, 40,000 tokens/s offered, two busy cores: without pauses 25,500 are
-delivered at 31 us each, with them all at 17 us; with 64 a turn as without, with 24 less CPU and twice the latency.)
+A step concerns every stream at once. Were all written before the next frame is read, a busy router would read one frame
+per round of writes: frames would queue up in the transport, and never merge. With a pause after every few writes,
+several frames come in during one round when the router is busy, and each client gets one bigger delta. Up to _PER_TURN
+streams are never delayed. (256 streams, 40,000 tokens/s offered, two busy cores: without pauses 25,500 are delivered at
+31 us each, with them all at 17 us; with 64 a turn as without, with 24 less CPU and twice the latency.)
 """
 
 from __future__ import annotations
