@@ -25,6 +25,7 @@ class DetokenizerDaemon(Daemon):
         self._instance_id = runtime.instance_id
         self._budget = EntryBudget(settings.max_entries)
         self._loaded: tuple[Vocabulary, DecoderFamily] | None = None
+        runtime.metrics.detokenizer_entries.set_function(lambda: self._budget.num_entries)
         self._service = DetokenizerService(self, runtime.progress, settings.max_pending_bytes)
         runtime.server.add(detokenizer_pb2_grpc.add_DetokenizerServiceServicer_to_server, self._service)
 

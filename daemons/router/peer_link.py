@@ -110,6 +110,9 @@ class PeerLink(ABC, Generic[Req, Resp]):
                 await self._converse()
             except MeshError as error:
                 self._log_loss(error, was_connected=self.num_connects > num_connects)
+            except Exception:
+                # A bug: one request's, as a rule. The link must not end with it, or every request waits for ever.
+                log.exception("link_failed", address=self.address)
             if self.num_connects > num_connects:
                 backoff = _MIN_BACKOFF_S
             # Jitter: many routers must not come back to a restarted peer in lockstep.

@@ -24,6 +24,8 @@ _T = TypeVar("_T")
 
 # A model that nobody has announced may be served by a scheduler that is still to be reached.
 _UNKNOWN_MODEL_WAIT_S = 5.0
+# A year: no request lives longer, and what is left of it fits every clock and field on its way.
+_MAX_DEADLINE_MS = 365 * 24 * 3600 * 1000
 
 
 class RequestMaker:
@@ -44,14 +46,18 @@ class RequestMaker:
         self, model: str, items: Iterable[tokenizer_pb2.EncodeItem]
     ) -> Sequence[tokenizer_pb2.EncodedItem]:
         """Encodes texts and chats for a model, "" = any. Raises MeshError."""
-        if model:
-            await self._schedulers.find_model(model, _UNKNOWN_MODEL_WAIT_S)
+        if model or self._schedulers.models():
+            found = await self._schedulers.find_model(model, _UNKNOWN_MODEL_WAIT_S)
+            encoded = await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=items))
+            _check_fingerprint(encoded.tokenizer_fingerprint, found.identity)
+            return encoded.items
         return (await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=items))).items
 
     async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request that begins. Raises MeshError."""
         deadline = _deadline_of(message)
         draft = check_request(message)
+        _require_time(deadline)
         self._journal.require_room(journal_size(message.ByteSize(), draft.n))
         if message.model or message.WhichOneof("input") == "prompt_ids":
             # A wrong name is told before a tokenizer works for nothing.
@@ -77,6 +83,7 @@ class RequestMaker:
         """A request whose stream broke, as its client keeps it. Raises MeshError."""
         deadline = _deadline_of(message)
         progress = check_resume(message)
+        _require_time(deadline)
         resolved = message.resume.resolved
         model = await self._in_time(self._schedulers.find_model(resolved.model, self._scheduler_wait_s), deadline)
         if not is_same_model(model.identity, resolved.model_identity):
@@ -125,8 +132,7 @@ class RequestMaker:
             async with asyncio.timeout(deadline - time.monotonic()):
                 return await work
         except TimeoutError as error:
-            message = "the request's deadline_ms passed before it could start"
-            raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
+            raise _too_late() from error
 
     def _model_wait_s(self, message: router_pb2.GenerateRequest) -> float:
         # Without a name any scheduler will do, and one that restarts is worth waiting for.
@@ -145,7 +151,20 @@ def _request_of(resolved: router_pb2.Resolved, delivery: Delivery, resumption: i
 
 
 def _deadline_of(message: router_pb2.GenerateRequest) -> float | None:
-    return time.monotonic() + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None
+    if not message.HasField("deadline_ms"):
+        return None
+    return time.monotonic() + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000
+
+
+def _require_time(deadline: float | None) -> None:
+    # What follows may not have to wait for anything, and would then not notice.
+    if deadline is not None and deadline <= time.monotonic():
+        raise _too_late()
+
+
+def _too_late() -> MeshError:
+    message = "the request's deadline_ms passed before it could start: give it more time"
+    return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
 
 
 def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:

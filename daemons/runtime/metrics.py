@@ -71,6 +71,9 @@ class Metrics:
         self.journal_bytes = Gauge(
             "radixmesh_journal_bytes", "Bytes that the request journal holds.", registry=registry
         )
+        self.detokenizer_entries = Gauge(
+            "radixmesh_detokenizer_entries", "Outputs that are open at a detokenizer.", registry=registry
+        )
 
     def _make_step_metrics(self, registry: CollectorRegistry) -> None:
         self.steps = Counter("radixmesh_steps_total", "Steps completed.", registry=registry)

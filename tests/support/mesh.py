@@ -40,6 +40,8 @@ async def running_mesh(
     worker: Mapping[str, object] | None = None,
     scheduler: Mapping[str, object] | None = None,
     router: Mapping[str, object] | None = None,
+    tokenizer: Mapping[str, object] | None = None,
+    detokenizer: Mapping[str, object] | None = None,
     timeout_s: float = 60.0,
 ) -> AsyncIterator[Mesh]:
     """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
@@ -50,6 +52,8 @@ async def running_mesh(
         "worker": _variables({"cpu_threads": 1, **(worker or {})}),
         "scheduler": _variables({"check_invariants": "true", **(scheduler or {})}),
         "router": _variables(router or {}),
+        "tokenizer": _variables(tokenizer or {}),
+        "detokenizer": _variables(detokenizer or {}),
     }
     cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False)
     async with cluster:

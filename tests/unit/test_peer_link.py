@@ -1,0 +1,76 @@
+"""A link to a peer outlives what happens on it, a bug of its own included."""
+
+from __future__ import annotations
+
+import asyncio
+
+from radixmesh.daemons.router.frame_stream import FrameStream
+from radixmesh.daemons.router.peer_link import PeerLink
+
+
+class Echo(FrameStream[str, str]):
+    """A peer that says hello, and repeats what it is told."""
+
+    def __init__(self) -> None:
+        self._frames: asyncio.Queue[str] = asyncio.Queue()
+
+    async def send(self, frame: str) -> None:
+        self._frames.put_nowait(frame)
+
+    async def receive(self) -> str | None:
+        return await self._frames.get()
+
+    async def close(self) -> None:
+        return
+
+
+class Link(PeerLink[str, str]):
+    """Says what is put into `news`; raises what is an exception."""
+
+    def __init__(self) -> None:
+        super().__init__("peer", lambda address: Echo(), 5.0)
+        self.news: list[str | Exception] = []
+        self.heard: list[str] = []
+        self.num_lost = 0
+
+    def _hello_frame(self) -> str:
+        return "hello"
+
+    def _welcome(self, frame: str) -> str:
+        assert frame == "hello"
+        return "it"
+
+    def _next_frame(self) -> str | None:
+        if not self.news:
+            return None
+        first = self.news.pop(0)
+        if self.news:
+            self.wake()
+        if isinstance(first, Exception):
+            raise first
+        return first
+
+    def _on_frame(self, frame: str) -> None:
+        self.heard.append(frame)
+
+    def _on_connected(self) -> None:
+        self.wake()
+
+    def _on_lost(self) -> None:
+        self.num_lost += 1
+
+    def _is_answer_owed(self) -> bool:
+        return False
+
+
+async def test_a_frame_that_cannot_be_made_costs_one_connection_and_not_the_link() -> None:
+    link = Link()
+    link.start()
+    link.news = ["a", ValueError("a request that no message holds"), "b"]
+    async with asyncio.timeout(5):
+        while "b" not in link.heard:
+            await asyncio.sleep(0.01)
+    assert link.heard[-1] == "b"
+    assert (link.num_connects, link.num_lost) == (2, 1)
+    assert link.is_connected
+    await link.close()
