@@ -8,10 +8,11 @@ what an incremental UTF-8 decoder does to it piece by piece.
 from __future__ import annotations
 
 from codecs import utf_8_decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, TextDecoder
+from radixmesh.daemons.runtime.token_bytes import byte_level_bytes, byte_level_table
 from radixmesh.daemons.runtime.vocabulary import Vocabulary
 
 
@@ -27,8 +28,8 @@ class ByteLevelFamily(DecoderFamily):
     """Tables of every token's bytes, with and without the special tokens' text."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        to_bytes = _alphabet_table()
-        data = [_bytes_of(token, to_bytes) for token in vocabulary.tokens]
+        to_bytes = byte_level_table()
+        data = [byte_level_bytes(token, to_bytes) for token in vocabulary.tokens]
         data += [b""] * (vocabulary.vocab_size - len(data))
         texts = [_whole_text(piece) for piece in data]
         self._all = TokenPieces(data=data, texts=texts)
@@ -71,27 +72,6 @@ class ByteLevelDecoder(TextDecoder):
 
     def fork(self) -> TextDecoder:
         return ByteLevelDecoder(TokenPieces(data=self._data, texts=self._texts), self._kept)
-
-
-def _alphabet_table() -> Mapping[int, int]:
-    """str.translate table from the alphabet to U+0000-U+00FF, the byte values.
-
-    Printable Latin-1 characters stand for themselves, the others for U+0100 and up in order. What is below U+0100 and
-    not in the alphabet goes to a character that no byte has.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    table = {code: code if code in printable else 0xFFFF for code in range(256)}
-    others = [byte for byte in range(256) if byte not in printable]
-    table.update({0x100 + rank: byte for rank, byte in enumerate(others)})
-    return table
-
-
-def _bytes_of(token: str, to_bytes: Mapping[int, int]) -> bytes:
-    """A token with any character outside the alphabet (an added token, as a rule) stands for itself as a whole."""
-    try:
-        return token.translate(to_bytes).encode("latin-1")
-    except UnicodeEncodeError:
-        return token.encode()
 
 
 def _whole_text(data: bytes) -> str | None:

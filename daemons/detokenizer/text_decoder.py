@@ -6,12 +6,12 @@ of the tokenizer's decoder: see `family_of`.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.token_bytes import decoder_kinds
 from radixmesh.daemons.runtime.vocabulary import Vocabulary
 
 
@@ -87,19 +87,3 @@ def _family_name(vocabulary: Vocabulary) -> str:
             {"feature": "decoder " + "+".join(kinds)},
         )
     return "prefix_diff"
-
-
-def decoder_kinds(vocabulary: Vocabulary) -> tuple[str, ...]:
-    """Kinds of the tokenizer's decoder steps in order, e.g. ("Replace", "ByteFallback", "Fuse", "Strip")."""
-    decoder = vocabulary.tokenizer.decoder
-    if decoder is None:
-        return ()
-    return _kinds_in(json.loads(decoder.__getstate__()))
-
-
-def _kinds_in(state: Mapping[str, object]) -> tuple[str, ...]:
-    if state.get("type") != "Sequence":
-        return (str(state.get("type")),)
-    steps = state.get("decoders")
-    assert isinstance(steps, list), state
-    return tuple(kind for step in steps for kind in _kinds_in(step))

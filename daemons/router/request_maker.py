@@ -53,6 +53,14 @@ class RequestMaker:
             return encoded.items
         return (await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=items))).items
 
+    async def decode(self, request: tokenizer_pb2.DecodeRequest) -> Sequence[str]:
+        """Texts of whole id arrays. Raises MeshError."""
+        return (await self._tokenizers.decode(request)).texts
+
+    async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
+        """The vocabulary of some tokenizer. Raises MeshError."""
+        return await self._tokenizers.vocabulary()
+
     async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request that begins. Raises MeshError."""
         deadline = _deadline_of(message)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Sequence
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.config import RouterSettings
@@ -26,6 +27,7 @@ from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2
+from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 log = get_logger(__name__)
 
@@ -144,6 +146,14 @@ class Router:
     async def tokenize(self, request: router_pb2.TokenizeRequest) -> router_pb2.TokenizeResponse:
         """Encodes texts and chats as open() would."""
         return router_pb2.TokenizeResponse(items=await self._maker.encode(request.model, request.items))
+
+    async def decode(self, request: tokenizer_pb2.DecodeRequest) -> Sequence[str]:
+        """Texts of whole id arrays."""
+        return await self._maker.decode(request)
+
+    async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
+        """The vocabulary that tokenizers have."""
+        return await self._maker.vocabulary()
 
     # For RequestStream.
 

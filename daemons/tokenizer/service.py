@@ -10,6 +10,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import identity_to_proto
+from radixmesh.daemons.runtime.token_bytes import token_bytes
 from radixmesh.daemons.tokenizer.chat import Chat, invalid_chat, read_message, read_template_args, read_tools
 from radixmesh.daemons.tokenizer.text_codec import Encoded, TextCodec, TextItem
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue
@@ -78,6 +79,7 @@ def _describe(codec: TextCodec) -> tokenizer_pb2.GetVocabularyResponse:
         special_ids=pack_ints(vocabulary.special_ids),
         has_chat_template=not codec.template.is_empty,
         tokens=vocabulary.tokens,
+        token_bytes=token_bytes(vocabulary),
     )
 
 
