@@ -57,6 +57,7 @@ class OneProcess:
         self._wake = asyncio.Event()
         self._sent_idle_s: dict[int, float] = {}
         self._driving: asyncio.Task[None] | None = None
+        self._failure: Exception | None = None
 
     async def __aenter__(self) -> OneProcess:
         held = await self._link.open(self._arrived)
@@ -75,10 +76,17 @@ class OneProcess:
                 await self._driving
         await self._link.close()
 
+    @property
+    def num_live(self) -> int:
+        """Requests that wait or run."""
+        return self._planner.num_live
+
     async def generate(
         self, prompt: str | Sequence[int], sampling: Sampling, stop: Stop
     ) -> AsyncGenerator[Delta, None]:
         """Deltas of one output; leaving early aborts it. Raises MeshError for what cannot run."""
+        if self._failure is not None:
+            raise self._failure
         self._num_requests += 1
         handle, name = self._num_requests, f"request-{self._num_requests}"
         queue = self._outputs[handle] = asyncio.Queue()
@@ -142,6 +150,7 @@ class OneProcess:
                 for output in (*outputs, self._planner.take_outputs()):
                     self._deliver(output)
         except Exception as error:
+            self._failure = error
             for queue in self._outputs.values():
                 queue.put_nowait(error)
 
