@@ -32,7 +32,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ("import radixmesh.daemons.worker.sampling.sampler", "torch"),
         (
             "from radixmesh.daemons.worker.models.registry import model_families; model_families()",
-            "radixmesh.daemons.worker.models.llama.model",
+            "radixmesh.daemons.worker.models.decoder.model",
         ),
         (
             "from radixmesh.daemons.worker.attention.registry import attention_backends; attention_backends()",

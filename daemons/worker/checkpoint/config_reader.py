@@ -31,6 +31,10 @@ class ConfigReader:
     def has(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def is_null(self, key: str) -> bool:
+        """Whether the key is there with the value null, for the few keys where that is not the same as absent."""
+        return key in self._values and self._values[key] is None
+
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
         """A whole number >= low."""
         value = self._get(key, default)
@@ -38,11 +42,12 @@ class ConfigReader:
             raise self.error(key, f"a whole number >= {low}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A number > 0."""
+    def number(self, key: str, default: float | None = None, *, can_be_zero: bool = False) -> float:
+        """A number > 0, or >= 0."""
         value = self._get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-            raise self.error(key, "a number > 0")
+        is_zero = can_be_zero and value == 0
+        if not isinstance(value, int | float) or isinstance(value, bool) or not (value > 0 or is_zero):
+            raise self.error(key, f"a number {'>=' if can_be_zero else '>'} 0")
         return float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
@@ -61,6 +66,15 @@ class ConfigReader:
         value = self._get(key, None)
         if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
             raise self.error(key, "a list of strings")
+        return tuple(value)
+
+    def integers(self, key: str, *, low: int = 1) -> tuple[int, ...]:
+        """A list of whole numbers >= low; empty if absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(n, int) and not isinstance(n, bool) for n in value):
+            raise self.error(key, "a list of whole numbers")
+        if any(n < low for n in value):
+            raise self.error(key, f"a list of whole numbers >= {low}")
         return tuple(value)
 
     def section(self, key: str) -> ConfigReader | None:

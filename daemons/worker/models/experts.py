@@ -15,11 +15,11 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 from .model import Placement, RowInput, RowProbe
+from .row_maths import silu_gated
 
 # What torch's own allocations keep: a product may choose another path for weights that are aligned less.
 _ALIGNMENT = 64
@@ -91,20 +91,20 @@ class RoutedExperts:
         return self._router(inputs[0])
 
     def _expert(self, index: int, inputs: Tensors) -> Tensors:
-        gate_TF, up_TF = (inputs[0] @ self._weights.w_gate_up_EDF2[index]).chunk(2, dim=-1)
-        return ((functional.silu(gate_TF) * up_TF) @ self._weights.w_down_EFD[index],)
+        gate_up_TF2 = inputs[0] @ self._weights.w_gate_up_EDF2[index]
+        return (silu_gated(gate_up_TF2) @ self._weights.w_down_EFD[index],)
 
     def _run_experts(self, x_TD: torch.Tensor, expert_ids_NA: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
         """float32 [N, A, D]: what each picked expert makes of the row."""
         num_rows, num_picks = expert_ids_NA.shape
         results_PD = x_TD.new_empty(num_rows * num_picks, x_TD.shape[1], dtype=torch.float32)
         picked_P = expert_ids_NA.flatten()
-        pairs_by_expert = picked_P.argsort(stable=True).split(
-            picked_P.bincount(minlength=self._weights.w_down_EFD.shape[0]).tolist()
-        )
-        for index, pairs in enumerate(pairs_by_expert):
-            if not len(pairs):
+        pairs_by_expert_P = picked_P.argsort(stable=True)
+        ends = picked_P.bincount(minlength=self._weights.w_down_EFD.shape[0]).cumsum(0).tolist()
+        for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if start == end:
                 continue
+            pairs = pairs_by_expert_P[start:end]
             # Padding places compute row 0 once more; nobody reads them.
             rows = pairs.new_zeros(tiles.padded(len(pairs)))
             rows[: len(pairs)] = pairs // num_picks
@@ -118,4 +118,4 @@ def _aligned_stack(num: int, num_in: int, num_out: int, placement: Placement) ->
     step = _ALIGNMENT // placement.dtype.itemsize
     size = -(-num_in * num_out // step) * step
     memory = torch.empty(num, size, dtype=placement.dtype, device=placement.device)
-    return memory[:, : num_in * num_out].unflatten(1, (num_in, num_out))
+    return memory[:, : num_in * num_out].view(num, num_in, num_out)

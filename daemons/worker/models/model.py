@@ -74,6 +74,10 @@ class Model(ABC):
         """float32 [T, vocabulary] of rows of `forward`'s output; T is a number of rows that `tiles` can cover."""
 
     @abstractmethod
+    def final_hidden(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+        """float32 [T, hidden]: rows of `forward`'s output after the final norm, for embed tasks; T as for `logits`."""
+
+    @abstractmethod
     def row_probes(self) -> tuple[RowProbe, ...]:
         """Every kind of function that this model gives to `RowTiles.map`, once per set of weight shapes."""
 

@@ -20,7 +20,7 @@ def model_families() -> Registry[ModelFamily]:
         if not module.ispkg:
             continue
         package = f"{__package__}.{module.name}"
-        for architecture in import_module(package).ARCHITECTURES:
+        for architecture in getattr(import_module(package), "ARCHITECTURES", ()):
             assert architecture not in creators, f"two families claim {architecture}"
             creators[architecture] = partial(_create, package)
     return Registry("model architecture", creators)

@@ -11,6 +11,8 @@ ARCHITECTURES = ("LlamaForCausalLM",)
 
 
 def create_family() -> ModelFamily:
-    from .family import LlamaFamily
+    from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
 
-    return LlamaFamily()
+    from .config import read_llama_config
+
+    return DecoderFamily(read_llama_config)

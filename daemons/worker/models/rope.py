@@ -1,6 +1,6 @@
 """Rotary position embedding: the table of angles, and the rotation.
 
-Source: Su et al., RoFormer (2021); the half-split pairing of the published Llama checkpoints in this format.
+Source: Su et al., RoFormer (2021); the half-split pairing of checkpoints in Hugging Face format.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import math
 
 import torch
 
-from .config import LlamaConfig, RopeScaling
+from .rope_config import RopeConfig, RopeScaling
+from .yarn import YarnScaling, yarn_frequencies
 
 _BLOCK = 1024
 
@@ -20,9 +21,10 @@ class RopeTable:
     A block is always computed at the same shape, so a position's values do not depend on when it was first needed.
     """
 
-    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
-        self._frequencies_h = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling).to(device)
-        self._cos_Ph = self._frequencies_h.new_empty(0, config.head_dim // 2)
+    def __init__(self, head_dim: int, config: RopeConfig, device: torch.device) -> None:
+        self._frequencies_h = rope_frequencies(head_dim, config.theta, config.scaling).to(device)
+        self._scale = config.scaling.rotation_scale if isinstance(config.scaling, YarnScaling) else 1.0
+        self._cos_Ph = self._frequencies_h.new_empty(0, head_dim // 2)
         self._sin_Ph = self._cos_Ph
 
     def at(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,8 +37,8 @@ class RopeTable:
         first = self._cos_Ph.shape[0]
         positions = torch.arange(first, first + _BLOCK, device=self._cos_Ph.device, dtype=torch.float32)
         angles_Ph = positions[:, None] * self._frequencies_h[None, :]
-        self._cos_Ph = torch.cat((self._cos_Ph, angles_Ph.cos()))
-        self._sin_Ph = torch.cat((self._sin_Ph, angles_Ph.sin()))
+        self._cos_Ph = torch.cat((self._cos_Ph, angles_Ph.cos() * self._scale))
+        self._sin_Ph = torch.cat((self._sin_Ph, angles_Ph.sin() * self._scale))
 
 
 def rotate(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
@@ -46,8 +48,10 @@ def rotate(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) ->
     return turned.to(x_THD.dtype)
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling | YarnScaling | None) -> torch.Tensor:
     """Angle per position of each pair, float32 [head_dim / 2], with the scaling applied."""
+    if isinstance(scaling, YarnScaling):
+        return yarn_frequencies(head_dim, theta, scaling)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies_h = 1.0 / (theta**exponents)
     if scaling is None:

@@ -1,0 +1,30 @@
+"""Puts the parts of a decoder together: config, weights, maths, checkpoint names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.models.model import BuiltModel, ModelFamily, Placement
+
+from .checkpoint import RoutedLayout, tensor_targets
+from .config import DecoderConfig
+from .model import DecoderModel
+from .weights import DecoderWeights
+
+
+class DecoderFamily(ModelFamily):
+    """`read_config` and `layout` are all that families of this shape differ in."""
+
+    def __init__(
+        self, read_config: Callable[[ConfigReader], DecoderConfig], layout: RoutedLayout | None = None
+    ) -> None:
+        self._read_config = read_config
+        self._layout = layout or RoutedLayout()
+
+    def build(self, config: ConfigReader, placement: Placement) -> BuiltModel:
+        decoder = self._read_config(config)
+        # Sharding is a later file beside this one; a group of more ranks must not compute something else meanwhile.
+        assert placement.group.size == 1, f"weights are not sharded yet: {placement.group.size} ranks"
+        weights = DecoderWeights.empty(decoder, placement)
+        return BuiltModel(DecoderModel(decoder, weights, placement), tensor_targets(decoder, weights, self._layout))

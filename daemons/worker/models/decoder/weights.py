@@ -1,0 +1,126 @@
+"""The weights of a decoder, in the layout that the maths wants.
+
+Legend: D hidden size, d head_dim, Q heads x d, K kv heads x d, X = Q + K + K, F mlp size, E experts, V vocabulary.
+Projections are [in, out], so that a product of few rows reads them in order; q, k, v are one, gate and up are one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from radixmesh.daemons.worker.models.experts import ExpertWeights
+from radixmesh.daemons.worker.models.model import Placement
+
+from .config import DecoderConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """Biases and head norms are None where the model has none."""
+
+    norm_D: torch.Tensor
+    w_qkv_DX: torch.Tensor
+    b_qkv_X: torch.Tensor | None
+    q_norm_d: torch.Tensor | None
+    k_norm_d: torch.Tensor | None
+    w_o_QD: torch.Tensor
+    b_o_D: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpWeights:
+    """Biases are None where the model has none."""
+
+    w_gate_up_DF2: torch.Tensor
+    b_gate_up_F2: torch.Tensor | None
+    w_down_FD: torch.Tensor
+    b_down_D: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedWeights:
+    """Experts, and the projection that says how well each suits a row."""
+
+    w_router_DE: torch.Tensor
+    experts: ExpertWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    attention: AttentionWeights
+    mlp_norm_D: torch.Tensor
+    mlp: MlpWeights | RoutedWeights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderWeights:
+    """All weights. `embedding_VD` is a view of `head_DV` where the two are tied."""
+
+    embedding_VD: torch.Tensor
+    layers: tuple[DecoderLayer, ...]
+    final_norm_D: torch.Tensor
+    head_DV: torch.Tensor
+
+    @classmethod
+    def empty(cls, config: DecoderConfig, placement: Placement) -> DecoderWeights:
+        """Memory for the weights, not filled."""
+        new = _Memory(placement)
+        head_DV = new(config.hidden_size, config.vocab_size)
+        return cls(
+            embedding_VD=head_DV.t() if config.is_tied else new(config.vocab_size, config.hidden_size),
+            layers=tuple(
+                DecoderLayer(
+                    attention=_attention(config, new),
+                    mlp_norm_D=new(config.hidden_size),
+                    mlp=_experts(config, new, placement) if config.has_experts(layer) else _mlp(config, new),
+                )
+                for layer in range(config.num_layers)
+            ),
+            final_norm_D=new(config.hidden_size),
+            head_DV=head_DV,
+        )
+
+
+class _Memory:
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=self._placement.dtype, device=self._placement.device)
+
+
+def _attention(config: DecoderConfig, new: _Memory) -> AttentionWeights:
+    qkv_size = config.query_size + 2 * config.kv_size
+    return AttentionWeights(
+        norm_D=new(config.hidden_size),
+        w_qkv_DX=new(config.hidden_size, qkv_size),
+        b_qkv_X=new(qkv_size) if config.has_qkv_bias else None,
+        q_norm_d=new(config.head_dim) if config.has_head_norm else None,
+        k_norm_d=new(config.head_dim) if config.has_head_norm else None,
+        w_o_QD=new(config.query_size, config.hidden_size),
+        b_o_D=new(config.hidden_size) if config.has_output_bias else None,
+    )
+
+
+def _mlp(config: DecoderConfig, new: _Memory) -> MlpWeights:
+    return MlpWeights(
+        w_gate_up_DF2=new(config.hidden_size, 2 * config.mlp_size),
+        b_gate_up_F2=new(2 * config.mlp_size) if config.has_mlp_bias else None,
+        w_down_FD=new(config.mlp_size, config.hidden_size),
+        b_down_D=new(config.hidden_size) if config.has_mlp_bias else None,
+    )
+
+
+def _experts(config: DecoderConfig, new: _Memory, placement: Placement) -> RoutedWeights:
+    assert config.experts is not None
+    return RoutedWeights(
+        w_router_DE=new(config.hidden_size, config.experts.num_experts),
+        experts=ExpertWeights.empty(
+            num_experts=config.experts.num_experts,
+            hidden_size=config.hidden_size,
+            mlp_size=config.experts.mlp_size,
+            placement=placement,
+        ),
+    )

@@ -1,0 +1,18 @@
+"""Qwen3, dense: Llama with norms on the heads of queries and keys, and windows in the later layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.models.model import ModelFamily
+
+ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+
+def create_family() -> ModelFamily:
+    from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
+
+    from .config import read_qwen3_config
+
+    return DecoderFamily(read_qwen3_config)

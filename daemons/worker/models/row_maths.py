@@ -1,0 +1,28 @@
+"""Small functions of rows that the models share. T rows, I and O features in and out, D hidden size, F mlp size."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def linear(x_TI: torch.Tensor, w_IO: torch.Tensor, b_O: torch.Tensor | None = None) -> torch.Tensor:
+    """x @ w + b; weights are [in, out]."""
+    return plus(x_TI @ w_IO, b_O)
+
+
+def plus(x_TD: torch.Tensor, b_D: torch.Tensor | None) -> torch.Tensor:
+    """x + b, or x where there is no bias."""
+    # Apart from the product: with the bias inside, some libraries take another kernel.
+    return x_TD if b_D is None else x_TD + b_D
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) x weight over the last dim, float32 inside (Zhang and Sennrich 2019)."""
+    return functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
+
+
+def silu_gated(gate_up_TF2: torch.Tensor) -> torch.Tensor:
+    """silu(gate) x up of both side by side, [T, F] (SwiGLU: Shazeer 2020)."""
+    gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)
+    return functional.silu(gate_TF) * up_TF

@@ -1,0 +1,21 @@
+"""Routing by the most probable experts (Shazeer et al. 2017; Fedus et al. 2021).
+
+Legend: T rows, D hidden size, E experts, A experts a row picks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .experts import Routing
+
+
+def route_by_softmax(x_TD: torch.Tensor, *, w_router_DE: torch.Tensor, num_picks: int, is_normalised: bool) -> Routing:
+    """The `num_picks` experts of highest probability, weighted by it; float32 from the softmax on.
+
+    is_normalised: the weights of a row are divided by their sum, which is a softmax over the picked ones alone.
+    """
+    weights_TA, expert_ids_TA = (x_TD @ w_router_DE).float().softmax(dim=-1).topk(num_picks, dim=-1)
+    if is_normalised:
+        weights_TA = weights_TA / weights_TA.sum(dim=-1, keepdim=True)
+    return Routing(expert_ids_TA=expert_ids_TA, weights_TA=weights_TA)
