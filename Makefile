@@ -1,6 +1,7 @@
 # make run   install into .venv, start the mesh on the tiny model, stream an answer, keep serving
 # make test  install, run every test that belongs to the daily suite
 # make check format, lint, types, protos, stubs
+# make node  the Node client's packages, for its tests
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -25,7 +26,7 @@ PROTOS = $(shell find protos -name '*.proto' | sort)
 SOURCES = $(wildcard daemons kernels clients tests bench)
 MYPY_PACKAGES = $(foreach p,$(patsubst src/radixmesh/%,%,$(wildcard src/radixmesh/daemons src/radixmesh/kernels src/radixmesh/client src/radixmesh/cli)),$(if $(shell find -L src/radixmesh/$(p) -name '*.py' -print -quit),-p radixmesh.$(p)))
 
-.PHONY: help install tools buf stubs run test test-full check check-format check-lint check-types check-protos check-stubs clean
+.PHONY: help install tools buf node stubs run test test-full check check-format check-lint check-types check-protos check-stubs clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -57,6 +58,15 @@ $(TOOLS)/node_modules/.bin/buf:
 	mkdir -p $(TOOLS)
 	npm install --silent --no-audit --no-fund --prefix $(TOOLS) '@bufbuild/buf@^1.50'
 
+# The tests of the Node client say that they are skipped where there is no npm.
+node:
+	@if command -v npm >/dev/null; then $(MAKE) --no-print-directory clients/node/node_modules/.package-lock.json; \
+		else echo "no npm here: the tests of the Node client will be skipped"; fi
+
+clients/node/node_modules/.package-lock.json: clients/node/package-lock.json
+	npm ci --prefix clients/node --silent --no-audit --no-fund
+	touch $@
+
 stubs: tools
 	@test -n "$(PROTOS)" || { echo "no .proto file under protos/"; exit 1; }
 	mkdir -p $(STUBS_OUT)
@@ -66,10 +76,10 @@ stubs: tools
 run: install
 	$(VENV)/bin/radixmesh up -f compose/local.yml --demo
 
-test: install tools
+test: install tools node
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not full' $(PYTEST_ARGS)
 
-test-full: install tools
+test-full: install tools node
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 check: check-format check-lint check-types check-protos check-stubs

@@ -1,0 +1,187 @@
+// The options of a request, and the message they become.
+import { packFloats, packInts } from "./arrays.js";
+import { InvalidRequestError } from "./errors.js";
+
+/**
+ * A chat message: role, content, and whatever else the model's template reads.
+ *
+ * @typedef {{role: string, content?: string | null, [key: string]: unknown}} Message
+ */
+
+/**
+ * Every option may be left out; the defaults are the contract's (common.proto). null and undefined mean left out.
+ *
+ * @typedef {object} Options
+ * @property {string} [model] name; the first model if left out
+ * @property {number} [n] outputs, 1 to 128
+ * @property {number} [temperature] 0 = greedy; default 1
+ * @property {number} [topK]
+ * @property {number} [topP]
+ * @property {number} [minP]
+ * @property {number} [repetitionPenalty]
+ * @property {number} [frequencyPenalty]
+ * @property {number} [presencePenalty]
+ * @property {Record<number, number> | Map<number, number>} [logitBias]
+ * @property {number | bigint | string} [seed] 64 bits: a bigint or decimal string beyond 2^53; drawn by the router if left out
+ * @property {number} [logprobs] alternatives per output token; 0 = the token's own logprob only; left out = none
+ * @property {boolean} [promptLogprobs]
+ * @property {number} [maxTokens]
+ * @property {number} [minTokens]
+ * @property {string | string[]} [stop]
+ * @property {Iterable<number>} [stopIds]
+ * @property {boolean} [ignoreEos]
+ * @property {boolean} [includeStop]
+ * @property {boolean} [skipSpecialTokens]
+ * @property {boolean} [idsOnly] no text is made
+ * @property {string} [cacheSalt]
+ * @property {number} [priority]
+ * @property {string} [tenant]
+ * @property {number} [deadlineMs] for the whole request, resumptions included
+ * @property {string} [requestId] made if left out
+ * @property {AbortSignal} [signal] aborts the request
+ */
+
+/** @typedef {string | Iterable<number> | {messages: Message[]}} Input a text, token ids, or a chat */
+
+const UINT32 = 2n ** 32n;
+const UINT64 = 2n ** 64n;
+
+/** Fields of the request, of its sampling and of its stop parameters by option, and how a value is brought into shape. */
+const REQUEST = {
+  model: ["model", text],
+  n: ["n", uint32],
+  idsOnly: ["idsOnly", flag],
+  cacheSalt: ["cacheSalt", text],
+  priority: ["priority", int32],
+  tenant: ["tenant", text],
+};
+const SAMPLING = {
+  temperature: ["temperature", number],
+  topK: ["topK", uint32],
+  topP: ["topP", number],
+  minP: ["minP", number],
+  repetitionPenalty: ["repetitionPenalty", number],
+  frequencyPenalty: ["frequencyPenalty", number],
+  presencePenalty: ["presencePenalty", number],
+  seed: ["seed", uint64],
+  logprobs: ["numTopLogprobs", uint32],
+  promptLogprobs: ["promptLogprobs", flag],
+};
+const STOP = {
+  maxTokens: ["maxTokens", uint32],
+  minTokens: ["minTokens", uint32],
+  stop: ["stop", texts],
+  stopIds: ["stopIds", packInts],
+  ignoreEos: ["ignoreEos", flag],
+  includeStop: ["includeStop", flag],
+  skipSpecialTokens: ["skipSpecialTokens", flag],
+};
+const OTHERS = ["logitBias", "deadlineMs", "requestId", "signal"];
+
+/**
+ * The request without request id and deadline. Throws InvalidRequestError for what no message can hold.
+ *
+ * @param {Input} input
+ * @param {Options} options
+ * @returns {Record<string, any>}
+ */
+export function requestFrom(input, options) {
+  const known = new Set([...Object.keys({ ...REQUEST, ...SAMPLING, ...STOP }), ...OTHERS]);
+  const unknown = Object.keys(options).filter((name) => !known.has(name));
+  if (unknown.length) throw new InvalidRequestError(`no such option: ${unknown.join(", ")}`, "INVALID_ARGUMENT");
+  const sampling = fieldsOf(SAMPLING, options);
+  if (options.logitBias != null) {
+    const bias = options.logitBias instanceof Map ? [...options.logitBias] : Object.entries(options.logitBias);
+    sampling.logitBiasIds = packInts(bias.map(([id]) => Number(id)), "logitBias");
+    sampling.logitBiasValues = packFloats(bias.map(([, value]) => value), "logitBias");
+  }
+  return { ...fieldsOf(REQUEST, options), ...inputFrom(input), sampling, stop: fieldsOf(STOP, options) };
+}
+
+/**
+ * The oneof of an input, as GenerateRequest spells it (with promptIds) and EncodeItem (text and chat only).
+ *
+ * @param {Input} input
+ */
+export function inputFrom(input) {
+  if (typeof input === "string") return { text: input };
+  if (input != null && typeof input === "object") {
+    if ("messages" in input && Array.isArray(input.messages)) return { chat: chatFrom(input.messages) };
+    if (Symbol.iterator in input) return { promptIds: packInts(input, "promptIds") };
+  }
+  throw new InvalidRequestError("give a text, token ids, or {messages: [...]}", "MISSING_FIELD", { field: "input" });
+}
+
+/** @param {Message[]} messages */
+function chatFrom(messages) {
+  return {
+    messages: messages.map(({ role, content, ...extra }) => ({
+      role: String(role ?? ""),
+      content: String(content ?? ""),
+      extraJson: Object.keys(extra).length ? JSON.stringify(extra) : "",
+    })),
+  };
+}
+
+/**
+ * @param {Record<string, any[]>} table
+ * @param {Record<string, any>} options
+ * @returns {Record<string, any>}
+ */
+function fieldsOf(table, options) {
+  /** @type {Record<string, any>} */
+  const fields = {};
+  for (const [option, [field, shape]] of Object.entries(table)) {
+    if (options[option] != null) fields[field] = shape(options[option], option);
+  }
+  return fields;
+}
+
+/** @param {unknown} value @param {string} option @param {string} wanted @returns {never} */
+function refuse(value, option, wanted) {
+  throw new InvalidRequestError(`${option} is ${String(value)}: send ${wanted}`, "INVALID_ARGUMENT", { field: option });
+}
+
+/** @param {unknown} value @param {string} option */
+function text(value, option) {
+  return typeof value === "string" ? value : refuse(value, option, "a string");
+}
+
+/** @param {unknown} value @param {string} option */
+function texts(value, option) {
+  return (Array.isArray(value) ? value : [value]).map((one) => text(one, option));
+}
+
+/** @param {unknown} value @param {string} option */
+function flag(value, option) {
+  return typeof value === "boolean" ? value : refuse(value, option, "true or false");
+}
+
+/** @param {unknown} value @param {string} option */
+function number(value, option) {
+  return typeof value === "number" ? value : refuse(value, option, "a number");
+}
+
+/** @param {unknown} value @param {string} option */
+function int32(value, option) {
+  return value === (Number(value) | 0) ? value : refuse(value, option, "a 32-bit whole number");
+}
+
+/** @param {unknown} value @param {string} option */
+function uint32(value, option) {
+  return Number(whole(value, option, UINT32, "a whole number from 0 to 2^32 - 1"));
+}
+
+/** @param {unknown} value @param {string} option */
+function uint64(value, option) {
+  if (typeof value === "number" && !Number.isSafeInteger(value)) refuse(value, option, "a bigint beyond 2^53");
+  return String(whole(value, option, UINT64, "a whole number from 0 to 2^64 - 1"));
+}
+
+/** @param {unknown} value @param {string} option @param {bigint} end @param {string} wanted */
+function whole(value, option, end, wanted) {
+  const isWhole = typeof value === "bigint" || Number.isInteger(value) || (typeof value === "string" && /^\d+$/.test(value));
+  if (!isWhole) refuse(value, option, wanted);
+  const exact = BigInt(/** @type {any} */ (value));
+  return exact >= 0n && exact < end ? exact : refuse(value, option, wanted);
+}

@@ -1,0 +1,67 @@
+"""The Node client's own tests (node:test): its parts, and the whole against a live mesh whose routers it kills."""
+
+import asyncio
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from support.jobs import MODEL
+from support.mesh import running_mesh
+
+NODE = Path(__file__).parents[2] / "clients" / "node"
+MIN_NODE = 18
+
+
+def node_or_skip() -> str:
+    """The interpreter; skips the test where it or the client's packages are missing."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("no node on this machine: the Node client is not tested")
+    if not (NODE / "node_modules" / "@grpc" / "grpc-js").is_dir():
+        pytest.skip(f"{NODE}/node_modules is missing: run 'make node' (needs npm)")
+    return node
+
+
+async def run_node(node: str, *arguments: str, **environment: str) -> str:
+    """Runs node, asserts that it ends well, and gives what it wrote."""
+    process = await asyncio.create_subprocess_exec(
+        node,
+        *arguments,
+        cwd=NODE,
+        env={"PATH": os.environ["PATH"], **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    try:
+        output = (await asyncio.wait_for(process.communicate(), 90))[0].decode()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert process.returncode == 0, output[-6000:]
+    return output
+
+
+async def test_node_is_new_enough() -> None:
+    version = await run_node(node_or_skip(), "--version")
+    assert int(version.removeprefix("v").split(".")[0]) >= MIN_NODE, version
+
+
+async def test_lock_file_names_no_host() -> None:
+    lock = json.loads((NODE / "package-lock.json").read_text())
+    assert lock["packages"]["node_modules/@grpc/grpc-js"]["integrity"].startswith("sha512-")
+    assert [name for name, package in lock["packages"].items() if "resolved" in package] == []
+
+
+@pytest.mark.slow
+async def test_node_client_against_a_live_mesh() -> None:
+    node = node_or_skip()
+    async with running_mesh("cpu", scale={"router": 2}) as mesh:
+        pids = {mesh.cluster.address("router", replica): mesh.cluster.pids[f"router-{replica}"] for replica in (1, 2)}
+        given = json.dumps({"routers": pids, "recitations": str(MODEL / "recitations.json")})
+        output = await run_node(node, "--test", "--test-reporter=tap", RADIXMESH_NODE_TEST=given)
+        # Reported as skipped is not tested.
+        assert "# fail 0" in output and "# skipped 0" in output, output[-6000:]
+        assert [mesh.cluster.status("router", replica).restarts for replica in (1, 2)] == [1, 1]
+        assert (await mesh.scheduler_state()).num_breaches == 0
