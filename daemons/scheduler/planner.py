@@ -245,6 +245,7 @@ class Planner:
             live is not None and (live.owner, live.handle) == (submission.owner, submission.handle)
         ):
             return
+        self._submissions.check_handle(submission)
         self._submissions.check_attempt(submission)
         if live is not None and self._attach(live, submission):
             return

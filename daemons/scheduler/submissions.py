@@ -68,6 +68,16 @@ class Submissions:
                 {"attempt": str(submission.attempt), "current": str(current)},
             )
 
+    def check_handle(self, submission: Submission) -> None:
+        """Raises PROTOCOL_VIOLATION if the handle names another live request of its stream."""
+        named = self._by_handle.get((submission.owner, submission.handle))
+        if named is not None and named.key != submission.key:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION,
+                f"handle {submission.handle} names {named.key.request_id} on this stream: never use one twice",
+                {"handle": str(submission.handle)},
+            )
+
     def add(self, request: Request) -> None:
         """A request goes live; its key has no live request."""
         assert request.key not in self._live, request.key

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 
+# Epochs count up by one; ranks of a group differ by the epochs that one of them missed. Without a bound a single claim
+# of the highest number there is would leave no higher one to anybody.
+_MAX_JUMP = 1 << 32
+
 
 class EpochLedger:
     """The highest claim ever accepted here, how far its plans got, and whether its holder lives.
@@ -35,7 +39,11 @@ class EpochLedger:
         return int((self._clock() - self._heard_at) * 1000.0) if self.is_holder_connected else 0
 
     def claim(self, epoch: int, instance_id: str, group_generation: int) -> None:
-        """Makes the claimant the holder. Raises GROUP_GENERATION, or EPOCH_FENCED if its claim is not the highest."""
+        """Makes the claimant the holder.
+
+        Raises GROUP_GENERATION, EPOCH_FENCED if its claim is not the highest, or INVALID_ARGUMENT if it is beyond all
+        that a group can have counted to.
+        """
         if group_generation != self.group_generation:
             raise MeshError(
                 ErrorReason.ERROR_REASON_GROUP_GENERATION,
@@ -44,6 +52,10 @@ class EpochLedger:
             )
         if (epoch, instance_id) <= (self.highest_epoch, self.holder_instance_id):
             raise self.fenced()
+        if epoch > self.highest_epoch + _MAX_JUMP:
+            message = f"epoch {epoch} is far beyond {self.highest_epoch}, the highest here: claim the next one"
+            details = {"field": "claim.epoch", "max": str(self.highest_epoch + _MAX_JUMP)}
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, details)
         self.highest_epoch, self.holder_instance_id = epoch, instance_id
         self.is_holder_connected = True
         self.last_received_step = self.last_completed_step = 0
