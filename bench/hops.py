@@ -23,13 +23,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 import uvloop
-from hops import round_trips
-from hops.ladder import Ladder, LadderSettings, running_ladder
-from hops.load import Sample, all_at_once, one_at_a_time
-from hops.processes import ROOT
-from hops.report import Figures, high_load, low_load
-from hops.rungs import Rung, check_equal
-from hops.serve_stream import ServeStream
+from hop_ladder import round_trips
+from hop_ladder.ladder import Ladder, LadderSettings, running_ladder
+from hop_ladder.load import Sample, all_at_once, one_at_a_time
+from hop_ladder.processes import ROOT
+from hop_ladder.report import Figures, high_load, low_load
+from hop_ladder.rungs import Rung, check_equal
+from hop_ladder.serve_stream import ServeStream
 
 _BASELINE = "one_process"
 _PACKAGES = ("grpcio", "protobuf", "numpy", "uvloop", "tokenizers")

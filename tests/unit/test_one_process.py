@@ -15,7 +15,7 @@ from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.vocabulary import Vocabulary
-from radixmesh.daemons.scheduler.planner import PlannerSettings
+from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
 from radixmesh.daemons.scheduler.stop_conditions import FinishReason
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
 from radixmesh.daemons.tokenizer.text_codec import Limits as CodecLimits
@@ -28,8 +28,8 @@ from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
-from hops.one_process import OneProcess  # noqa: E402
-from hops.step_link import ThreadLink  # noqa: E402
+from hop_ladder.one_process import OneProcess  # noqa: E402
+from hop_ladder.step_link import ThreadLink  # noqa: E402
 
 MODEL = ROOT / "compose" / "models" / "tiny-llama"
 VOCABULARY = Vocabulary.load(MODEL)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from hops.load import Sample
+from hop_ladder.load import Sample
 
 Figures = dict[str, object]
 Rounds = Sequence[Mapping[str, Sample]]
@@ -78,9 +78,8 @@ def _latency(values: Sequence[float]) -> Figures:
 def _cpu(samples: Sequence[Sample], num: int) -> Figures:
     """Per 1,000 of whatever `num` counts: seconds per 1,000 tokens, or milliseconds per request."""
     used = {name: sum(sample.cpu_s[name] for sample in samples) for name in samples[0].cpu_s}
-    return {name: _round(1000 * seconds / num) for name, seconds in used.items()} | {
-        "all": _round(1000 * sum(used.values()) / num)
-    }
+    used["all"] = sum(used.values())
+    return {name: _round(1000 * seconds / num) for name, seconds in used.items()}
 
 
 def _round(value: float, digits: int = 3) -> float:

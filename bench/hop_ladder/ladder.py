@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hops.one_process import OneProcess
-from hops.processes import ROOT, Processes
-from hops.rungs import EngineRung, Prompt, RouterRung, Rung, ServeRung
-from hops.serve_stream import ServeStream
-from hops.step_link import ExecuteLink, StepLink, ThreadLink
+from hop_ladder.one_process import OneProcess
+from hop_ladder.processes import ROOT, Processes
+from hop_ladder.rungs import EngineRung, Prompt, RouterRung, Rung, ServeRung
+from hop_ladder.serve_stream import ServeStream
+from hop_ladder.step_link import ExecuteLink, StepLink, ThreadLink
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.text_decoder import family_of

@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from hops.report import Figures, percentile
-from hops.serve_stream import ServeStream
-from hops.step_link import StepLink
+from hop_ladder.report import Figures, percentile
+from hop_ladder.serve_stream import ServeStream
+from hop_ladder.step_link import StepLink
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.hello import make_hello

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
-import grpc
-
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.channel import open_channel
@@ -90,7 +88,7 @@ class ServeStream:
     async def _read(self) -> None:
         while True:
             frame = await self._call.read()
-            if frame is grpc.aio.EOF:
+            if not isinstance(frame, scheduler_pb2.ServeResponse):
                 for queue in self._queues.values():
                     queue.put_nowait(RuntimeError("the scheduler closed the stream"))
                 return

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hops.one_process import OneProcess
-from hops.serve_stream import ServeStream
+from hop_ladder.one_process import OneProcess
+from hop_ladder.serve_stream import ServeStream
 from radixmesh.client import AsyncClient
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.sampling import Sampling, Stop

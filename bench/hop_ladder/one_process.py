@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from hops.step_link import StepLink
+from hop_ladder.step_link import StepLink
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
 from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, TokenBatch
 from radixmesh.daemons.runtime.arrays import as_ints
@@ -25,7 +25,8 @@ from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.step import StepResult
 from radixmesh.daemons.scheduler.lookahead import Lookahead
 from radixmesh.daemons.scheduler.outputs import Finished, Outputs, TokenRows
-from radixmesh.daemons.scheduler.planner import Planner, PlannerSettings
+from radixmesh.daemons.scheduler.planner import Planner
+from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
 from radixmesh.daemons.scheduler.request import RequestKey, Submission
 from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem
 

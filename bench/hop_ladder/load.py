@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hops.processes import cpu_s
-from hops.rungs import Prompt, Rung
+from hop_ladder.processes import cpu_s
+from hop_ladder.rungs import Prompt, Rung
 
 
 @dataclass(slots=True)
