@@ -8,12 +8,18 @@ from radixmesh.daemons.router.admin_service import RouterAdminService
 from radixmesh.daemons.router.composition import Peers, make_router
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.grpc_peers import GrpcTokenizer, dial_detokenizer, dial_scheduler
+from radixmesh.daemons.router.http.edge import make_http_server
+from radixmesh.daemons.router.http.server import HttpServer
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.service import RouterService
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
+from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.router.v1 import router_pb2_grpc
 
+log = get_logger(__name__)
+
 _DRAIN_POLL_S = 0.05
+_HTTP_STOP_S = 3.0
 
 
 class RouterDaemon(Daemon):
@@ -22,6 +28,12 @@ class RouterDaemon(Daemon):
     def __init__(self, runtime: Runtime, settings: RouterSettings) -> None:
         peers = Peers(dial_scheduler=dial_scheduler, dial_detokenizer=dial_detokenizer, open_tokenizer=GrpcTokenizer)
         self._router = make_router(settings, peers, runtime.instance_id, runtime.progress, runtime.metrics)
+        self._http: HttpServer | None = None
+        self._serving: asyncio.Task[None] | None = None
+        if settings.http_listen:
+            self._http = make_http_server(
+                settings.http_listen, settings, self._router, runtime.progress, runtime.metrics
+            )
         self._clock: asyncio.Task[None] | None = None
         self._runtime = runtime
         runtime.server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, RouterService(self._router))
@@ -35,6 +47,9 @@ class RouterDaemon(Daemon):
 
     async def load(self) -> None:
         self._router.connect()
+        if self._http is not None:
+            log.info("listening_http", address=self._http.bind())
+            self._serving = self._runtime.spawn(self._http.serve(), "http")
         self._clock = self._runtime.spawn(self._router.keep_time(), "clock")
 
     async def drain(self) -> None:
@@ -44,4 +59,8 @@ class RouterDaemon(Daemon):
     async def close(self) -> None:
         if self._clock is not None:
             self._clock.cancel()
+        if self._http is not None:
+            self._http.stop()
+        if self._serving is not None:
+            await asyncio.wait((self._serving,), timeout=_HTTP_STOP_S)
         await self._router.close()

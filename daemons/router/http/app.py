@@ -1,0 +1,105 @@
+"""The paths of the router's HTTP edge, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.http.body import ClientGone, UnreadBody
+from radixmesh.daemons.router.http.chat import ChatEndpoint
+from radixmesh.daemons.router.http.completions import CompletionEndpoint
+from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.embeddings import EmbeddingEndpoint
+from radixmesh.daemons.router.http.errors import CLIENT_CLOSED, ErrorResponse, Linger, RefusedBody, plain_error
+from radixmesh.daemons.router.http.models import ModelsEndpoint
+from radixmesh.daemons.router.http.native import NativeEndpoint
+from radixmesh.daemons.router.http.probes import HealthEndpoint, MetricsEndpoint
+from radixmesh.daemons.router.http.texts import DetokenizeEndpoint, TokenizeEndpoint
+from radixmesh.daemons.runtime.errors import MeshError
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+# What a client whose body was refused may still send before it is cut off.
+_LINGER = Linger(seconds=2.0, max_bytes=8 << 20)
+_CODES = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
+
+
+def make_app(context: HttpContext) -> Starlette:
+    """The application: endpoints know nothing of status codes, errors become them here."""
+    posts: dict[str, Endpoint] = {
+        "/v1/chat/completions": ChatEndpoint(context),
+        "/v1/completions": CompletionEndpoint(context),
+        "/v1/embeddings": EmbeddingEndpoint(context),
+        "/generate": NativeEndpoint(context),
+        "/tokenize": TokenizeEndpoint(context),
+        "/detokenize": DetokenizeEndpoint(context),
+    }
+    gets: dict[str, Endpoint] = {
+        "/v1/models": ModelsEndpoint(context),
+        "/v1/models/{name:path}": ModelsEndpoint(context),
+        "/health": HealthEndpoint(context),
+        "/metrics": MetricsEndpoint(context),
+    }
+    routes = [Route(path, _as_function(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+    routes += [Route(path, _as_function(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
+    failures = _Failures(context)
+    return Starlette(
+        routes=routes,
+        exception_handlers={
+            UnreadBody: failures.unread_body,
+            MeshError: failures.mesh_error,
+            ClientGone: failures.client_gone,
+            HTTPException: failures.http_error,
+            Exception: failures.bug,
+        },
+    )
+
+
+class _Failures:
+    """Errors as responses; typed ones are counted."""
+
+    def __init__(self, context: HttpContext) -> None:
+        self._context = context
+
+    async def mesh_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, MeshError)
+        self._context.metrics.count_error(error)
+        return ErrorResponse(error)
+
+    async def unread_body(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, UnreadBody)
+        self._context.metrics.count_error(error)
+        return RefusedBody(error, _LINGER)
+
+    async def client_gone(self, request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED)  # Nobody reads it.
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = _CODES.get(error.status_code, "INVALID_ARGUMENT")
+        message = f"{request.method} {request.url.path}: {error.detail}; see docs/http.md for what is served"
+        response = plain_error(error.status_code, code, message)
+        response.headers.update(error.headers or {})
+        return response
+
+    async def bug(self, request: Request, error: Exception) -> Response:
+        """The traceback is logged where the exception ends up."""
+        message = "the router failed on this request: its log says how"
+        fault = MeshError(ErrorReason.ERROR_REASON_INTERNAL, message)
+        self._context.metrics.count_error(fault)
+        return ErrorResponse(fault)
+
+
+def _as_function(endpoint: Endpoint) -> Endpoint:
+    """Starlette takes objects for ASGI applications of their own."""
+
+    async def call(request: Request) -> Response:
+        return await endpoint(request)
+
+    return call

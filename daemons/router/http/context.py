@@ -1,0 +1,30 @@
+"""What every endpoint works with."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from radixmesh.daemons.router.http.body import BodyReader
+from radixmesh.daemons.router.http.tokens import TokenTables
+from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.progress import Progress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpContext:
+    """created: when this router came up, in seconds of the epoch: what is told as the age of models."""
+
+    router: Router
+    tables: TokenTables
+    body: BodyReader
+    metrics: Metrics
+    progress: Progress
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+def new_id(prefix: str, given: str | None) -> str:
+    """The request's id: the client's own, or a new one."""
+    return given or f"{prefix}-{uuid.uuid4().hex}"

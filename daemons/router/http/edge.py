@@ -1,0 +1,36 @@
+"""The router's HTTP edge as its daemon starts and stops it."""
+
+from __future__ import annotations
+
+from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.http.app import make_app
+from radixmesh.daemons.router.http.body import BodyReader
+from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.server import HttpServer
+from radixmesh.daemons.router.http.tokens import TokenTables
+from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.progress import Progress
+
+# The router ends a stalled request first, so that it is counted as one; then the connection is cut.
+_CUT_AFTER_S = 1.0
+
+
+def make_http_server(
+    address: str, settings: RouterSettings, router: Router, progress: Progress, metrics: Metrics
+) -> HttpServer:
+    """The server at "host:port", not started yet. Raises MeshError INVALID_ARGUMENT for other text."""
+    context = HttpContext(
+        router=router,
+        tables=TokenTables(router),
+        body=BodyReader(max_bytes=settings.http_body_bytes, timeout_s=settings.http_body_s),
+        metrics=metrics,
+        progress=progress,
+    )
+    return HttpServer(
+        make_app(context),
+        address,
+        idle_s=settings.http_idle_s,
+        stall_s=settings.client_stall_s + _CUT_AFTER_S,
+        max_connections=settings.http_connections,
+    )

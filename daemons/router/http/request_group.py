@@ -1,0 +1,75 @@
+"""The router's requests behind one HTTP request: one per prompt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from radixmesh.daemons.router.request_stream import RequestStream
+from radixmesh.daemons.router.router import Router
+from radixmesh.router.v1 import router_pb2
+
+# Which prompt, and what is new of it.
+GroupMessage = tuple[int, router_pb2.GenerateResponse]
+
+
+class RequestGroup:
+    """`next()` until None, then close(); close() at any moment ends the requests. One consumer.
+
+    on_broken: called when a request fails while its client is being written to. Raises what Router.open does.
+    """
+
+    def __init__(
+        self, router: Router, requests: Sequence[router_pb2.GenerateRequest], on_broken: Callable[[], None]
+    ) -> None:
+        self._streams: list[RequestStream] = []
+        self._pumps: list[asyncio.Task[None]] = []
+        # One place: a pump waits, and its delivery merges, until the consumer has taken what is there.
+        self._queue: asyncio.Queue[GroupMessage | BaseException | None] = asyncio.Queue(1)
+        self._num_open = len(requests)
+        try:
+            for request in requests:
+                stream = router.open(request)
+                self._streams.append(stream)
+                stream.on_broken = on_broken
+        except BaseException:
+            self.close()
+            raise
+
+    async def next(self) -> GroupMessage | None:
+        """The next message of any request, None after the last. May be cancelled and called again, once every request
+        has said its first. Raises MeshError when one fails."""
+        if len(self._streams) == 1:
+            message = await self._streams[0].take()
+            return None if message is None else (0, message)
+        if not self._pumps:
+            self._pumps = [asyncio.ensure_future(self._pump(i, stream)) for i, stream in enumerate(self._streams)]
+        while self._num_open:
+            item = await self._queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is not None:
+                return item
+            self._num_open -= 1
+        return None
+
+    def close(self) -> None:
+        """Ends what still runs. Idempotent."""
+        for pump in self._pumps:
+            pump.cancel()
+        for stream in self._streams:
+            stream.close()
+
+    def error(self) -> BaseException | None:
+        """Why a request was broken off while its client was written to, if one was."""
+        return next((stream.error for stream in self._streams if stream.error is not None), None)
+
+    async def _pump(self, place: int, stream: RequestStream) -> None:
+        with suppress(asyncio.CancelledError):
+            try:
+                while (message := await stream.take()) is not None:
+                    await self._queue.put((place, message))
+                await self._queue.put(None)
+            except Exception as error:
+                await self._queue.put(error)

@@ -1,0 +1,136 @@
+"""Server-sent events: a request's deltas as `data:` lines, written as fast as the client takes them."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from radixmesh.daemons.router.http.body import ClientGone
+from radixmesh.daemons.router.http.client_watch import ClientWatch
+from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.http.json_text import dump
+from radixmesh.daemons.router.http.request_group import GroupMessage, RequestGroup
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.router.v1 import router_pb2
+
+# Until then a request that fails before its first output is answered with the error's own status; after it the client
+# sees that it is being served, and would be told of a failure by an event.
+_HEADERS_AFTER_S = 5.0
+# A stalled client's connection is cut by the server, soon after its request was.
+_CUT_WITHIN_S = 10.0
+_DONE = b"data: [DONE]\n\n"
+
+
+class EventWriter(ABC):
+    """Puts the messages of one HTTP request into the words of one API. Used once."""
+
+    @abstractmethod
+    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+        """Before all else, with what the first prompt was resolved to. Raises MeshError."""
+
+    @abstractmethod
+    def begin(self) -> bytes:
+        """Events before any output; may be empty."""
+
+    @abstractmethod
+    def write(self, place: int, message: router_pb2.GenerateResponse) -> bytes:
+        """Events for what is new of the prompt at `place`; may be empty. Raises the MeshError of a failed output."""
+
+    @abstractmethod
+    def end(self) -> bytes:
+        """Events after all output; may be empty."""
+
+
+class EventStream(Response):
+    """Runs the requests while it is sent, and ends them when the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        context: HttpContext,
+        requests: Sequence[router_pb2.GenerateRequest],
+        writer: EventWriter,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._context = context
+        self._requests = requests
+        self._writer = writer
+        self._is_started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        group: RequestGroup | None = None
+        try:
+            async with ClientWatch(receive) as watch:
+                group = RequestGroup(self._context.router, self._requests, watch.interrupt)
+                item = await self._first_news(group)
+                await self._send_all(group, item, send)
+        except ClientGone:
+            if not self._is_started:
+                raise
+            if group is not None and group.error() is not None:
+                await _until_cut(receive)
+        finally:
+            if group is not None:
+                group.close()
+
+    async def _first_news(self, group: RequestGroup) -> GroupMessage | None:
+        """The first message that is no resolved request, None if that takes long."""
+        first = await group.next()
+        assert first is not None, "a stream begins with its resolved request"
+        await self._writer.prepare(first[1].resolved)
+        try:
+            async with asyncio.timeout(_HEADERS_AFTER_S):
+                while (item := await group.next()) is not None and item[1].HasField("resolved"):
+                    pass
+                return item
+        except TimeoutError:
+            return None
+
+    async def _send_all(self, group: RequestGroup, item: GroupMessage | None, send: Send) -> None:
+        events = self._writer.begin()
+        try:
+            if item is not None:
+                events += self._writer.write(*item)
+            self._is_started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            if events:
+                await send(_part(events))
+            while (item := await group.next()) is not None:
+                events = self._writer.write(*item)
+                if events:
+                    # Returns when the connection lets it: meanwhile what comes up merges into the next message.
+                    await send(_part(events))
+            events = self._writer.end() + _DONE
+        except MeshError as error:
+            if not self._is_started:
+                raise
+            # Without [DONE]: a client that does not read error events sees that the stream is cut short.
+            self._context.metrics.count_error(error)
+            events = event(error_body(error))
+        await send({"type": "http.response.body", "body": events, "more_body": False})
+
+
+def event(value: object) -> bytes:
+    """One event of a JSON value."""
+    return b"data: " + dump(value) + b"\n\n"
+
+
+def _part(events: bytes) -> dict[str, object]:
+    return {"type": "http.response.body", "body": events, "more_body": True}
+
+
+async def _until_cut(receive: Receive) -> None:
+    try:
+        async with asyncio.timeout(_CUT_WITHIN_S):
+            while (await receive())["type"] != "http.disconnect":
+                pass
+    except TimeoutError:
+        return

@@ -1,0 +1,67 @@
+"""Tokens as texts: what logprobs, echoes and tool-makers want to read beside the ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+
+
+class TokenTable:
+    """By id: bytes, and a spelling that is text for every token ("bytes:\\xe5" for a part of a character)."""
+
+    def __init__(self, data: Sequence[bytes], special_ids: Sequence[int]) -> None:
+        self._data = data
+        self._special_ids = frozenset(special_ids)
+
+    def data(self, token: int) -> bytes:
+        """Bytes of a token inside a text; b"" for ids that the model has and its tokenizer does not."""
+        return self._data[token] if 0 <= token < len(self._data) else b""
+
+    def spelling(self, token: int) -> str:
+        data = self.data(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def is_special(self, token: int) -> bool:
+        return token in self._special_ids
+
+
+class TokenTables:
+    """One table per vocabulary, asked of a tokenizer when it is first needed."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._tables: dict[str, TokenTable] = {}
+        self._lock = asyncio.Lock()
+
+    async def of(self, identity: common_pb2.ModelIdentity) -> TokenTable:
+        """The table of a model. Raises NO_REPLICA, or TOKENIZER_MISMATCH where tokenizers have another vocabulary."""
+        wanted = identity.tokenizer_fingerprint
+        async with self._lock:
+            table = self._tables.get(wanted)
+            if table is None:
+                table = self._tables[wanted] = await self._load(identity)
+            return table
+
+    async def _load(self, identity: common_pb2.ModelIdentity) -> TokenTable:
+        vocabulary = await self._router.vocabulary()
+        found = vocabulary.model.tokenizer_fingerprint
+        if identity.tokenizer_fingerprint and found and found != identity.tokenizer_fingerprint:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH,
+                f"tokenizer and model {identity.name!r} have different vocabularies: start both on one folder",
+                {"ours": found, "theirs": identity.tokenizer_fingerprint},
+            )
+        if len(vocabulary.token_bytes) != len(vocabulary.tokens):
+            message = "the tokenizer does not tell what its tokens stand for: update it, or leave logprobs out"
+            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "logprobs"})
+        special_ids = unpack_ints(vocabulary.special_ids, "special_ids").tolist()
+        return TokenTable(tuple(vocabulary.token_bytes), special_ids)

@@ -1,0 +1,49 @@
+"""Tokens used, and why outputs ended, in OpenAI's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.router.v1 import router_pb2
+
+FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+
+
+class UsageSum:
+    """Sums over the outputs of one HTTP request: a prompt counts once, however many outputs it has."""
+
+    def __init__(self) -> None:
+        self._prompt: dict[int, tuple[int, int]] = {}
+        self.num_completion = 0
+
+    def add(self, place: int, finished: router_pb2.OutputFinished) -> None:
+        """place: which prompt."""
+        usage = finished.usage
+        cached = max(usage.cached_tokens, self._prompt.get(place, (0, 0))[1])
+        self._prompt[place] = (usage.prompt_tokens, cached)
+        self.num_completion += usage.output_tokens
+
+    def to_json(self) -> dict[str, object]:
+        num_prompt = sum(num for num, _ in self._prompt.values())
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self.num_completion,
+            "total_tokens": num_prompt + self.num_completion,
+            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompt.values())},
+        }
+
+
+def usage_of(finished: Iterable[tuple[int, router_pb2.OutputFinished]]) -> UsageSum:
+    """The sum over (prompt's place, finished output)."""
+    total = UsageSum()
+    for place, one in finished:
+        total.add(place, one)
+    return total
+
+
+def stop_reason(finished: router_pb2.OutputFinished) -> str | int | None:
+    """What ended an output: its stop string, or the id; None for another reason."""
+    if finished.stop:
+        return finished.stop
+    return finished.stop_id if finished.HasField("stop_id") else None
