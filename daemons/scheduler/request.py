@@ -115,8 +115,10 @@ class Request:
         """Longest prefix that may come from the cache.
 
         The last token is always computed, its logits are needed. A prompt token's logprob comes from the computation
-        of the token before it, so undelivered ones cap the prefix too.
+        of the token before it, so undelivered ones cap the prefix too. An embed task pools what all positions give.
         """
+        if self.submission.task is Task.EMBED:
+            return 0
         limit = self.total_len - 1
         if self.submission.sampling.prompt_logprobs and self.logprobs_start < self.prompt_len:
             limit = min(limit, max(0, self.logprobs_start - 1))

@@ -73,6 +73,8 @@ def _check_lengths(admit: Admit, limits: Limits) -> None:
 
 def _check_cached_len(admit: Admit, page_size: int) -> None:
     most = len(admit.prompt_ids) + len(admit.output_ids) - 1
+    if admit.task is Task.EMBED:
+        most = 0  # The hidden states of all positions are pooled, and the cache holds none.
     if admit.sampling.prompt_logprobs:
         first = max(admit.logprobs_start, 1)
         # The logprob of a position comes from computing the one before it.

@@ -65,6 +65,7 @@ def _load_cpu(settings: WorkerSettings) -> LoadedModel:
         attention_backend=settings.attention_backend,
         dtype=settings.dtype,
         max_total_len=settings.max_total_len,
+        embed_pooling=settings.embed_pooling,
     )
     identity = identity_to_proto(
         read_model_identity(folder),

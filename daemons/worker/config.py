@@ -43,6 +43,7 @@ class WorkerSettings(CommonSettings):
     deterministic: bool = setting(True, "CPU: a token depends on neither batch nor chunking (off: faster)")
     attention_backend: str = setting("paged_torch", "CPU: how attention is computed")
     dtype: str = setting("float32", "CPU: of weights and KV, float32 or bfloat16")
+    embed_pooling: str = setting("mean", "CPU: what embed tasks give of hidden states, their mean or the last")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
     simulated_base_us: float = setting(2000.0, "microseconds of any step")
     simulated_decode_row_us: float = setting(10.0, "microseconds a decode row adds")

@@ -193,5 +193,5 @@ def test_what_a_runner_says_of_itself() -> None:
     runner = _load(TINY_LLAMA, page_size=8, num_pages=None, max_total_len=100)
     assert (runner.page_size, runner.vocab_size, runner.max_total_len) == (8, 768, 100)
     assert runner.num_pages * 8 >= 100
-    assert runner.is_deterministic and runner.tasks == {Task.GENERATE}
+    assert runner.is_deterministic and runner.tasks == {Task.GENERATE, Task.EMBED}
     assert runner.forward([]) == []

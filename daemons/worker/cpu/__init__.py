@@ -19,12 +19,14 @@ def load_cpu_runner(
     attention_backend: str = "paged_torch",
     dtype: str = "float32",
     max_total_len: int | None = None,
+    embed_pooling: str = "mean",
 ) -> ModelRunner:
     """Loads a folder in Hugging Face format; takes seconds and more, blocks.
 
     num_pages None: sized by memory (`kv_pool.py`). threads None: as torch chooses (OMP_NUM_THREADS, or the cores).
     is_deterministic False: faster, but a row's last bits depend on its batch. dtype of weights and KV: "float32" or
     "bfloat16". max_total_len shortens what the config allows; None leaves it.
+    embed_pooling: what an embed task gives of the hidden states after the final norm, "mean" over the prompt or "last".
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """
     from .load import load_runner
@@ -38,4 +40,5 @@ def load_cpu_runner(
         attention_backend=attention_backend,
         dtype=dtype,
         max_total_len=max_total_len,
+        embed_pooling=embed_pooling,
     )

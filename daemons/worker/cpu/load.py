@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.tiles import RowTiles
 
 from .determinism import verified_tiles
 from .kv_pool import KvPool, default_num_pages
+from .pooling import hidden_pools
 from .runner import CpuRunner
 
 _log = get_logger(__name__)
@@ -39,12 +40,14 @@ def load_runner(
     attention_backend: str,
     dtype: str,
     max_total_len: int | None,
+    embed_pooling: str,
 ) -> CpuRunner:
     """See `load_cpu_runner`."""
     _check_settings(page_size=page_size, num_pages=num_pages, threads=threads, max_total_len=max_total_len)
     if dtype not in _DTYPES:
         raise _invalid("dtype", f"is {dtype!r}: choose one of {', '.join(_DTYPES)}")
     create_attention = attention_backends().create(attention_backend)
+    hidden_pool = hidden_pools().create(embed_pooling)
     num_threads = threads or torch.get_num_threads()
     torch.set_num_threads(num_threads)
     placement = Placement(device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup())
@@ -60,7 +63,7 @@ def load_runner(
         )
         tiles = verified_tiles(built.model, placement.device) if is_deterministic else RowTiles(None)
         pool = KvPool(layout, num_pages=num_pages, page_size=page_size, dtype=placement.dtype, device=placement.device)
-    return CpuRunner(built.model, pool, attention, tiles, max_total_len=length, num_threads=num_threads)
+    return CpuRunner(built.model, pool, attention, tiles, hidden_pool, max_total_len=length, num_threads=num_threads)
 
 
 def load_model(folder: Path, placement: Placement) -> BuiltModel:

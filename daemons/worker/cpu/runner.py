@@ -18,6 +18,7 @@ from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.daemons.worker.tiles import RowTiles
 
 from .kv_pool import KvPool
+from .pooling import HiddenPool
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
@@ -32,6 +33,7 @@ class CpuRunner(ModelRunner):
         pool: KvPool,
         attention: AttentionBackend,
         tiles: RowTiles,
+        hidden_pool: HiddenPool,
         *,
         max_total_len: int,
         num_threads: int,
@@ -41,11 +43,12 @@ class CpuRunner(ModelRunner):
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
-        self.tasks = frozenset({Task.GENERATE})
+        self.tasks = frozenset({Task.GENERATE, Task.EMBED})
         self._model = model
         self._pool = pool
         self._attention = attention
         self._tiles = tiles
+        self._hidden_pool = hidden_pool
         self._num_threads = num_threads
 
     @torch.inference_mode()
@@ -57,13 +60,19 @@ class CpuRunner(ModelRunner):
             torch.set_num_threads(self._num_threads)
         hidden_TD = self._model.forward(self._batch(segments))
         tokens, logprobs = self._sample(segments, hidden_TD)
+        vectors = self._pool_hidden(segments, hidden_TD)
         outputs, row = [], 0
         for index, segment in enumerate(segments):
             prompt_logprobs = None
             if segment.prompt_logprobs:
                 prompt_logprobs = self._prompt_logprobs(segment, hidden_TD[row : row + len(segment.ids)])
             outputs.append(
-                SegmentOutput(token=tokens.get(index), logprobs=logprobs.get(index), prompt_logprobs=prompt_logprobs)
+                SegmentOutput(
+                    token=tokens.get(index),
+                    logprobs=logprobs.get(index),
+                    prompt_logprobs=prompt_logprobs,
+                    vector=vectors.get(index),
+                )
             )
             row += len(segment.ids)
         return outputs
@@ -133,6 +142,26 @@ class CpuRunner(ModelRunner):
                 logprobs[index] = token_logprobs(rows[row : row + 1], [tokens[index]], num_top)
         return tokens, logprobs
 
+    def _pool_hidden(self, segments: Sequence[Segment], hidden_TD: torch.Tensor) -> dict[int, FloatArray]:
+        """Vectors of embed tasks that end in this step, by index of the segment."""
+        wanted: list[tuple[int, SlotArray]] = []
+        row = 0
+        for index, segment in enumerate(segments):
+            chosen = self._hidden_pool.wanted_rows(segment) if segment.task is Task.EMBED else range(0)
+            if chosen:
+                wanted.append((index, row + np.asarray(chosen, np.int64)))
+            row += len(segment.ids)
+        if not wanted:
+            return {}
+        rows = np.concatenate([rows for _, rows in wanted])
+        padded = _padded_to(rows, self._tiles.padded(len(rows)))
+        final = self._model.final_hidden(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()[: len(rows)]
+        parts = np.split(final, np.cumsum([len(rows) for _, rows in wanted])[:-1])
+        vectors = {
+            index: self._hidden_pool.add(segments[index], part) for (index, _), part in zip(wanted, parts, strict=True)
+        }
+        return {index: vector for index, vector in vectors.items() if vector is not None}
+
     def _prompt_logprobs(self, segment: Segment, hidden_LD: torch.Tensor) -> TokenLogprobs:
         """Of the prompt positions that the segment names; the row before a position predicts it."""
         assert segment.prompt_logprobs is not None
@@ -151,10 +180,16 @@ class CpuRunner(ModelRunner):
 
     def _logits(self, hidden_TD: torch.Tensor, rows: SlotArray) -> FloatArray:
         """float32 [rows, vocabulary] of some rows of the forward's output."""
-        padded = np.zeros(self._tiles.padded(len(rows)), np.int64)
-        padded[: len(rows)] = rows
+        padded = _padded_to(rows, self._tiles.padded(len(rows)))
         logits: FloatArray = self._model.logits(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()
         return logits[: len(rows)]
+
+
+def _padded_to(rows: SlotArray, length: int) -> SlotArray:
+    """`rows` and as many zeros as are missing."""
+    padded = np.zeros(length, np.int64)
+    padded[: len(rows)] = rows
+    return padded
 
 
 def _kv_slots(segment: Segment, page_size: int) -> SlotArray:
