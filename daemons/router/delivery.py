@@ -117,7 +117,7 @@ class Delivery:
 def _add_delta(message: router_pb2.GenerateResponse, output: Output) -> int:
     """Adds what is new of output, if anything; the bytes that the journal need no longer keep for it."""
     first, end = output.num_delivered, output.num_seen
-    if end <= first and not output.text:
+    if end <= first and not output.text and not output.vector:
         return 0
     text = output.text[0] if len(output.text) == 1 else "".join(output.text)
     output.text.clear()
@@ -128,9 +128,11 @@ def _add_delta(message: router_pb2.GenerateResponse, output: Output) -> int:
         ids=output.ids[first:end].tobytes(),
         text=text,
         weights_version=output.weights_version,
+        vector=output.vector,
     )
     output.num_delivered = max(first, end)
-    num_bytes = output.text_bytes - output.text_offset
+    num_bytes = output.text_bytes - output.text_offset + len(output.vector)
+    output.vector = b""
     output.text_offset = output.text_bytes
     if output.logprobs is not None:
         before = output.logprobs.num_bytes

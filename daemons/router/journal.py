@@ -67,7 +67,8 @@ class Output:
 
     ids: all output tokens known. num_seen: how many of them may be delivered (the detokenizer has looked for a stop).
     text_bytes: UTF-8 bytes of text taken from the detokenizer; text: what of it the client does not have.
-    num_delivered: ids handed to the client. attempt_no: counts submits by this router.
+    num_delivered: ids handed to the client. vector: f32 array of an embed or score task that the client does not have.
+    attempt_no: counts submits by this router.
     """
 
     request: Request
@@ -80,6 +81,7 @@ class Output:
     text_bytes: int = 0
     text: list[str] = field(default_factory=list)
     text_offset: int = 0
+    vector: bytes = b""
     is_text_done: bool = False
     is_finish_delivered: bool = False
     attempt_no: int = -1

@@ -117,6 +117,11 @@ class OutputFlow:
         if not output.request.are_prompt_logprobs_due:
             output.request.delivery.mark(output)
 
+    def on_vector(self, output: Output, values: bytes) -> None:
+        self._journal.charge(output.request, len(values) - len(output.vector))
+        output.vector = values
+        output.request.delivery.mark(output)
+
     def on_finished(self, output: Output, ending: Ending) -> None:
         if output.state is OutputState.STOPPING:
             assert output.ending is not None

@@ -63,6 +63,8 @@ def check_request(request: router_pb2.GenerateRequest) -> Draft:
         message = "ids_only makes no text, so stop strings cannot be found: drop one of both"
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "stop.stop"})
     _check_offered(request.task, request.HasField("grammar"))
+    if is_pooled(request.task):
+        _check_pooled(n, sampling, stop)
     return Draft(n=n, sampling=sampling, stop=stop)
 
 
@@ -82,7 +84,10 @@ def resolve(
     _check_options(draft.sampling, draft.stop, identity)
     max_tokens = min(draft.stop.max_tokens or room, room)
     stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
-    seed = draft.sampling.seed if draft.sampling.seed is not None else secrets.randbits(64)
+    task = request.task or common_pb2.TASK_GENERATE
+    seed = draft.sampling.seed
+    if seed is None:
+        seed = 0 if is_pooled(task) else secrets.randbits(64)
     return router_pb2.Resolved(
         request_id=request_id,
         model=identity.name,
@@ -91,11 +96,11 @@ def resolve(
         seeds=[output_seed(seed, index) for index in range(draft.n)],
         sampling=sampling_to_proto(replace(draft.sampling, seed=None)),
         stop=stop_to_proto(stop),
-        ids_only=request.ids_only,
+        ids_only=request.ids_only or is_pooled(task),
         cache_salt=request.cache_salt,
         priority=request.priority,
         tenant=request.tenant,
-        task=common_pb2.TASK_GENERATE,
+        task=task,
     )
 
 
@@ -123,6 +128,14 @@ def check_resume(request: router_pb2.GenerateRequest) -> list[Progress]:
         raise _bad_resume("ids_only with stop strings")
     _check_offered(resolved.task, resolved.HasField("grammar"))
     return [_progress_of(output, index, resolved) for index, output in enumerate(resume.outputs)]
+
+
+def _check_pooled(n: int, sampling: Sampling, stop: Stop) -> None:
+    asked = {"n": n > 1, "sampling.logprobs": sampling.wants_logprobs, "stop.stop": bool(stop.stop)}
+    for field, is_asked in asked.items():
+        if is_asked:
+            message = f"embed and score tasks make one vector and no tokens: leave {field} out"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
 
 
 def end_ids_of(resolved: router_pb2.Resolved) -> frozenset[int]:
@@ -189,9 +202,14 @@ def _check_names(request_id: str, cache_salt: str, tenant: str, model: str) -> N
             raise _out_of_range(f"{field} (bytes)", len(value.encode()), 0, MAX_NAME_BYTES)
 
 
+def is_pooled(task: common_pb2.Task) -> bool:
+    """Whether the answer is one vector, and no tokens."""
+    return task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
+
+
 def _check_offered(task: common_pb2.Task, has_grammar: bool) -> None:
-    if task not in (common_pb2.TASK_UNSPECIFIED, common_pb2.TASK_GENERATE):
-        message = "this router generates; embed and score are not offered yet"
+    if task not in common_pb2.Task.values():
+        message = f"task {task} is none that this router knows: generate, embed or score"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "task"})
     if has_grammar:
         message = "guided decoding is not offered yet: leave grammar unset"

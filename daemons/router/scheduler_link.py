@@ -32,6 +32,9 @@ class SchedulerEvents(Protocol):
     def on_prompt_logprobs(self, output: Output) -> None:
         """More prompt logprobs are in the journal."""
 
+    def on_vector(self, output: Output, values: bytes) -> None:
+        """The f32 array that an embed or score task asked for; its Finished follows."""
+
     def on_finished(self, output: Output, ending: Ending) -> None:
         """The scheduler is done with output; all its ids are in the journal."""
 
@@ -203,6 +206,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self._take_tokens(frame.tokens)
         for prompt in frame.prompt_logprobs:
             self._take_prompt_logprobs(prompt)
+        for vector in frame.vectors:
+            self._take_vector(vector)
         for finished in frame.finished:
             self._take_finished(finished)
         for rejected in frame.rejected:
@@ -273,6 +278,14 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             raise self._broken(f"prompt logprobs from {prompt.first_position} where {track.end} was due")
         track.append(prompt.logprobs)
         self._events.on_prompt_logprobs(output)
+
+    def _take_vector(self, vector: scheduler_pb2.OutputVector) -> None:
+        output = self._running.get(vector.handle)
+        if output is None:
+            return
+        if not vector.values or len(vector.values) % 4:
+            raise self._broken(f"a vector of {len(vector.values)} bytes is no f32 array")
+        self._events.on_vector(output, vector.values)
 
     def _take_finished(self, finished: scheduler_pb2.Finished) -> None:
         output = self._running.get(finished.handle)

@@ -29,7 +29,7 @@ def test_shipped_files_have_one_of_each_daemon_with_health_checks_and_restarts(n
         assert all(volume.host_path is not None and volume.host_path.is_dir() for volume in service.volumes)
     waits_for = {dependency.service for dependency in compose.services["router"].depends_on}
     assert waits_for == {"tokenizer", "detokenizer", "scheduler"}
-    assert [port.host_port for port in compose.services["router"].ports] == [50050]
+    assert [port.host_port for port in compose.services["router"].ports] == [50050, 8000]
 
 
 def test_both_forms_of_every_key_mean_the_same():

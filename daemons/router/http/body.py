@@ -16,6 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 
 IGNORED_HEADER = "x-radixmesh-ignored-fields"
 _MAX_NAMED = 16
+_MAX_FORMS = 4
 
 
 class Body(BaseModel):
@@ -102,10 +103,14 @@ def _mesh_error(details: Sequence[ErrorDetails]) -> MeshError:
     if not first["loc"]:
         message = f"the body has the wrong shape: {first['msg']}"
         return MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, message)
-    # A union's members report one error each, named behind the field; the field is what the client wrote.
-    field = ".".join(str(part) for part in first["loc"][:1])
-    where = ".".join(str(part) for part in first["loc"])
+    field, where = str(first["loc"][0]), _place_of(first)
     if first["type"] == "missing":
         return MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{where} is missing: set it", {"field": where})
-    message = f"{where}: {first['msg'].removeprefix('Value error, ')}"
+    # Of a field that has several forms, each says why it does not fit.
+    same_field = [detail for detail in details if detail["loc"][:1] == first["loc"][:1]]
+    message = "; or ".join(f"{_place_of(detail)}: {detail['msg']}" for detail in same_field[:_MAX_FORMS])
     return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
+
+
+def _place_of(detail: ErrorDetails) -> str:
+    return ".".join(str(part) for part in detail["loc"]).replace("constrained-", "")
