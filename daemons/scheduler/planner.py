@@ -125,7 +125,8 @@ class Planner:
         """Ends live requests, whoever submitted them."""
         found = self._submissions.find(request_id, index, below_attempt)
         for request in found:
-            self._finish(request, Ending(FinishReason.ABORT))
+            # Whoever submitted it need not be who aborts it: the finish says why.
+            self._finish(request, Ending(FinishReason.ABORT), _aborted(request_id, below_attempt))
         if found:
             return AbortOutcome.FOUND
         is_known = self._submissions.has_ended(request_id, index)
@@ -344,3 +345,10 @@ class Planner:
 
     def _ahead_pages(self, group: GroupInfo) -> int:
         return max(1, self._settings.grant_ahead_tokens // group.page_size)
+
+
+def _aborted(request_id: str, below_attempt: int | None) -> MeshError:
+    details = {"request_id": request_id}
+    if below_attempt is not None:
+        return MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one", details)
+    return MeshError(ErrorReason.ERROR_REASON_ABORTED, "the request was aborted", details)
