@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.scheduler.prefix_cache import Namespace
@@ -31,3 +32,22 @@ class CacheObserver(Protocol):
 
     def on_reset(self) -> None:
         """All nodes are gone."""
+
+
+class ContentNode(NamedTuple):
+    """A node as on_insert would tell of it."""
+
+    node: int
+    parent: int
+    ids: IntArray
+    namespace: Namespace
+
+
+class CacheContent(Protocol):
+    """All nodes of a cache at one moment; what the cache does later does not show."""
+
+    def order(self) -> None:
+        """Sorts; O(n log n) in arrays alone, fit for another thread. Call once, before nodes()."""
+
+    def nodes(self) -> Iterator[ContentNode]:
+        """Nodes, parents before children."""

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
+from radixmesh.daemons.scheduler.eviction import EVICTION_POLICIES
 from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
-from radixmesh.daemons.scheduler.prefix_cache import PREFIX_CACHES
-from radixmesh.daemons.scheduler.queue import LANES
+from radixmesh.daemons.scheduler.prefix_cache import PREFIX_CACHES, check_cache_choice
+from radixmesh.daemons.scheduler.queue_policies import QUEUE_POLICIES
+
+_AT_LEAST_ONE = (
+    "chunk_tokens",
+    "max_tokens_per_step",
+    "max_running",
+    "max_queue_tokens",
+    "grant_ahead_tokens",
+    "growth_tokens",
+    "aged_turns",
+    "hold_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +36,15 @@ class SchedulerSettings(CommonSettings):
     max_queue: int = setting(10_000, "waiting requests before new ones are refused with OVERLOADED")
     grant_ahead_tokens: int = setting(16, "tokens that the pages granted to a decoding request at a time hold")
     growth_tokens: int = setting(64, "first estimate of the tokens that a running request will still need")
-    cache: str = setting("trie", f"prefix cache: {', '.join(PREFIX_CACHES)}")
-    queue_policy: str = setting("fcfs", f"order of waiting requests: {', '.join(LANES)}")
+    max_queue_tokens: int | None = setting(None, "tokens of waiting requests before new ones are refused; none: any")
+    cache: str = setting("radix", f"prefix cache: {', '.join(PREFIX_CACHES)}")
+    eviction: str = setting("lru", f"which cached prefix goes first: {', '.join(EVICTION_POLICIES)}")
+    queue_policy: str = setting("fcfs", f"order of waiting requests: {', '.join(QUEUE_POLICIES)}")
+    max_wait_s: float = setting(1.0, "seconds after which a request that others pass by gets its turn; not of fcfs")
+    aged_turns: int = setting(2, "every which admission goes to such a request; 1: each")
+    queue_seed: int = setting(0, "seed of the random order")
+    max_preemptions: int = setting(4, "times that one request gives way to higher priorities (queue policy priority)")
+    hold_tokens: int = setting(32, "a shared prefix of so many tokens that is being computed is waited for")
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a breach (tests)")
     hang_s: float = setting(5.0, "seconds without a result after which a worker counts as dead, at least")
 
@@ -36,15 +56,22 @@ class SchedulerSettings(CommonSettings):
             )
         if self.depth != "auto" and not self.depth.isdigit():
             raise ValueError(f"--depth (or RADIXMESH_DEPTH) must be auto or a number >= 0, not {self.depth}")
-        for name in ("chunk_tokens", "max_tokens_per_step", "max_running", "grant_ahead_tokens", "growth_tokens"):
+        for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
-        if self.max_queue < 0 or self.hang_s <= 0:
-            raise ValueError("--max-queue must be >= 0 and --hang-s > 0")
-        for name, choices in (("cache", PREFIX_CACHES), ("queue_policy", LANES)):
+        if min(self.max_queue, self.max_wait_s, self.max_preemptions) < 0 or self.hang_s <= 0:
+            raise ValueError("--max-queue, --max-wait-s and --max-preemptions must be >= 0 and --hang-s > 0")
+        choices: Iterable[str]
+        for name, choices in (
+            ("cache", PREFIX_CACHES),
+            ("eviction", EVICTION_POLICIES),
+            ("queue_policy", QUEUE_POLICIES),
+        ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(choices)}")
+
+        check_cache_choice(self.cache, self.eviction)
 
     @property
     def fixed_depth(self) -> int | None:
@@ -59,7 +86,14 @@ class SchedulerSettings(CommonSettings):
             grant_ahead_tokens=self.grant_ahead_tokens,
             growth_tokens=self.growth_tokens,
             max_queue=self.max_queue,
+            max_queue_tokens=self.max_queue_tokens,
             cache=self.cache,
+            eviction=self.eviction,
             queue_policy=self.queue_policy,
+            max_wait_s=self.max_wait_s,
+            aged_turns=self.aged_turns,
+            queue_seed=self.queue_seed,
+            max_preemptions=self.max_preemptions,
+            hold_tokens=self.hold_tokens,
             check_invariants=self.check_invariants,
         )

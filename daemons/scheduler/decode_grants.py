@@ -16,12 +16,12 @@ def grant_decodes(
 ) -> None:
     """Grants pages to every decoding slot that has none for its next token.
 
-    Where memory does not suffice, the youngest running request gives way (give_way frees its slot and pages), until it
-    does. `ahead_pages` at a time if there are as many, one page each otherwise.
+    Where memory does not suffice, of the lowest priority the youngest request gives way (give_way frees its slot and
+    pages), until it does. `ahead_pages` at a time if there are as many, one page each otherwise.
     """
     short = state.short_of_pages(state.decode_set.slots)
     while len(short) > state.pages.num_available:
-        give_way(state, state.table.running()[-1])
+        give_way(state, state.table.last_in_line())
         draft.has_retracted = True
         state.is_decode_set_unsent |= state.decode_set.update()
         short = state.short_of_pages(state.decode_set.slots)

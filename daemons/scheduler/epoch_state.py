@@ -10,7 +10,7 @@ from radixmesh.daemons.scheduler.decode_set import DecodeSet
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.in_flight import InFlight, PlannedChunk
 from radixmesh.daemons.scheduler.page_pool import PagePool
-from radixmesh.daemons.scheduler.prefix_cache import make_prefix_cache
+from radixmesh.daemons.scheduler.prefix_cache import PrefixCache
 from radixmesh.daemons.scheduler.request import Request
 from radixmesh.daemons.scheduler.slot_pages import SlotPages
 from radixmesh.daemons.scheduler.slot_table import SlotTable
@@ -19,10 +19,11 @@ from radixmesh.daemons.scheduler.slot_table import SlotTable
 class EpochState:
     """Slots, pages, cache and plans in flight of an epoch.
 
-    snapshot None: the worker's KV is worth nothing (a new worker in tests); its page generations start at 0 then.
+    cache: empty. snapshot None: the worker's KV is worth nothing (a new worker in tests); its page generations start
+    at 0 then.
     """
 
-    def __init__(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None, cache_name: str) -> None:
+    def __init__(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None, cache: PrefixCache) -> None:
         self.epoch = epoch
         self.group = group
         self.table = SlotTable(group.num_slots)
@@ -36,7 +37,6 @@ class EpochState:
         """By the (slot, generation) that their outstanding rows name."""
         self.next_step_id = 1
         self.is_decode_set_unsent = False
-        cache = make_prefix_cache(cache_name, page_size=group.page_size, num_pages=group.num_pages)
         self.num_adopted_tokens = 0
         if snapshot is None:
             pool = PagePool(group.num_pages)

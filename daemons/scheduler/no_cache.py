@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.step import PageRecords
-from radixmesh.daemons.scheduler.prefix_cache import Inserted, Match, Namespace, PrefixCache
+from radixmesh.daemons.scheduler.prefix_cache import NOTHING_KNOWN, Inserted, Match, Namespace, PrefixCache, Probe
 
 
 class NoCache(PrefixCache):
@@ -23,7 +23,10 @@ class NoCache(PrefixCache):
     def match(self, namespace: Namespace, ids: IntArray) -> Match:
         return Match(empty_ints(), 0)
 
-    def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray) -> Inserted:
+    def probe(self, namespace: Namespace, ids: IntArray) -> Probe:
+        return NOTHING_KNOWN
+
+    def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray, *, priority: int = 0) -> Inserted:
         # "All known" is how a cache declines: the caller keeps every page.
         return Inserted(Match(empty_ints(), 0), len(pages))
 

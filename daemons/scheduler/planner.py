@@ -8,11 +8,10 @@ beyond an end (EOS, stop id, abort, stop string) are dropped when their results 
 
 from __future__ import annotations
 
-import heapq
-
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import StepPlan, StepResult
+from radixmesh.daemons.scheduler.deadlines import Deadlines
 from radixmesh.daemons.scheduler.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.flush import FlushWish
@@ -22,8 +21,11 @@ from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected, Tok
 from radixmesh.daemons.scheduler.plan_writer import enter_in_flight, plan_of
 from radixmesh.daemons.scheduler.planner_counters import PlannerCounters, check_pages
 from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
+from radixmesh.daemons.scheduler.preemption import Preemption
 from radixmesh.daemons.scheduler.prefill import Prefill, PrefillLimits
+from radixmesh.daemons.scheduler.prefix_cache import check_cache_choice, make_prefix_cache
 from radixmesh.daemons.scheduler.queue import WaitingQueue
+from radixmesh.daemons.scheduler.queue_limits import QueueLimits
 from radixmesh.daemons.scheduler.request import Lifecycle, Request, Submission
 from radixmesh.daemons.scheduler.result_reader import ResultReader
 from radixmesh.daemons.scheduler.retraction import Retraction
@@ -44,7 +46,9 @@ class Planner:
 
     def __init__(self, settings: PlannerSettings) -> None:
         self._settings = settings
-        self._queue = WaitingQueue(settings.queue_policy)
+        check_cache_choice(settings.cache, settings.eviction)
+        self._queue = WaitingQueue(settings.queue_settings())
+        self._limits = QueueLimits(settings.max_queue, settings.max_queue_tokens)
         self._submissions = Submissions()
         self._growth = GrowthEstimate(settings.growth_tokens)
         self._prefill: Prefill | None = None
@@ -53,13 +57,18 @@ class Planner:
         self._stop_watch = StopWatch(0)
         self._reader = ResultReader(self._finish)
         self._outputs = Outputs()
-        self._deadlines: list[tuple[float, int, Request]] = []
+        self._deadlines = Deadlines()
         self._num_arrived = 0
         self._blames: dict[Request, int] = {}
         self.flush = FlushWish()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
         self._retraction = Retraction(self._queue, self._growth, self.counters, self._finish)
+        self._preemption: Preemption | None = None
+        if settings.queue_settings().may_preempt:
+            self._preemption = Preemption(
+                self._queue, self._retraction, self.counters, max_times=settings.max_preemptions
+            )
 
     @property
     def state(self) -> EpochState | None:
@@ -158,11 +167,16 @@ class Planner:
             for request in self._submissions.live():
                 self._stop_watch.watch(t for t in request.end_ids if t < group.vocab_size)
         self._group = group
-        self._state = EpochState(epoch, group, snapshot, self._settings.cache)
+        settings = self._settings
+        cache = make_prefix_cache(
+            settings.cache, page_size=group.page_size, num_pages=group.num_pages, eviction=settings.eviction
+        )
+        self._state = EpochState(epoch, group, snapshot, cache)
         limits = PrefillLimits(
-            chunk_tokens=self._settings.chunk_tokens,
-            max_running=min(self._settings.max_running or group.num_slots, self._budget(group)),
+            chunk_tokens=settings.chunk_tokens,
+            max_running=min(settings.max_running or group.num_slots, self._budget(group)),
             ahead_pages=self._ahead_pages(group),
+            hold_tokens=settings.hold_tokens,
         )
         self._prefill = Prefill(limits, self._queue, self._growth, self.counters)
         for request in self._submissions.live():
@@ -182,6 +196,7 @@ class Planner:
         if state is None:
             return
         self.flush.interrupted()
+        self._queue.unhold_all()
         admitted = {a.slot for s in state.in_flight.steps() if s.plan.step_id == refused_step for a in s.plan.admits}
         blamed = [request for request in state.table.running() if request.slot in admitted]
         for request in (*state.table.running(), *state.retracting.values()):
@@ -201,15 +216,20 @@ class Planner:
         self._expire(now)
         state, prefill = self._state, self._prefill
         if state is None or prefill is None:
+            self._queue.begin_plan(now)
             return None
+        self._queue.begin_plan(now, state.pages.probe)
+        prefill.begin_plan(state)
         if self.flush.is_wanted and self.flush.may_run(state):
             return self._sent(state, self.flush.make_plan(state), PlanDraft(0), now)
         state.is_decode_set_unsent |= state.decode_set.update()
         draft = PlanDraft(0)
         grant_decodes(state, draft, self._ahead_pages(state.group), self._retraction.give_way)
+        if self._preemption is not None and not self.flush.is_wanted:
+            self._preemption.make_room(state, draft, prefill)
         draft.token_budget = self._budget(state.group) - len(state.decode_set)
-        if not self.flush.is_wanted or state.prefilling:
-            prefill.add_chunks(state, draft)
+        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted)
+        self._limits.planned(now, len(draft.admits), len(self._queue))
         if not len(state.decode_set) and not draft.chunks:
             self._retraction.unblock(state)
             if not state.releases and not is_heartbeat:
@@ -253,10 +273,9 @@ class Planner:
         if self._group is None:
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "no worker group yet: retry elsewhere, or later")
         check_submission(submission, self._group)
-        if live is None and self.num_waiting >= self._settings.max_queue:
-            message = f"{self.num_waiting} requests wait: retry later, or elsewhere"
-            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"})
-        if live is not None:
+        if live is None:
+            self._limits.check(self.num_waiting, self.waiting_tokens)
+        else:
             error = MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one")
             self._finish(live, Ending(FinishReason.ABORT), error)
         self._num_arrived += 1
@@ -264,13 +283,12 @@ class Planner:
 
     def _add(self, request: Request) -> None:
         self._submissions.add(request)
+        self._deadlines.add(request)
         self._stop_watch.watch(request.end_ids)
         self._queue.push(request)
         ending = ending_of(request)
         if ending is not None:  # Resumed with an output that is complete.
             self._finish(request, ending)
-        elif request.submission.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.submission.deadline_s, request.arrival, request))
 
     def _attach(self, live: Request, submission: Submission) -> bool:
         """The same attempt comes by another stream: rows go there, from where that stream's journal ends.
@@ -308,6 +326,7 @@ class Planner:
         request.lifecycle = Lifecycle.FINISHED
         self._stop_watch.unwatch(request.end_ids)
         self._submissions.end(request)
+        self._deadlines.ended(request)
         self._blames.pop(request, None)
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
         self._outputs.finished.append(
@@ -325,12 +344,10 @@ class Planner:
         )
 
     def _expire(self, now: float) -> None:
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, request = heapq.heappop(self._deadlines)
-            if request.lifecycle is not Lifecycle.FINISHED:
-                message = "the request's deadline passed: allow more time, or fewer tokens"
-                error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
-                self._finish(request, Ending(FinishReason.ERROR), error)
+        for request in self._deadlines.due(now):
+            message = "the request's deadline passed: allow more time, or fewer tokens"
+            error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
+            self._finish(request, Ending(FinishReason.ERROR), error)
 
     def _sent(self, state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> StepPlan:
         enter_in_flight(state, plan, draft, now)

@@ -32,6 +32,11 @@ class PlannerCounters:
     hit_rate: float = 0.0
     """Share of tokens found there, recent admissions weighing most."""
     num_retracted: int = 0
+    """Times a running request gave up its pages and waited again, for whatever reason."""
+    num_preempted: int = 0
+    """Of them, for a higher priority."""
+    num_held: int = 0
+    """Times a request was held back for a prefix that another computed."""
     num_breaches: int = 0
     num_short_rows: int = 0
     """Decode rows that came back without a token."""

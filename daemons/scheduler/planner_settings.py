@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixmesh.daemons.scheduler.queue_policies import QueueSettings
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
     """chunk_tokens: most tokens of one request a step. max_tokens_per_step, max_running: None = the worker's limit.
     grant_ahead_tokens: pages granted at a time hold about so many. growth_tokens: first estimate of what a running
-    request will still need. max_queue: waiting requests before OVERLOADED.
+    request will still need. max_queue, max_queue_tokens: waiting requests and tokens before OVERLOADED; None = no
+    bound. cache, eviction: names in PREFIX_CACHES and EVICTION_POLICIES. queue_policy: a name in QUEUE_POLICIES;
+    max_wait_s, aged_turns, queue_seed: see QueueSettings. max_preemptions: how often one request gives way to higher
+    priorities. hold_tokens: a common prefix of at least so many tokens, being computed for another, is waited for.
     check_invariants: verify every page after every step and fail on a breach (tests)."""
 
     chunk_tokens: int = 512
@@ -18,6 +23,18 @@ class PlannerSettings:
     grant_ahead_tokens: int = 16
     growth_tokens: int = 64
     max_queue: int = 10_000
-    cache: str = "trie"
+    max_queue_tokens: int | None = None
+    cache: str = "radix"
+    eviction: str = "lru"
     queue_policy: str = "fcfs"
+    max_wait_s: float = 1.0
+    aged_turns: int = 2
+    queue_seed: int = 0
+    max_preemptions: int = 4
+    hold_tokens: int = 32
     check_invariants: bool = False
+
+    def queue_settings(self) -> QueueSettings:
+        return QueueSettings(
+            policy=self.queue_policy, max_wait_s=self.max_wait_s, aged_turns=self.aged_turns, seed=self.queue_seed
+        )

@@ -8,21 +8,26 @@ from radixmesh.daemons.runtime.arrays import as_ints, empty_ints
 from radixmesh.daemons.runtime.step import Admit, Grant, Task
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
+from radixmesh.daemons.scheduler.held_back import HeldBack
 from radixmesh.daemons.scheduler.planner_counters import PlannerCounters
 from radixmesh.daemons.scheduler.prefix_cache import Match
 from radixmesh.daemons.scheduler.queue import WaitingQueue
 from radixmesh.daemons.scheduler.request import Lifecycle, Request
 from radixmesh.daemons.scheduler.validation import pages_for
 
+# More than that are not held back at a time: they could not all run next anyway.
+_MAX_HELD = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLimits:
     """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots. ahead_pages: granted
-    beyond the prompt when its prefill finishes."""
+    beyond the prompt when its prefill finishes. hold_tokens: see HeldBack."""
 
     chunk_tokens: int
     max_running: int
     ahead_pages: int
+    hold_tokens: int = 32
 
 
 class Prefill:
@@ -35,8 +40,18 @@ class Prefill:
         self._queue = queue
         self._growth = growth
         self._counters = counters
+        self._held_back = HeldBack(
+            queue, counters, least_tokens=limits.hold_tokens, max_held=min(_MAX_HELD, limits.max_running)
+        )
+        self._num_reserved: int | None = None
+        """Pages that running requests are expected to ask for; None = not counted in this plan."""
 
-    def add_chunks(self, state: EpochState, draft: PlanDraft) -> None:
+    def begin_plan(self, state: EpochState) -> None:
+        """Slots have changed since the last plan. Puts back into turn those who waited for what is computed by now."""
+        self._num_reserved = None
+        self._held_back.release(state)
+
+    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool) -> None:
         """Continues prefills, then admits. A prefill that waits for pages keeps new requests out."""
         state.prefilling = [r for r in state.prefilling if _is_prefilling(state, r)]
         is_blocked = False
@@ -44,10 +59,23 @@ class Prefill:
             if draft.token_budget <= 0:
                 return
             is_blocked |= not self._add_chunk(state, draft, request)
-        while not is_blocked and not draft.has_retracted and draft.token_budget > 0:
+        while may_admit and not is_blocked and not draft.has_retracted and draft.token_budget > 0:
             request_or_none = self._queue.head()
             if request_or_none is None or not self._admit(state, draft, request_or_none):
                 return
+
+    def has_room(self, state: EpochState, request: Request) -> bool:
+        """Whether a request could be admitted now."""
+        return self._has_slot(state) and self._has_pages(state, request, state.pages.probe(request).num_pages)
+
+    def missing_pages(self, state: EpochState, request: Request) -> int:
+        """Pages that a request lacks for its admission; 0 or less = it lacks a slot alone."""
+        needed = self._wanted_pages(state, request) - state.pages.probe(request).num_pages
+        return needed + self._reserved(state) - state.pages.num_available
+
+    def reserved_pages(self, state: EpochState, slot: int, page_size: int) -> int:
+        """Pages that are kept for a running request."""
+        return int(self._growth.reserved_pages(state.table, page_size, as_ints([slot]))[0])
 
     def _add_chunk(self, state: EpochState, draft: PlanDraft, request: Request) -> bool:
         """Adds the next chunk of a request in a slot; False if there is no page for a single token."""
@@ -73,39 +101,61 @@ class Prefill:
         return True
 
     def _admit(self, state: EpochState, draft: PlanDraft, request: Request) -> bool:
-        """Admits the request with its first chunk; False if it has to wait."""
-        table = state.table
-        if not table.num_free or table.num_running >= self._limits.max_running:
+        """Admits the request with its first chunk, or holds it back; False if it, and all behind it, have to wait."""
+        if not self._has_slot(state):
             return False
-        ids = request.token_ids()
-        match = state.pages.match(request, ids)
-        if not self._fits(state, request, match):
-            state.pages.cache.unlock(match)
+        pages, page_size = state.pages, state.group.page_size
+        probe = pages.probe(request)
+        ahead = self._held_back.ahead_of(state, request, probe.num_pages * page_size)
+        if ahead is not None:
+            return self._held_back.hold(request, ahead)
+        if not self._has_pages(state, request, probe.num_pages):
             return False
+        match = pages.match(request, request.token_ids())
+        # What it found is locked now, and cannot be evicted for it any more.
+        if not self._has_pages(state, request, len(match.pages)):
+            pages.cache.unlock(match)
+            return False
+        self._enter(state, draft, request, match)
+        return True
+
+    def _enter(self, state: EpochState, draft: PlanDraft, request: Request, match: Match) -> None:
+        """A request with a locked match takes a slot."""
         self._queue.admitted(request)
         cached_len = len(match.pages) * state.group.page_size
-        slot = table.take(request, cached_len)
+        slot = state.table.take(request, cached_len)
         state.pages.attach(slot, match)
         request.lifecycle = Lifecycle.RUNNING
         if request.cached_tokens < 0:
             request.cached_tokens = min(cached_len, request.prompt_len)
-        self._counters.admitted(len(ids), cached_len)
+        self._counters.admitted(request.total_len, cached_len)
         draft.admits.append(_admit_of(state, request, match, cached_len))
         state.prefilling.append(request)
+        self._held_back.lead(state, request, cached_len)
         self._add_chunk(state, draft, request)
-        return True
+        self._num_reserved = self._reserved(state) + self.reserved_pages(state, slot, state.group.page_size)
 
-    def _fits(self, state: EpochState, request: Request, match: Match) -> bool:
+    def _has_slot(self, state: EpochState) -> bool:
+        return bool(state.table.num_free) and state.table.num_running < self._limits.max_running
+
+    def _has_pages(self, state: EpochState, request: Request, num_cached: int) -> bool:
         """Whether the request and what the running ones are expected to need still fit; alone it must."""
-        page_size = state.group.page_size
+        available = state.pages.num_available
         # A token's page at least: a slot that cannot start only holds others up.
-        if state.pages.num_available < 1:
+        if available < 1:
             return False
         if not state.table.num_running:
             return True
+        return self._wanted_pages(state, request) - num_cached + self._reserved(state) <= available
+
+    def _wanted_pages(self, state: EpochState, request: Request) -> int:
         wanted = min(request.max_total_len - 1, request.total_len + int(self._growth.num_tokens))
-        needed = pages_for(wanted, page_size) - len(match.pages)
-        return needed + self._growth.reserved_pages(state.table, page_size) <= state.pages.num_available
+        return pages_for(wanted, state.group.page_size)
+
+    def _reserved(self, state: EpochState) -> int:
+        if self._num_reserved is None:
+            self._num_reserved = int(self._growth.reserved_pages(state.table, state.group.page_size).sum())
+        return self._num_reserved
 
 
 def _is_prefilling(state: EpochState, request: Request) -> bool:

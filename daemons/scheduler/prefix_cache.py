@@ -8,10 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.step import PageRecords
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.scheduler.cache_observer import CacheContent, CacheObserver
+
+DEFAULT_EVICTION = "lru"
 
 
 class Namespace(NamedTuple):
@@ -34,6 +39,17 @@ class Inserted(NamedTuple):
 
     match: Match
     num_known: int
+
+
+class Probe(NamedTuple):
+    """What a cache knows of a prefix at the moment: whole pages, and where they lie. `branch` names places from the top
+    down to the prefix's end, opaque: of two prefixes with a long part in common, so have their branches."""
+
+    num_pages: int
+    branch: tuple[int, ...]
+
+
+NOTHING_KNOWN = Probe(0, ())
 
 
 class PrefixCache(ABC):
@@ -65,8 +81,14 @@ class PrefixCache(ABC):
         """
 
     @abstractmethod
-    def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray) -> Inserted:
+    def probe(self, namespace: Namespace, ids: IntArray) -> Probe:
+        """How much of `ids` match() would find; changes nothing, marks nothing as used. Cheap: queues ask often."""
+
+    @abstractmethod
+    def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray, *, priority: int = 0) -> Inserted:
         """Makes the pages of `ids` findable; len(ids) = page_size * len(pages).
+
+        priority: what the prefix is worth to an eviction by priority; higher stays longer. Others ignore it.
 
         Where a prefix is cached already its page stays and the caller keeps its own (a duplicate, or the very same
         page); from the first unknown page on the cache takes the caller's pages, which must not be in the cache.
@@ -102,6 +124,16 @@ class PrefixCache(ABC):
     def reset(self) -> IntArray:
         """Forgets everything, locked pages too, and returns the pages that were cached. Matches are void."""
 
+    def watch(self, observer: CacheObserver | None, *, replay: bool = True) -> bool:
+        """Tells an observer of all there is, as inserts, unless replay is False, and from now on of what changes; None
+        = nobody any more. False: this cache tells nobody."""
+        return False
+
+    def content(self) -> CacheContent | None:
+        """What is cached now, for one who begins to watch; None: this cache tells nobody. Cheap, and stays as it is
+        whatever the cache does meanwhile."""
+        return None
+
     def longest_full(self, length: int) -> int:
         """Pages that `length` tokens fill whole."""
         return length // self.page_size
@@ -110,29 +142,40 @@ class PrefixCache(ABC):
 CacheFactory = Callable[..., PrefixCache]
 
 
-def _make_trie(*, page_size: int, num_pages: int) -> PrefixCache:
+def _make_trie(*, page_size: int, num_pages: int, eviction: str) -> PrefixCache:
     from radixmesh.daemons.scheduler.trie_cache import TrieCache
 
     return TrieCache(page_size=page_size, num_pages=num_pages)
 
 
-def _make_none(*, page_size: int, num_pages: int) -> PrefixCache:
+def _make_none(*, page_size: int, num_pages: int, eviction: str) -> PrefixCache:
     from radixmesh.daemons.scheduler.no_cache import NoCache
 
     return NoCache(page_size=page_size, num_pages=num_pages)
 
 
-def _make_radix(*, page_size: int, num_pages: int) -> PrefixCache:
+def _make_radix(*, page_size: int, num_pages: int, eviction: str) -> PrefixCache:
+    from radixmesh.daemons.scheduler.eviction import make_eviction_policy
     from radixmesh.daemons.scheduler.radix_cache import RadixCache
 
-    return RadixCache(page_size=page_size, num_pages=num_pages)
+    return RadixCache(page_size=page_size, num_pages=num_pages, policy=make_eviction_policy(eviction))
 
 
-PREFIX_CACHES: dict[str, CacheFactory] = {"trie": _make_trie, "none": _make_none, "radix": _make_radix}
+PREFIX_CACHES: dict[str, CacheFactory] = {"radix": _make_radix, "trie": _make_trie, "none": _make_none}
+# Caches that can do more than evict what was used longest ago.
+EVICTING_CACHES = frozenset({"radix"})
 
 
-def make_prefix_cache(name: str, *, page_size: int, num_pages: int) -> PrefixCache:
-    """A new, empty cache. Raises ValueError naming the choices."""
+def check_cache_choice(name: str, eviction: str) -> None:
+    """Raises ValueError, naming the choices, for a cache that does not exist or cannot evict in that order."""
     if name not in PREFIX_CACHES:
         raise ValueError(f"prefix cache {name!r} is unknown: choose one of {', '.join(sorted(PREFIX_CACHES))}")
-    return PREFIX_CACHES[name](page_size=page_size, num_pages=num_pages)
+    if eviction != DEFAULT_EVICTION and name not in EVICTING_CACHES:
+        choices = ", ".join(sorted(EVICTING_CACHES))
+        raise ValueError(f"prefix cache {name!r} evicts by {DEFAULT_EVICTION} alone: for {eviction!r} choose {choices}")
+
+
+def make_prefix_cache(name: str, *, page_size: int, num_pages: int, eviction: str = DEFAULT_EVICTION) -> PrefixCache:
+    """A new, empty cache. Raises ValueError naming the choices."""
+    check_cache_choice(name, eviction)
+    return PREFIX_CACHES[name](page_size=page_size, num_pages=num_pages, eviction=eviction)

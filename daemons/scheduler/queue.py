@@ -1,132 +1,139 @@
-"""Requests that wait. Fair among (router, tenant) pairs; the order within a pair is a seam."""
+"""Requests that wait. Priorities first, then turns among (router, tenant) pairs, then the strategy's order
+(lane.py)."""
 
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from radixmesh.daemons.scheduler.lane import Lane, PlanView, ProbeRequest
+from radixmesh.daemons.scheduler.queue_policies import QueueSettings, make_lanes
 from radixmesh.daemons.scheduler.request import Request
 
+# Probes of the cache a plan: about 0.1 ms.
+_PROBES_A_PLAN = 24
 
-class Lane(ABC):
-    """The waiting requests of one (router, tenant) pair, in some order."""
-
-    @abstractmethod
-    def push(self, request: Request) -> None:
-        """Adds a request; one that comes back (retracted, or after a new epoch) has its old arrival number."""
-
-    @abstractmethod
-    def head(self) -> Request | None:
-        """The next request, which stays; None = empty."""
-
-    @abstractmethod
-    def remove(self, request: Request) -> None:
-        """Takes out a request that is in this lane."""
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Request]: ...
-
-
-class SortedLane(Lane):
-    """Orders by a key that does not change while a request waits. O(log n)."""
-
-    def __init__(self, key: Callable[[Request], tuple[int, int]]) -> None:
-        self._key = key
-        self._heap: list[tuple[tuple[int, int], int, Request]] = []
-        self._num_pushed = 0
-        self._members: set[Request] = set()
-
-    def push(self, request: Request) -> None:
-        assert request not in self._members, request.key
-        # One that was removed and comes back may still have an entry: it is equal, and one of them is skipped.
-        self._members.add(request)
-        self._num_pushed += 1
-        heapq.heappush(self._heap, (self._key(request), self._num_pushed, request))
-
-    def head(self) -> Request | None:
-        while self._heap and self._heap[0][2] not in self._members:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
-
-    def remove(self, request: Request) -> None:
-        self._members.remove(request)
-        # Entries of the removed leave when they reach the head; rebuild where most are such.
-        if len(self._heap) > 64 and len(self._heap) > 2 * len(self._members):
-            self._heap = [entry for entry in self._heap if entry[2] in self._members]
-            heapq.heapify(self._heap)
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._members)
-
-
-def _first_come(request: Request) -> tuple[int, int]:
-    return (-request.submission.priority, request.arrival)
-
-
-def _last_come(request: Request) -> tuple[int, int]:
-    return (-request.submission.priority, -request.arrival)
-
-
-LANES: dict[str, Callable[[], Lane]] = {
-    "fcfs": lambda: SortedLane(_first_come),
-    "lcfs": lambda: SortedLane(_last_come),
-}
+_LaneKey = tuple[str, str]
 
 
 class WaitingQueue:
-    """All waiting requests. The highest priority goes first; among equals the lanes take turns."""
+    """All waiting requests. The highest priority goes first; lanes of one priority, a (router, tenant) pair each, take
+    turns; within a lane the strategy chooses. So a strategy's gain is that of its lane, and no lane starves another.
 
-    def __init__(self, policy: str = "fcfs") -> None:
-        if policy not in LANES:
-            raise ValueError(f"queue policy {policy!r} is unknown: choose one of {', '.join(sorted(LANES))}")
-        self._make_lane = LANES[policy]
-        self._lanes: OrderedDict[tuple[str, str], Lane] = OrderedDict()
+    A request that waits for what another is about to compute is held: it keeps its place but has no turn.
+    """
+
+    def __init__(self, settings: QueueSettings | None = None) -> None:
+        self._make_lane = make_lanes(settings or QueueSettings())
+        self._classes: dict[int, OrderedDict[_LaneKey, Lane]] = {}
+        self._priorities: list[int] = []
+        """Heap of the negated priorities in _classes, and of some that are gone; each once."""
+        self._listed: set[int] = set()
+        self._held: dict[Request, None] = {}
+        self._unstamped: list[Request] = []
+        self._view = PlanView()
+        self._num = 0
         self.waiting_tokens = 0
 
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def begin_plan(self, now: float, probe: ProbeRequest | None = None) -> None:
+        """A plan is about to be made: what came since the last one waits since now."""
+        for request in self._unstamped:
+            if request.waits_since_s < 0:
+                request.waits_since_s = now
+        self._unstamped.clear()
+        self._view = PlanView(self._view.number + 1, now, probe, _PROBES_A_PLAN if probe is not None else 0)
+
     def push(self, request: Request) -> None:
-        lane = self._lanes.get(_lane_key(request))
-        if lane is None:
-            lane = self._lanes[_lane_key(request)] = self._make_lane()
-        lane.push(request)
+        self._enter(request)
+        if request.waits_since_s < 0:
+            self._unstamped.append(request)
+        self._num += 1
         self.waiting_tokens += request.total_len
 
     def head(self) -> Request | None:
         """The request whose turn it is; it stays until removed."""
-        best: Request | None = None
-        for lane in self._lanes.values():
-            head = lane.head()
-            if head is not None and (best is None or head.submission.priority > best.submission.priority):
-                best = head
-        return best
+        while self._priorities:
+            lanes = self._classes.get(-self._priorities[0])
+            if lanes is None:
+                self._listed.discard(-heapq.heappop(self._priorities))
+                continue
+            return next(iter(lanes.values())).head(self._view)
+        return None
 
     def admitted(self, request: Request) -> None:
-        """Takes out a request and gives the turn to the other lanes."""
-        self.remove(request)
-        if _lane_key(request) in self._lanes:
-            self._lanes.move_to_end(_lane_key(request))
+        """Takes out a request that has its turn, and gives the turn to the other lanes."""
+        lanes, key = self._classes[request.submission.priority], _lane_key(request)
+        lanes[key].admitted(request)
+        lanes.move_to_end(key)
+        self._count_out(request)
+        self._drop_empty(request)
 
     def remove(self, request: Request) -> None:
-        lane = self._lanes[_lane_key(request)]
-        lane.remove(request)
-        self.waiting_tokens -= request.total_len
-        if not len(lane):  # Tenants come from clients: an empty lane must not stay.
-            del self._lanes[_lane_key(request)]
+        self._count_out(request)
+        if request in self._held:
+            del self._held[request]
+        else:
+            self._leave(request)
+
+    def hold(self, request: Request) -> None:
+        """Has no turn until unhold(), or remove()."""
+        self._leave(request)
+        self._held[request] = None
+
+    def unhold(self, request: Request) -> None:
+        """Has turns again; nothing happens to one that is not held (any more)."""
+        if request in self._held:
+            del self._held[request]
+            self._enter(request)
+
+    def unhold_all(self) -> None:
+        for request in list(self._held):
+            self.unhold(request)
 
     def __len__(self) -> int:
-        return sum(len(lane) for lane in self._lanes.values())
+        return self._num
 
     def __iter__(self) -> Iterator[Request]:
-        for lane in list(self._lanes.values()):
-            yield from list(lane)
+        for lanes in list(self._classes.values()):
+            for lane in list(lanes.values()):
+                yield from list(lane)
+        yield from list(self._held)
+
+    def _enter(self, request: Request) -> None:
+        priority, key = request.submission.priority, _lane_key(request)
+        lanes = self._classes.get(priority)
+        if lanes is None:
+            lanes = self._classes[priority] = OrderedDict()
+            if priority not in self._listed:
+                self._listed.add(priority)
+                heapq.heappush(self._priorities, -priority)
+        lane = lanes.get(key)
+        if lane is None:
+            lane = lanes[key] = self._make_lane()
+        lane.push(request)
+
+    def _leave(self, request: Request) -> None:
+        self._classes[request.submission.priority][_lane_key(request)].remove(request)
+        self._drop_empty(request)
+
+    def _drop_empty(self, request: Request) -> None:
+        # Tenants and priorities come from clients: what is empty must not stay.
+        priority, key = request.submission.priority, _lane_key(request)
+        lanes = self._classes[priority]
+        if not len(lanes[key]):
+            del lanes[key]
+        if not lanes:
+            del self._classes[priority]
+
+    def _count_out(self, request: Request) -> None:
+        self._num -= 1
+        self.waiting_tokens -= request.total_len
 
 
-def _lane_key(request: Request) -> tuple[str, str]:
+def _lane_key(request: Request) -> _LaneKey:
     return (request.submission.router, request.submission.tenant)

@@ -8,12 +8,12 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.step import PageRecords
-from radixmesh.daemons.scheduler.cache_observer import CacheObserver
+from radixmesh.daemons.scheduler.cache_observer import CacheContent, CacheObserver
 from radixmesh.daemons.scheduler.compact_edges import compress
 from radixmesh.daemons.scheduler.eviction import EvictionPolicy, LeastRecentlyUsed
 from radixmesh.daemons.scheduler.leaf_queue import LeafQueue
 from radixmesh.daemons.scheduler.page_chains import read_chains
-from radixmesh.daemons.scheduler.prefix_cache import Inserted, Match, Namespace, PrefixCache
+from radixmesh.daemons.scheduler.prefix_cache import Inserted, Match, Namespace, PrefixCache, Probe
 from radixmesh.daemons.scheduler.radix_nodes import NO_NODE, array_of
 from radixmesh.daemons.scheduler.radix_tree import RadixTree
 
@@ -51,11 +51,14 @@ class RadixCache(PrefixCache):
         """To look at; void after reset()."""
         return self._tree
 
-    def watch(self, observer: CacheObserver | None) -> None:
-        """Tells an observer of all there is, as inserts, and from now on of what changes; None = nobody any more."""
+    def watch(self, observer: CacheObserver | None, *, replay: bool = True) -> bool:
         self._observer = self._tree.observer = observer
-        if observer is not None:
+        if replay and observer is not None:
             self._tree.replay(observer)
+        return True
+
+    def content(self) -> CacheContent:
+        return self._tree.content()
 
     def match(self, namespace: Namespace, ids: IntArray) -> Match:
         path, num = self._tree.find(namespace, ids)
@@ -66,8 +69,12 @@ class RadixCache(PrefixCache):
             hits[node] += 1
         return self._match_of(path)
 
+    def probe(self, namespace: Namespace, ids: IntArray) -> Probe:
+        path, num = self._tree.find(namespace, ids)
+        return Probe(num, tuple(path))
+
     def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray, *, priority: int = 0) -> Inserted:
-        """See PrefixCache.insert. `priority`: what the prefix is worth to LowestPriority; higher stays longer.
+        """See PrefixCache.insert.
 
         Declines, with all pages "known", where it would have to take a page that it holds already.
         """

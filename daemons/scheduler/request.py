@@ -83,6 +83,12 @@ class Request:
     """Prompt tokens found in the cache at the first admission; -1 before."""
     waits_for_step: int = 0
     """While RETRACTING: the result after which it may be admitted again."""
+    waits_since_s: float = -1.0
+    """When it first waited, on the planner's clock; -1 = no plan was made since."""
+    num_holds: int = 0
+    """Times it was held back for what another computed."""
+    num_preempted: int = 0
+    """Times it gave its place to a higher priority."""
     retracted_from: tuple[int, int] = (-1, 0)
     """While RETRACTING: the (slot, generation) that its outstanding rows name."""
 
@@ -104,7 +110,9 @@ class Request:
         return cache_name(self.adapter, self.submission.cache_salt)
 
     def token_ids(self) -> IntArray:
-        """Prompt and output so far, int32 [total_len]; a copy."""
+        """Prompt and output so far, int32 [total_len]; not to be written to."""
+        if not self.output:
+            return self.submission.prompt_ids
         return np.concatenate([self.submission.prompt_ids, self.output_ids()])
 
     def output_ids(self) -> IntArray:

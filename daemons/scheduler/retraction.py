@@ -1,4 +1,4 @@
-"""When pages run out: the youngest running request gives way, its output kept.
+"""When pages run out: of the lowest priority the youngest running request gives way, its output kept.
 
 It leaves its slot in the plan being made, k. Results of plans before k still count, so it waits for that of k - 1
 before it can be admitted again with all its tokens.
@@ -39,9 +39,13 @@ class Retraction:
             error = outgrown(state.group.num_pages - state.pages.pool.num_quarantined)
             self._finish(request, Ending(FinishReason.ERROR), error)
             return
+        self._growth.retracted()
+        self.leave(state, request)
+
+    def leave(self, state: EpochState, request: Request) -> None:
+        """Takes a running request out of its slot; it waits again once its outstanding results are in."""
         row_key = (request.slot, request.generation)
         state.leave(request)
-        self._growth.retracted()
         self._counters.num_retracted += 1
         if not state.in_flight:
             self._requeue(request)
@@ -63,7 +67,7 @@ class Retraction:
     def unblock(self, state: EpochState) -> None:
         """Nothing can be planned: if that is because prefills wait for each other's pages, the youngest gives way."""
         if state.prefilling and not state.in_flight and not state.releases:
-            self.give_way(state, state.table.running()[-1])
+            self.give_way(state, state.table.last_in_line())
 
     def _requeue(self, request: Request) -> None:
         request.lifecycle = Lifecycle.WAITING

@@ -6,7 +6,7 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.scheduler.page_pool import PagePool, PageState
-from radixmesh.daemons.scheduler.prefix_cache import Match, Namespace, PrefixCache
+from radixmesh.daemons.scheduler.prefix_cache import Match, Namespace, PrefixCache, Probe
 from radixmesh.daemons.scheduler.request import Request
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
@@ -40,6 +40,10 @@ class SlotPages:
 
     def namespace_of(self, request: Request) -> Namespace:
         return Namespace(request.cache_name, self._weights_version)
+
+    def probe(self, request: Request) -> Probe:
+        """What match() would find for a request's tokens; changes nothing."""
+        return self.cache.probe(self.namespace_of(request), request.token_ids()[: request.max_cached_len()])
 
     def match(self, request: Request, ids: IntArray) -> Match:
         """The usable cached prefix of a request's tokens, locked: attach() or unlock it."""
@@ -108,7 +112,9 @@ class SlotPages:
         sound = np.flatnonzero(self.pool.states_of(pages) == PageState.QUARANTINED)
         pages = pages[: sound[0]] if len(sound) else pages
         ids = request.token_ids()[: len(pages) * self.cache.page_size]
-        match, num_known = self.cache.insert(self.namespace_of(request), ids, pages)
+        match, num_known = self.cache.insert(
+            self.namespace_of(request), ids, pages, priority=request.submission.priority
+        )
         taken = pages[num_known:]
         self.pool.cache(taken)
         table.num_owned[slot] -= len(taken)

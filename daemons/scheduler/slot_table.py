@@ -28,6 +28,8 @@ class SlotTable:
         self.owner = column()
         self.handle = column()
         self.attempt = column()
+        self.priority = column()
+        self.arrival: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
         self.prompt_len = column()
         self.target_len = column()
         """Tokens known at admission: the prefill is over once they are computed."""
@@ -61,6 +63,14 @@ class SlotTable:
         """Requests in slots, oldest first."""
         return sorted((r for r in self.requests if r is not None), key=lambda request: request.arrival)
 
+    def last_in_line(self) -> Request:
+        """Who gives way first: of the lowest priority the youngest. Something runs."""
+        slots = np.flatnonzero(self.live)
+        slots = slots[self.priority[slots] == self.priority[slots].min()]
+        request = self.requests[int(slots[self.arrival[slots].argmax()])]
+        assert request is not None
+        return request
+
     def take(self, request: Request, cached_len: int) -> int:
         """Puts a request into a free slot under a new generation; returns the slot. No pages yet."""
         slot = self._free.pop()
@@ -69,6 +79,7 @@ class SlotTable:
         self.live[slot] = request.generation
         self.owner[slot], self.handle[slot] = request.owner, request.handle
         self.attempt[slot] = request.submission.attempt
+        self.priority[slot], self.arrival[slot] = request.submission.priority, request.arrival
         self.prompt_len[slot] = request.prompt_len
         self.target_len[slot] = self.total_len[slot] = request.total_len
         self.computed_len[slot] = self.planned_len[slot] = cached_len

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.step import PageRecords
 from radixmesh.daemons.scheduler.page_chains import read_chains
-from radixmesh.daemons.scheduler.prefix_cache import Inserted, Match, Namespace, PrefixCache
+from radixmesh.daemons.scheduler.prefix_cache import NOTHING_KNOWN, Inserted, Match, Namespace, PrefixCache, Probe
 
 _NO_TICK = -1
 
@@ -64,7 +64,16 @@ class TrieCache(PrefixCache):
         self._touch(pages)
         return Match(pages, int(pages[-1]) if len(pages) else root)
 
-    def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray) -> Inserted:
+    def probe(self, namespace: Namespace, ids: IntArray) -> Probe:
+        root = self._roots.get(namespace)
+        pages = self._walk(root, ids) if root is not None else empty_ints()
+        if not len(pages):
+            return NOTHING_KNOWN
+        # Places at depths 1, 2, 4, ...: few, and prefixes with a common part share most of them.
+        depths = 2 ** np.arange(len(pages).bit_length()) - 1
+        return Probe(len(pages), (*pages[depths].tolist(), int(pages[-1])))
+
+    def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray, *, priority: int = 0) -> Inserted:
         assert len(ids) == len(pages) * self.page_size, (len(ids), len(pages), self.page_size)
         if not len(pages):
             return Inserted(Match(empty_ints(), -1), 0)

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.planner_world import Record, World
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.scheduler.queue_policies import QUEUE_POLICIES
 from radixmesh.daemons.scheduler.stop_conditions import FinishReason
 
 PROMPTS = st.one_of(
@@ -28,7 +29,12 @@ class PlannerMachine(RuleBasedStateMachine):
         chunk_tokens=st.sampled_from([1, 5, 64]),
         num_tokens=st.sampled_from([64, 96, 256]),
         num_slots=st.sampled_from([1, 3, 6]),
-        cache=st.sampled_from(["trie", "trie", "none"]),
+        cache=st.sampled_from(
+            [("radix", "lru"), ("radix", "priority"), ("radix", "lfu"), ("trie", "lru"), ("none", "lru")]
+        ),
+        queue_policy=st.sampled_from(sorted(QUEUE_POLICIES)),
+        hold_tokens=st.sampled_from([1, 4, 1000]),
+        max_wait_s=st.sampled_from([0.0, 5.0, 1e9]),
         depth=st.integers(0, 3),
         growth_tokens=st.sampled_from([1, 32]),
     )
@@ -38,7 +44,10 @@ class PlannerMachine(RuleBasedStateMachine):
         chunk_tokens: int,
         num_tokens: int,
         num_slots: int,
-        cache: str,
+        cache: tuple[str, str],
+        queue_policy: str,
+        hold_tokens: int,
+        max_wait_s: float,
         depth: int,
         growth_tokens: int,
     ) -> None:
@@ -49,7 +58,11 @@ class PlannerMachine(RuleBasedStateMachine):
             num_slots=num_slots,
             chunk_tokens=chunk_tokens,
             max_tokens_per_step=24,
-            cache=cache,
+            cache=cache[0],
+            eviction=cache[1],
+            queue_policy=queue_policy,
+            hold_tokens=hold_tokens,
+            max_wait_s=max_wait_s,
             growth_tokens=growth_tokens,
             max_total_len=90,
         )
@@ -61,6 +74,8 @@ class PlannerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         temperature=st.sampled_from([0.0, 1.0]),
         router=st.sampled_from(["a", "b"]),
+        priority=st.sampled_from([0, 0, 0, -1, 2]),
+        num=st.sampled_from([1, 1, 3]),
         ignore_eos=st.booleans(),
         stop_id=st.one_of(st.none(), st.integers(2, 63)),
         wants_logprobs=st.booleans(),
@@ -72,6 +87,8 @@ class PlannerMachine(RuleBasedStateMachine):
         min_tokens: int,
         temperature: float,
         router: str,
+        priority: int,
+        num: int,
         ignore_eos: bool,
         stop_id: int | None,
         wants_logprobs: bool,
@@ -82,18 +99,20 @@ class PlannerMachine(RuleBasedStateMachine):
             num_top_logprobs=0 if wants_logprobs else None,
             prompt_logprobs=wants_logprobs,
         )
-        self.world.submit(
-            prompt,
-            router=router,
-            owner=1 if router == "a" else 2,
-            sampling=sampling,
-            stop=Stop(
-                max_tokens=max_tokens,
-                min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
-                stop_ids=() if stop_id is None else (stop_id,),
-                ignore_eos=ignore_eos,
-            ),
-        )
+        for _ in range(num):
+            self.world.submit(
+                prompt,
+                router=router,
+                priority=priority,
+                owner=1 if router == "a" else 2,
+                sampling=sampling,
+                stop=Stop(
+                    max_tokens=max_tokens,
+                    min_tokens=min_tokens if max_tokens is None else min(min_tokens, max_tokens),
+                    stop_ids=() if stop_id is None else (stop_id,),
+                    ignore_eos=ignore_eos,
+                ),
+            )
 
     @precondition(lambda self: self.world.records)
     @rule(data=st.data(), bump=st.integers(0, 1), owner=st.integers(1, 2))
@@ -133,6 +152,10 @@ class PlannerMachine(RuleBasedStateMachine):
             self.cut[s.owner, s.handle] = num
         self.world.planner.finish_by_stop(s.owner, s.handle, num)
         self.world.collect()
+
+    @rule(seconds=st.sampled_from([0.5, 10.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.now += seconds
 
     @rule()
     def flush(self) -> None:

@@ -1,0 +1,66 @@
+"""A higher priority takes the place of lower ones that run, where there is no other place for it.
+
+Bounded: a few victims a plan, each strictly lower than who comes, and none gives way more than max_times; then it runs
+to its end, whoever waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.planner_counters import PlannerCounters
+from radixmesh.daemons.scheduler.prefill import Prefill
+from radixmesh.daemons.scheduler.queue import WaitingQueue
+from radixmesh.daemons.scheduler.request import Request
+from radixmesh.daemons.scheduler.retraction import Retraction
+
+_MOST_A_PLAN = 8
+
+
+class Preemption:
+    """max_times: how often one request gives way."""
+
+    def __init__(
+        self, queue: WaitingQueue, retraction: Retraction, counters: PlannerCounters, *, max_times: int
+    ) -> None:
+        self._queue = queue
+        self._retraction = retraction
+        self._counters = counters
+        self._max_times = max_times
+
+    def make_room(self, state: EpochState, draft: PlanDraft, prefill: Prefill) -> None:
+        """Before chunks are added: retracts lower ones, lowest and youngest first, until the next request has room.
+
+        Those retracted go where any retracted request goes: their output is kept. Nobody goes unless all that go make
+        room enough.
+        """
+        request = self._queue.head()
+        if request is None or draft.has_retracted or prefill.has_room(state, request):
+            return
+        victims = self._victims(state, request)
+        page_size = state.group.page_size
+        missing_pages = prefill.missing_pages(state, request)
+        chosen: list[Request] = []
+        for victim in victims[:_MOST_A_PLAN]:
+            chosen.append(victim)
+            slot = victim.slot
+            missing_pages -= int(state.table.num_owned[slot]) + prefill.reserved_pages(state, slot, page_size)
+            if missing_pages <= 0:
+                break
+        if not chosen or missing_pages > 0:
+            return
+        for victim in chosen:
+            victim.num_preempted += 1
+            self._counters.num_preempted += 1
+            self._retraction.leave(state, victim)
+        prefill.begin_plan(state)
+        state.is_decode_set_unsent |= state.decode_set.update()
+
+    def _victims(self, state: EpochState, request: Request) -> list[Request]:
+        """Running requests that may give way to this one, the first to go first."""
+        table = state.table
+        slots = np.flatnonzero((table.live > 0) & (table.priority < request.submission.priority))
+        order = np.lexsort((-table.arrival[slots], table.priority[slots]))
+        running = (table.requests[slot] for slot in slots[order].tolist())
+        return [r for r in running if r is not None and r.num_preempted < self._max_times]
