@@ -212,7 +212,7 @@ BAD = [
         reason="UNSUPPORTED",
         status="UNIMPLEMENTED",
         fields={"task": 99},
-        says="generates",
+        says="generate, embed or score",
         metadata={"feature": "task"},
     ),
     bad_chat("a chat without messages", "message", chat()),
