@@ -77,6 +77,11 @@ class ConfigReader:
             raise self.error(key, f"a list of whole numbers >= {low}")
         return tuple(value)
 
+    def keys(self, key: str) -> tuple[str, ...]:
+        """The keys of the JSON object under `key`; empty if absent."""
+        section = self.section(key)
+        return () if section is None else tuple(section._values)
+
     def section(self, key: str) -> ConfigReader | None:
         """The JSON object under `key`, None if absent."""
         if not self.has(key):
