@@ -60,7 +60,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentOutput:
-    """What a segment gave: `token` where it sampled, logprobs where asked for, `vector` float32 of an embed task."""
+    """What a segment gave: `token` where it sampled, logprobs where asked for, `vector` float32 of an embed task, or of
+    a score task with the score alone."""
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None

@@ -10,14 +10,17 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    MixtralForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -49,7 +52,7 @@ class Shape(NamedTuple):
 
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 20}
 
-SHAPES: Mapping[str, Shape] = {
+SHAPES: dict[str, Shape] = {
     "llama": Shape(LlamaForCausalLM, LlamaConfig, {}),
     "qwen2": Shape(Qwen2ForCausalLM, Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2_late_windows": Shape(
@@ -91,10 +94,18 @@ SHAPES: Mapping[str, Shape] = {
 }
 
 
+_SCORING = {"num_labels": 1}
+SCORING_SHAPES: dict[str, Shape] = {
+    "llama_scoring": Shape(LlamaForSequenceClassification, LlamaConfig, _SCORING),
+    "qwen2_scoring": Shape(Qwen2ForSequenceClassification, Qwen2Config, {**_SCORING, "tie_word_embeddings": True}),
+    "mixtral_scoring": Shape(MixtralForSequenceClassification, MixtralConfig, {**_SCORING, "num_local_experts": 5}),
+}
+
+
 def random_model(shape: str, seed: int = 0) -> PreTrainedModel:
     """A model whose weights are large enough for every part of it to matter in the logits."""
     torch.manual_seed(seed)
-    model_class, config_class, settings = SHAPES[shape]
+    model_class, config_class, settings = (SHAPES | SCORING_SHAPES)[shape]
     model = model_class(config_class(**{**_BASE, **settings})).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

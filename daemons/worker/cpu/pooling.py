@@ -57,7 +57,8 @@ class LastPool(HiddenPool):
         return range(length - 1, length) if segment.is_last_chunk else range(0)
 
     def add(self, segment: Segment, hidden_WD: FloatArray) -> FloatArray | None:
-        return hidden_WD[0]
+        last_D: FloatArray = hidden_WD[0]
+        return last_D
 
 
 def hidden_pools() -> Registry[HiddenPool]:

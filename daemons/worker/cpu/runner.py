@@ -43,7 +43,7 @@ class CpuRunner(ModelRunner):
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
-        self.tasks = frozenset({Task.GENERATE, Task.EMBED})
+        self.tasks = model.tasks
         self._model = model
         self._pool = pool
         self._attention = attention
@@ -60,7 +60,7 @@ class CpuRunner(ModelRunner):
             torch.set_num_threads(self._num_threads)
         hidden_TD = self._model.forward(self._batch(segments))
         tokens, logprobs = self._sample(segments, hidden_TD)
-        vectors = self._pool_hidden(segments, hidden_TD)
+        vectors = {**self._pool_hidden(segments, hidden_TD), **self._score(segments, hidden_TD)}
         outputs, row = [], 0
         for index, segment in enumerate(segments):
             prompt_logprobs = None
@@ -161,6 +161,16 @@ class CpuRunner(ModelRunner):
             index: self._hidden_pool.add(segments[index], part) for (index, _), part in zip(wanted, parts, strict=True)
         }
         return {index: vector for index, vector in vectors.items() if vector is not None}
+
+    def _score(self, segments: Sequence[Segment], hidden_TD: torch.Tensor) -> dict[int, FloatArray]:
+        """The scores, float32 [1] each, of score tasks that end in this step, by index of the segment."""
+        last_rows = np.cumsum([len(segment.ids) for segment in segments]) - 1
+        ending = [i for i, segment in enumerate(segments) if segment.task is Task.SCORE and segment.is_last_chunk]
+        if not ending:
+            return {}
+        rows = _padded_to(last_rows[ending], self._tiles.padded(len(ending)))
+        scores: FloatArray = self._model.scores(hidden_TD[torch.from_numpy(rows)], self._tiles).numpy()
+        return {index: scores[row : row + 1].copy() for row, index in enumerate(ending)}
 
     def _prompt_logprobs(self, segment: Segment, hidden_LD: torch.Tensor) -> TokenLogprobs:
         """Of the prompt positions that the segment names; the row before a position predicts it."""

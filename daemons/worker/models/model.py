@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from radixmesh.daemons.runtime.step import Task
 from radixmesh.daemons.worker.attention.backend import AttentionShape, StepAttention
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
@@ -58,8 +59,12 @@ class RowProbe(NamedTuple):
 
 
 class Model(ABC):
-    """A causal language model over a paged KV pool. Weights are filled once, before the first forward."""
+    """A causal transformer over a paged KV pool. Weights are filled once, before the first forward.
 
+    tasks: with GENERATE among them `logits` works, with EMBED `final_hidden`, with SCORE `scores`.
+    """
+
+    tasks: frozenset[Task] = frozenset({Task.GENERATE, Task.EMBED})
     vocab_size: int
     max_total_len: int
     kv_layout: KvLayout
@@ -76,6 +81,10 @@ class Model(ABC):
     @abstractmethod
     def final_hidden(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
         """float32 [T, hidden]: rows of `forward`'s output after the final norm, for embed tasks; T as for `logits`."""
+
+    def scores(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+        """float32 [T]: the score of a prompt by its last token, for rows of `forward`'s output; T as for `logits`."""
+        raise AssertionError(f"{type(self).__name__} has no score head and does not offer the task")
 
     @abstractmethod
     def row_probes(self) -> tuple[RowProbe, ...]:

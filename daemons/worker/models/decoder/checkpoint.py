@@ -31,7 +31,7 @@ def tensor_targets(config: DecoderConfig, weights: DecoderWeights, layout: Route
     targets = {"model.embed_tokens.weight": weights.embedding_VD, "model.norm.weight": weights.final_norm_D}
     others: dict[str, OtherTarget] = {}
     if not config.is_tied:
-        targets["lm_head.weight"] = weights.head_DV.t()
+        targets["score.weight" if config.is_scoring else "lm_head.weight"] = weights.head_DO.t()
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
         targets.update(_layer_targets(prefix, config, layer))

@@ -27,7 +27,7 @@ class DecoderConfig:
     """windows: by layer, how many tokens one sees, itself among them; None = all before it.
 
     has_head_norm: queries and keys are normed per head before rotation. is_tied: the output projection is the
-    embedding.
+    embedding. is_scoring: there is no output projection but one that gives a score.
     """
 
     vocab_size: int
@@ -47,6 +47,7 @@ class DecoderConfig:
     has_mlp_bias: bool = False
     has_head_norm: bool = False
     experts: ExpertsConfig | None = None
+    is_scoring: bool = False
 
     @property
     def query_size(self) -> int:
@@ -77,6 +78,9 @@ def read_decoder_config(reader: ConfigReader, defaults: DecoderDefaults | None =
         raise reader.unsupported("hidden_act", "silu")
     max_total_len, num_layers = reader.integer("max_position_embeddings"), reader.integer("num_hidden_layers")
     num_heads, num_kv_heads, head_dim = _read_heads(reader, defaults)
+    is_scoring = reader.strings("architectures")[0].endswith("ForSequenceClassification")
+    if is_scoring and len(reader.keys("id2label")) != 1:
+        raise reader.unsupported("id2label", "one label, whose logit is the score")
     return DecoderConfig(
         vocab_size=reader.integer("vocab_size"),
         hidden_size=reader.integer("hidden_size"),
@@ -89,7 +93,8 @@ def read_decoder_config(reader: ConfigReader, defaults: DecoderDefaults | None =
         norm_eps=reader.number("rms_norm_eps", defaults.norm_eps),
         rope=read_rope(reader, max_total_len, default_theta=defaults.rope_theta),
         windows=(None,) * num_layers,
-        is_tied=reader.boolean("tie_word_embeddings", False),
+        is_tied=reader.boolean("tie_word_embeddings", False) and not is_scoring,
+        is_scoring=is_scoring,
     )
 
 

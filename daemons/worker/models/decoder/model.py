@@ -1,7 +1,7 @@
 """The maths of a decoder: embedding, blocks, final norm, output projection.
 
 Legend: T rows (tokens of all segments, padded), D hidden size, H heads, K kv heads, d head_dim, h = d / 2,
-V vocabulary, S tokens of the pool.
+V vocabulary, O V or 1, S tokens of the pool.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from radixmesh.daemons.runtime.step import Task
 from radixmesh.daemons.worker.attention.backend import AttentionShape
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
@@ -36,6 +37,7 @@ class DecoderModel(Model):
             head_dim=config.head_dim,
             scale=config.head_dim**-0.5,
         )
+        self.tasks = frozenset({Task.EMBED, Task.SCORE if config.is_scoring else Task.GENERATE})
         self._config = config
         self._weights = weights
         self._rope = RopeTable(config.head_dim, config.rope, placement.device)
@@ -55,15 +57,21 @@ class DecoderModel(Model):
         return x_TD
 
     def logits(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+        assert not self._config.is_scoring, "a model that scores has no logits of tokens"
         (logits_TV,) = tiles.map(self._head, (hidden_TD,))
         return logits_TV
+
+    def scores(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+        assert self._config.is_scoring, "a model that generates has no scores"
+        (scores_T1,) = tiles.map(self._head, (hidden_TD,))
+        return scores_T1[:, 0]
 
     def final_hidden(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
         (final_TD,) = tiles.map(self._final, (hidden_TD,))
         return final_TD
 
     def row_probes(self) -> tuple[RowProbe, ...]:
-        config, dtype = self._config, self._weights.head_DV.dtype
+        config, dtype = self._config, self._weights.head_DO.dtype
         hidden = RowInput((config.hidden_size,), dtype)
         angles = RowInput((1, config.head_dim // 2), torch.float32)
         heads = RowInput((config.num_heads, config.head_dim), dtype)
@@ -79,7 +87,7 @@ class DecoderModel(Model):
         )
 
     def _head(self, inputs: Tensors) -> Tensors:
-        return (self._group.all_gather(self._normed(inputs[0]) @ self._weights.head_DV).float(),)
+        return (self._group.all_gather(self._normed(inputs[0]) @ self._weights.head_DO).float(),)
 
     def _final(self, inputs: Tensors) -> Tensors:
         return (self._normed(inputs[0]).float(),)

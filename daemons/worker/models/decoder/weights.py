@@ -56,20 +56,21 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """All weights. `embedding_VD` is a view of `head_DV` where the two are tied."""
+    """All weights. O is V of a model that generates, 1 of one that scores. `embedding_VD` is a view of `head_DO` where
+    the two are tied."""
 
     embedding_VD: torch.Tensor
     layers: tuple[DecoderLayer, ...]
     final_norm_D: torch.Tensor
-    head_DV: torch.Tensor
+    head_DO: torch.Tensor
 
     @classmethod
     def empty(cls, config: DecoderConfig, placement: Placement) -> DecoderWeights:
         """Memory for the weights, not filled."""
         new = _Memory(placement)
-        head_DV = new(config.hidden_size, config.vocab_size)
+        head_DO = new(config.hidden_size, 1 if config.is_scoring else config.vocab_size)
         return cls(
-            embedding_VD=head_DV.t() if config.is_tied else new(config.vocab_size, config.hidden_size),
+            embedding_VD=head_DO.t() if config.is_tied else new(config.vocab_size, config.hidden_size),
             layers=tuple(
                 DecoderLayer(
                     attention=_attention(config, new),
@@ -79,7 +80,7 @@ class DecoderWeights:
                 for layer in range(config.num_layers)
             ),
             final_norm_D=new(config.hidden_size),
-            head_DV=head_DV,
+            head_DO=head_DO,
         )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.models.model import ModelFamily
 
-ARCHITECTURES = ("MistralForCausalLM",)
+ARCHITECTURES = ("MistralForCausalLM", "MistralForSequenceClassification")
 
 
 def create_family() -> ModelFamily:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.models.model import ModelFamily
 
-ARCHITECTURES = ("MixtralForCausalLM",)
+ARCHITECTURES = ("MixtralForCausalLM", "MixtralForSequenceClassification")
 
 
 def create_family() -> ModelFamily:

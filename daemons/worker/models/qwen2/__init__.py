@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.models.model import ModelFamily
 
-ARCHITECTURES = ("Qwen2ForCausalLM",)
+ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification")
 
 
 def create_family() -> ModelFamily:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.models.model import ModelFamily
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
 
 
 def create_family() -> ModelFamily:

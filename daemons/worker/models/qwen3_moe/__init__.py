@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.models.model import ModelFamily
 
-ARCHITECTURES = ("Qwen3MoeForCausalLM",)
+ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification")
 
 
 def create_family() -> ModelFamily:
