@@ -8,6 +8,8 @@ _VERBS = {
     "down": "stop a cluster that 'up' started",
     "status": "show every daemon of a cluster: health, address, restarts, epoch, load",
     "generate": "complete a prompt or answer a chat message, streamed",
+    "chat": "chat in the terminal",
+    "bench": "measure a mesh, or any OpenAI server, under load",
     "health": "ask one daemon whether it serves; for health checks",
 }
 _DAEMONS = ("tokenizer", "detokenizer", "worker", "scheduler", "router")

@@ -2,19 +2,17 @@
 
 import argparse
 import asyncio
-import os
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
 
 from radixmesh.cli.output_printer import OutputPrinter
+from radixmesh.cli.routers import find_routers
 from radixmesh.cli.terminal import Terminal
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.cluster.errors import NotRunningError
-from radixmesh.daemons.cluster.run_folder import find_run_folder, read_state
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
@@ -41,7 +39,7 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     terminal = Terminal()
     try:
-        router = options.router or os.environ.get("RADIXMESH_ROUTER") or _find_router(options.project)
+        router = find_routers([options.router] if options.router else [], options.project)[0]
         figures = asyncio.run(stream_request(router, build_request(options, _read_prompt(options.prompt)), terminal))
     except (MeshError, NotRunningError) as error:
         Terminal(sys.stderr).error(f"radixmesh generate: {error}")
@@ -160,14 +158,6 @@ def _unsigned(text: str, bits: int) -> int:
 
 def _read_prompt(prompt: str) -> str:
     return sys.stdin.read() if prompt == "-" else prompt
-
-
-def _find_router(project: str | None) -> str:
-    folder = find_run_folder(project, Path.cwd(), os.environ)
-    for process in read_state(folder).processes:
-        if process.service == "router" and process.address is not None:
-            return process.address
-    raise NotRunningError(f"the cluster in {folder} has no service 'router'; name the address with --router")
 
 
 def _describe_ending(finished: router_pb2.OutputFinished) -> str:

@@ -1,0 +1,95 @@
+"""A program in a terminal that a test types into and reads, by tmux."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+_WIDTH, _HEIGHT = 100, 50
+
+
+class TmuxScreen:
+    """One program in a tmux server of its own. Use it as an async context manager; leaving kills the server."""
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
+        if shutil.which("tmux") is None:
+            pytest.skip("no tmux on this machine: install it to test what people see in their terminal")
+        self._socket = folder / "tmux"
+        self._command = command
+        self._environment = environment
+
+    async def __aenter__(self) -> TmuxScreen:
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self._environment.items()]
+        # The pane outlives the program: its last screen and its exit code can be read.
+        line = " ".join(["exec", "env", *variables, shlex.join(self._command)])
+        self._tmux("new-session", "-d", "-x", str(_WIDTH), "-y", str(_HEIGHT), "sh", start=True)
+        self._tmux("set-option", "-g", "remain-on-exit", "on")
+        self._tmux("respawn-pane", "-k", line)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        subprocess.run(["tmux", "-S", str(self._socket), "kill-server"], check=False, capture_output=True)
+
+    def type(self, text: str) -> None:
+        """Types text, key by key."""
+        self._tmux("send-keys", "-l", text)
+
+    def press(self, *keys: str) -> None:
+        """Presses keys by tmux's names: Enter, C-c, C-d, Up, M-Enter."""
+        self._tmux("send-keys", *keys)
+
+    def enter(self, line: str) -> None:
+        """Types a line and presses Enter."""
+        self.type(line)
+        self.press("Enter")
+
+    def text(self) -> str:
+        """What has been on the screen, scrolled lines included, wrapped lines joined, trailing blanks cut."""
+        lines = self._tmux("capture-pane", "-p", "-J", "-S", "-").split("\n")
+        return "\n".join(line.rstrip() for line in lines).rstrip("\n")
+
+    def colours(self) -> str:
+        """The same with the escape codes of its colours."""
+        return self._tmux("capture-pane", "-p", "-e", "-S", "-")
+
+    async def until(self, condition: Callable[[str], bool], what: str, timeout_s: float = 20.0) -> str:
+        """Waits until the screen's text fulfils the condition, and gives it; fails with the screen if it never does."""
+        deadline = time.monotonic() + timeout_s
+        while not condition(text := self.text()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"not within {timeout_s:g} s: {what}. The screen:\n{text}")
+            await asyncio.sleep(0.05)
+        return text
+
+    async def until_shown(self, part: str, *, count: int = 1, timeout_s: float = 20.0) -> str:
+        """Waits until `part` has been on the screen `count` times."""
+        return await self.until(lambda text: text.count(part) >= count, f"{count} x {part!r}", timeout_s)
+
+    async def exit_code(self, timeout_s: float = 20.0) -> int:
+        """Waits for the program's end."""
+        deadline = time.monotonic() + timeout_s
+        # The status comes a moment after the pane's end, and never after a signal.
+        while len(status := self._tmux("display-message", "-p", "#{pane_dead} #{pane_dead_status}").split()) < 2:
+            if time.monotonic() > deadline:
+                pytest.fail(f"the program has not ended by itself. The screen:\n{self.text()}")
+            await asyncio.sleep(0.05)
+        return int(status[1])
+
+    def _tmux(self, *arguments: str, start: bool = False) -> str:
+        # No configuration of the user's; UTF-8 whatever the locale says.
+        command = ["tmux", "-u", *(["-f", "/dev/null"] if start else []), "-S", str(self._socket), *arguments]
+        environment = {"PATH": os.environ["PATH"], "TERM": "xterm-256color", "LANG": "C.UTF-8", "HOME": "/nonexistent"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10, check=False)
+        assert done.returncode == 0, f"{shlex.join(command)}: {done.stderr}"
+        return done.stdout
