@@ -63,8 +63,6 @@ class NativeEvents(EventWriter):
 
     async def prepare(self, resolved: router_pb2.Resolved) -> None:
         self._table = await _table_of(self._context, self._body, resolved)
-        if len(self._answers) == 1:
-            self._answers[0].add(router_pb2.GenerateResponse(resolved=resolved))
 
     def begin(self) -> bytes:
         return b""

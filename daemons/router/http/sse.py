@@ -39,7 +39,8 @@ class EventWriter(ABC):
 
     @abstractmethod
     def write(self, place: int, message: router_pb2.GenerateResponse) -> bytes:
-        """Events for what is new of the prompt at `place`; may be empty. Raises the MeshError of a failed output."""
+        """Events for what is new of the prompt at `place`; none for its resolved request, which comes first. Raises the
+        MeshError of a failed output."""
 
     @abstractmethod
     def end(self) -> bytes:
@@ -86,10 +87,11 @@ class EventStream(Response):
         first = await group.next()
         assert first is not None, "a stream begins with its resolved request"
         await self._writer.prepare(first[1].resolved)
+        self._writer.write(*first)
         try:
             async with asyncio.timeout(_HEADERS_AFTER_S):
                 while (item := await group.next()) is not None and item[1].HasField("resolved"):
-                    pass
+                    self._writer.write(*item)
                 return item
         except TimeoutError:
             return None

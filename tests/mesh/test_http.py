@@ -1,0 +1,361 @@
+"""OpenAI's own client, and plain HTTP, against a live mesh: the same answers as over gRPC, in every form."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from support.http import events_of, http_client, openai_client
+from support.jobs import MODEL, Job, recitations, sampled_recitations
+from support.mesh import Mesh, running_mesh
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+NAME = "tiny-llama"
+LONG = 2000
+JOBS = recitations(with_sampled=False)
+CHATS = [job for job in JOBS if job.messages and len(job.answers[0].ids) < 100]
+# The whole set is recited over gRPC; here those that the tiny model is through with soon.
+TEXTS = sorted((job for job in JOBS if job.prompt), key=lambda job: len(job.answers[0].ids))[:12]
+JABBERWOCKY = next(job for job in JOBS if job.name == "jabberwocky")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh("cpu") as mesh:
+        yield mesh
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sdk(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
+    async with openai_client(mesh) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(mesh) as client:
+        yield client
+
+
+def sdk_options(job: Job) -> dict:  # type: ignore[type-arg]
+    """The job's options as the SDK takes them: what it has no name for goes beside."""
+    own = ("temperature", "n", "max_tokens", "seed", "top_p", "frequency_penalty", "presence_penalty", "stop")
+    options = {name: value for name, value in job.options.items() if name in own}
+    options["extra_body"] = {name: value for name, value in job.options.items() if name not in own}
+    return {"model": NAME, "max_tokens": LONG, **options}
+
+
+async def test_every_recitation_as_a_completion_whole_and_streamed(sdk: AsyncOpenAI) -> None:
+    async def check(job: Job) -> None:
+        (answer,) = job.answers
+        whole = await sdk.completions.create(prompt=job.prompt, **sdk_options(job))
+        assert whole.choices[0].text == answer.text, job.name
+        assert whole.choices[0].finish_reason == answer.reason
+        assert whole.usage is not None and whole.usage.completion_tokens == len(answer.ids)
+        stream = await sdk.completions.create(prompt=job.prompt, stream=True, **sdk_options(job))
+        chunks = [chunk.choices[0] async for chunk in stream]
+        assert "".join(choice.text for choice in chunks) == answer.text, job.name
+        assert [choice.finish_reason for choice in chunks if choice.finish_reason] == [answer.reason]
+
+    await asyncio.gather(*map(check, TEXTS))
+
+
+async def test_every_recited_chat_whole_and_streamed(sdk: AsyncOpenAI) -> None:
+    async def check(job: Job) -> None:
+        (answer,) = job.answers
+        options = {"model": NAME, "messages": job.messages, "temperature": 0}
+        whole = await sdk.chat.completions.create(**options)
+        assert whole.choices[0].message.content == answer.text, job.name
+        assert whole.choices[0].message.role == "assistant"
+        stream = await sdk.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options)
+        chunks = [chunk async for chunk in stream]
+        assert chunks[0].choices[0].delta.role == "assistant"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer.text, job.name
+        assert chunks[-1].choices == [] and chunks[-1].usage is not None and whole.usage is not None
+        assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == len(answer.ids)
+        assert chunks[-1].usage.prompt_tokens == whole.usage.prompt_tokens
+        assert {chunk.id for chunk in chunks} == {chunks[0].id}
+
+    await asyncio.gather(*map(check, CHATS))
+
+
+async def test_sampled_outputs_are_those_of_grpc(mesh: Mesh, sdk: AsyncOpenAI) -> None:
+    async def check(job: Job) -> None:
+        answers = await job.run(mesh.client)
+        whole = await sdk.completions.create(prompt=job.prompt, **sdk_options(job))
+        assert [choice.text for choice in whole.choices] == [answer.text for answer in answers], job.name
+        assert [choice.finish_reason for choice in whole.choices] == [answer.reason for answer in answers]
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == sum(len(answer.ids) for answer in answers)
+        texts = [""] * len(answers)
+        async for chunk in await sdk.completions.create(prompt=job.prompt, stream=True, **sdk_options(job)):
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == [answer.text for answer in answers], job.name
+
+    await asyncio.gather(*map(check, sampled_recitations()))
+
+
+async def test_options_reach_the_sampler(mesh: Mesh, sdk: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    everything = {
+        "temperature": 0.9, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "seed": 5,
+        "frequency_penalty": 0.5, "presence_penalty": 0.25, "min_tokens": 20, "max_tokens": 40, "ignore_eos": True,
+        "stop": ["zzz"],
+    }  # fmt: skip
+    ours = await mesh.client.complete("The Tyger", logit_bias={204: -90.0}, **everything)
+    theirs = await http.post(
+        "/v1/completions", json={"prompt": "The Tyger", "logit_bias": {"204": -90.0}, **everything}
+    )
+    assert theirs.json()["choices"][0]["text"] == ours.outputs[0].text
+    assert "x-radixmesh-ignored-fields" not in theirs.headers
+    unbiased = await http.post("/v1/completions", json={"prompt": "The Tyger", **everything})
+    assert unbiased.json()["choices"][0]["text"] != ours.outputs[0].text
+    negative = await sdk.completions.create(model=NAME, prompt="Lorelei", seed=-1, temperature=1.0, max_tokens=20)
+    same = await mesh.client.complete("Lorelei", seed=2**64 - 1, temperature=1.0, max_tokens=20)
+    assert negative.choices[0].text == same.outputs[0].text
+
+
+async def test_a_stop_is_left_out_or_kept_and_named(http: httpx.AsyncClient) -> None:
+    job = JABBERWOCKY
+    whole = job.answers[0].text
+    body = {"prompt": job.prompt, "temperature": 0, "max_tokens": LONG, "stop": "vorpal sword"}
+    cut = (await http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert cut["text"] == whole.partition("vorpal sword")[0]
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", "vorpal sword")
+    kept = await http.post("/v1/completions", json={**body, "include_stop_str_in_output": True})
+    assert kept.json()["choices"][0]["text"] == cut["text"] + "vorpal sword"
+    by_id = await http.post("/v1/completions", json={**body, "stop": None, "stop_token_ids": [job.answers[0].ids[5]]})
+    assert by_id.json()["choices"][0]["stop_reason"] == job.answers[0].ids[5]
+    assert by_id.json()["usage"]["completion_tokens"] <= 6
+
+
+async def test_prompts_in_all_forms(http: httpx.AsyncClient) -> None:
+    first, second = TEXTS[:2]
+    ids = [(await http.post("/tokenize", json={"prompt": job.prompt})).json()["tokens"] for job in (first, second)]
+    texts = [first.answers[0].text, second.answers[0].text]
+    body = {"temperature": 0, "max_tokens": LONG}
+    for prompt, expected in (
+        (first.prompt, texts[:1]),
+        (ids[0], texts[:1]),
+        ([first.prompt, second.prompt], texts),
+        (ids, texts),
+    ):
+        whole = (await http.post("/v1/completions", json={**body, "prompt": prompt})).json()
+        assert [choice["text"] for choice in whole["choices"]] == expected
+        assert [choice["index"] for choice in whole["choices"]] == list(range(len(expected)))
+        assert whole["usage"]["prompt_tokens"] == sum(map(len, ids[: len(expected)]))
+        async with http.stream("POST", "/v1/completions", json={**body, "prompt": prompt, "stream": True}) as response:
+            streamed = [""] * len(expected)
+            events = await events_of(response)
+            assert events.pop() == {}
+            for event in events:
+                streamed[event["choices"][0]["index"]] += event["choices"][0]["text"]
+            assert streamed == expected
+    doubled = (await http.post("/v1/completions", json={**body, "prompt": ids, "n": 2})).json()["choices"]
+    assert [choice["text"] for choice in doubled] == [texts[0], texts[0], texts[1], texts[1]]
+
+
+async def test_completion_logprobs_and_echo(mesh: Mesh, sdk: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    prompt = "古池"
+    ours = await mesh.client.complete(prompt, temperature=0, max_tokens=20, logprobs=2, prompt_logprobs=True)
+    known = ours.outputs[0].logprobs
+    assert known is not None and ours.prompt_logprobs is not None
+    options = {"model": NAME, "prompt": prompt, "temperature": 0, "max_tokens": 20, "logprobs": 2}
+    (plain,) = (await sdk.completions.create(**options)).choices
+    assert plain.logprobs is not None and plain.logprobs.tokens is not None
+    np.testing.assert_allclose(plain.logprobs.token_logprobs, known.token_logprobs, rtol=0, atol=1e-6)
+    assert plain.logprobs.top_logprobs is not None
+    best = [max(top.values()) for top in plain.logprobs.top_logprobs]
+    np.testing.assert_allclose(best, [top[0] for top in known.top_logprobs], rtol=0, atol=1e-6)
+    assert plain.logprobs.tokens[:2] == ["\n", "\n"] and plain.logprobs.text_offset[:3] == [0, 1, 2]
+    assert all(token.startswith("bytes:\\x") for token in plain.logprobs.tokens[2:5])
+    # The second character starts with the sixth token: bytes of one character share its offset.
+    assert plain.logprobs.text_offset[2:6] == [2, 2, 2, 3]
+    streamed: list[float] = []
+    async for chunk in await sdk.completions.create(stream=True, **options):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.token_logprobs
+    assert streamed == plain.logprobs.token_logprobs
+
+    (echoed,) = (await sdk.completions.create(echo=True, **options)).choices
+    assert echoed.text == prompt + plain.text
+    values = echoed.logprobs.token_logprobs
+    assert values[0] is None
+    np.testing.assert_allclose(
+        values[1:], ours.prompt_logprobs.token_logprobs + known.token_logprobs, rtol=0, atol=1e-6
+    )
+    only = {"prompt": prompt, "echo": True, "max_tokens": 0, "logprobs": 0}
+    scored = (await http.post("/v1/completions", json=only)).json()
+    assert scored["choices"][0]["text"] == prompt and scored["usage"]["completion_tokens"] == 0
+    assert len(scored["choices"][0]["logprobs"]["tokens"]) == len(ours.prompt_ids) == scored["usage"]["prompt_tokens"]
+    async with http.stream(
+        "POST",
+        "/v1/completions",
+        json={"prompt": prompt, "echo": True, "stream": True, "temperature": 0, "max_tokens": 20},
+    ) as response:
+        texts = [event["choices"][0]["text"] for event in await events_of(response) if event]
+    assert texts[0] == prompt and "".join(texts) == echoed.text
+
+
+async def test_chat_logprobs_carry_bytes(sdk: AsyncOpenAI) -> None:
+    job = next(job for job in CHATS if job.name == "chat.emoji")
+    options = {"model": NAME, "messages": job.messages, "temperature": 0, "logprobs": True, "top_logprobs": 3}
+    (choice,) = (await sdk.chat.completions.create(**options)).choices
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    content = choice.logprobs.content
+    assert len(content) == len(job.answers[0].ids)
+    data = b"".join(bytes(entry.bytes or ()) for entry in content)
+    assert data.decode().startswith(job.answers[0].text)  # The id that ends the turn is told too.
+    assert all(len(entry.top_logprobs) == 3 and entry.top_logprobs[0].logprob == entry.logprob for entry in content)
+    streamed = []
+    async for chunk in await sdk.chat.completions.create(stream=True, **options):
+        if chunk.choices[0].logprobs is not None:
+            streamed += chunk.choices[0].logprobs.content or []
+    assert streamed == content
+
+
+async def test_chat_outputs_and_limits(sdk: AsyncOpenAI) -> None:
+    job = CHATS[0]
+    limited = await sdk.chat.completions.create(
+        model=NAME, messages=job.messages, temperature=0, n=3, max_completion_tokens=4
+    )
+    assert [choice.index for choice in limited.choices] == [0, 1, 2]
+    assert {choice.finish_reason for choice in limited.choices} == {"length"}
+    assert {choice.message.content for choice in limited.choices} == {limited.choices[0].message.content}
+    assert limited.usage is not None and limited.usage.completion_tokens == 12
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in job.messages]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    same = await sdk.chat.completions.create(model=NAME, messages=parts, temperature=0, tools=tools)
+    assert same.choices[0].message.content == job.answers[0].text
+    opened = [*job.messages, {"role": "assistant", "content": job.answers[0].text[:5]}]
+    rest = await sdk.chat.completions.create(
+        model=NAME, messages=opened, temperature=0, extra_body={"continue_final_message": True}
+    )
+    assert job.answers[0].text.startswith(job.answers[0].text[:5] + (rest.choices[0].message.content or "?"))
+
+
+async def test_native_generate(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    job, other = TEXTS[0], TEXTS[1]
+    params = {"temperature": 0, "max_new_tokens": LONG}
+    single = (await http.post("/generate", json={"text": job.prompt, "sampling_params": params})).json()
+    assert (single["text"], tuple(single["output_ids"])) == (job.answers[0].text, job.answers[0].ids)
+    assert single["meta_info"]["finish_reason"] == {"type": "stop", "matched": job.answers[0].ids[-1]}
+    assert single["meta_info"]["completion_tokens"] == len(job.answers[0].ids)
+    prompt_ids = (await http.post("/tokenize", json={"prompt": job.prompt})).json()["tokens"]
+    known = await mesh.client.complete(job.prompt, temperature=0, max_tokens=5, logprobs=2, prompt_logprobs=True)
+    told = await http.post(
+        "/generate",
+        json={
+            "input_ids": prompt_ids, "sampling_params": {"temperature": 0, "max_new_tokens": 5}, "return_logprob": True,
+            "logprob_start_len": 0, "top_logprobs_num": 2, "return_text_in_logprobs": True,
+        },
+    )  # fmt: skip
+    meta = told.json()["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    logprobs = known.outputs[0].logprobs
+    assert logprobs is not None and known.prompt_logprobs is not None
+    values = [value for value, _, _ in meta["output_token_logprobs"]]
+    np.testing.assert_allclose(values, logprobs.token_logprobs, rtol=0, atol=1e-6)
+    assert [token for _, token, _ in meta["input_token_logprobs"]] == prompt_ids
+    assert meta["input_token_logprobs"][0][0] is None
+    values = [value for value, _, _ in meta["input_token_logprobs"][1:]]
+    np.testing.assert_allclose(values, known.prompt_logprobs.token_logprobs, rtol=0, atol=1e-6)
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 5
+    batch = {"text": [job.prompt, other.prompt], "sampling_params": [params, {**params, "n": 2}]}
+    entries = (await http.post("/generate", json=batch)).json()
+    assert [e["text"] for e in entries] == [job.answers[0].text, other.answers[0].text, other.answers[0].text]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_native_streams(http: httpx.AsyncClient, incremental: bool) -> None:
+    job, other = TEXTS[0], TEXTS[1]
+    body = {
+        "text": [job.prompt, other.prompt], "sampling_params": {"temperature": 0, "max_new_tokens": LONG},
+        "stream": True, "incremental": incremental, "return_logprob": True,
+    }  # fmt: skip
+    async with http.stream("POST", "/generate", json=body) as response:
+        events = await events_of(response)
+    assert events.pop() == {}
+    for place, expected in enumerate((job, other)):
+        mine = [event for event in events if event["index"] == place]
+        assert len(mine) > 3
+        texts, ids = [event["text"] for event in mine], [event["output_ids"] for event in mine]
+        num_logprobs = [len(event["meta_info"]["output_token_logprobs"]) for event in mine]
+        assert num_logprobs == list(map(len, ids))
+        if incremental:
+            assert "".join(texts) == expected.answers[0].text
+            assert tuple(sum(ids, [])) == expected.answers[0].ids
+        else:
+            assert texts[-1] == expected.answers[0].text and tuple(ids[-1]) == expected.answers[0].ids
+            assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+        assert mine[-1]["meta_info"]["finish_reason"]["type"] == "stop"
+        assert mine[-1]["meta_info"]["completion_tokens"] == len(expected.answers[0].ids)
+
+
+async def test_texts_and_models(sdk: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    text = "naïve café 日本 <|user|>"
+    encoded = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()
+    assert encoded["count"] == len(encoded["tokens"]) and encoded["max_model_len"] == 2048
+    kept = {"tokens": encoded["tokens"], "skip_special_tokens": False}
+    assert (await http.post("/detokenize", json=kept)).json() == {"text": text}
+    two = (await http.post("/tokenize", json={"prompt": [text, ""], "add_special_tokens": False})).json()["tokens"]
+    assert two == [encoded["tokens"], []]
+    assert (await http.post("/detokenize", json={"tokens": two})).json() == {"text": ["naïve café 日本 ", ""]}
+    messages = CHATS[0].messages
+    chat = (await http.post("/tokenize", json={"messages": messages})).json()["tokens"]
+    used = await sdk.chat.completions.create(model=NAME, messages=messages, max_tokens=1)
+    assert used.usage is not None and used.usage.prompt_tokens == len(chat)
+    assert [model.id async for model in sdk.models.list()] == [NAME]
+    assert (await sdk.models.retrieve(NAME)).id == NAME
+    with pytest.raises(openai.NotFoundError) as raised:
+        await sdk.models.retrieve("some/other")
+    assert raised.value.code == "UNKNOWN_MODEL"
+    assert (await http.get("/health")).json() == {"status": "serving"}
+    assert "radixmesh_output_tokens_total" in (await http.get("/metrics")).text
+
+
+async def test_embeddings_equal_transformers(sdk: AsyncOpenAI, http: httpx.AsyncClient) -> None:
+    import torch
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(MODEL, dtype=torch.float32).eval()
+    texts = ["The Tyger", "Lorelei, a siren on a rock in the Rhine", "古池"]
+    lists = (await http.post("/tokenize", json={"prompt": texts})).json()["tokens"]
+    # A prompt that the prefix cache holds gives the same vector.
+    await sdk.completions.create(model=NAME, prompt=texts[0], max_tokens=1)
+    for given in (texts, lists):
+        answer = await sdk.embeddings.create(model=NAME, input=given)
+        assert answer.usage.prompt_tokens == sum(map(len, lists))
+        for ids, entry in zip(lists, answer.data, strict=True):
+            with torch.inference_mode():
+                hidden = model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+            np.testing.assert_allclose(entry.embedding, hidden.numpy(), rtol=0, atol=1e-4)
+    as_floats = await sdk.embeddings.create(model=NAME, input=texts[0], encoding_format="float")
+    as_base64 = (await sdk.embeddings.create(model=NAME, input=texts[0])).data[0].embedding
+    np.testing.assert_array_equal(np.float32(as_floats.data[0].embedding), np.float32(as_base64))
+    empty = await http.post("/v1/embeddings", json={"input": []})
+    assert (empty.status_code, empty.json()["error"]["code"]) == (400, "EMPTY_PROMPT")
+
+
+async def test_unknown_fields_are_named_in_a_header(http: httpx.AsyncClient) -> None:
+    body = {"prompt": "x", "max_tokens": 1, "user": "u", "no_such_field": 1, "weird\r\nname": 2}
+    answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["x-radixmesh-ignored-fields"] == "user, no_such_field"
+
+
+async def test_a_given_id_names_the_request(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    body = {"prompt": "The Tyger", "temperature": 0, "stream": True, "max_tokens": LONG, "request_id": "mine-1"}
+    async with http.stream("POST", "/v1/completions", json={**body, "ignore_eos": True}) as response:
+        assert response.headers["x-request-id"] == "mine-1"
+        await anext(response.aiter_lines())
+        twice = await http.post("/v1/completions", json=body)
+        assert (twice.status_code, twice.json()["error"]["code"]) == (409, "DUPLICATE_REQUEST")
+        assert await mesh.client.abort("mine-1")
+        rest = [line async for line in response.aiter_lines() if line] if not response.is_stream_consumed else []
+        assert not rest or '"code":"ABORTED"' in rest[-1]
