@@ -93,7 +93,7 @@ def merge_rows(parts: Sequence[TokenRows]) -> tuple[TokenRows, dict[int, list[To
     """Rows of several steps as one row per handle, in the order of the steps; logprobs by merged row."""
     if len(parts) == 1:
         only = parts[0]
-        if len(np.unique(only.handles)) == len(only.handles):
+        if len(set(only.handles.tolist())) == len(only.handles):
             return only, {row: [value] for row, value in only.logprobs.items()}
     handles = np.concatenate([part.handles for part in parts])
     counts = np.concatenate([part.counts for part in parts])

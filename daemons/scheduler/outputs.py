@@ -117,7 +117,7 @@ class Outputs:
         """Streams that something here is for."""
         owners: set[int] = set()
         for rows in self.rows:
-            owners.update(np.unique(rows.owners).tolist())
+            owners.update(rows.owners.tolist())
         for events in (self.finished, self.rejected, self.prompt_logprobs, self.vectors):
             owners.update(event.owner for event in events)
         return owners
