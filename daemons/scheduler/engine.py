@@ -38,7 +38,8 @@ class Engine:
     def __init__(
         self, settings: SchedulerSettings, group: GroupClient, progress: Progress, metrics: Metrics | None = None
     ) -> None:
-        self.planner = Planner(settings.planner_settings())
+        # Revisions of the cache must be higher than those of a scheduler before this one: microseconds are.
+        self.planner = Planner(settings.planner_settings(), first_revision=time.time_ns() // 1000)
         self.streams = RouterStreams()
         self.group_state = GroupState.CONNECTING
         self.is_draining = False

@@ -52,11 +52,16 @@ def state_of(engine: Engine, instance_id: str) -> scheduler_pb2.GetStateResponse
         prefilled_tokens=counters.prefilled_tokens,
         prompt_cached_tokens=planner.cached_tokens,
         num_routers=len(engine.streams),
+        num_preemptions=counters.num_preempted,
+        num_held_back=counters.num_held,
+        expected_growth_tokens=planner.expected_growth_tokens,
+        cache_revision=planner.cache_feed.revision,
     )
     if planner.state is not None:
         pool = planner.state.pages.pool
         response.depth = engine.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
         response.owned_pages, response.leased_pages = pool.num_owned, pool.num_leased
         response.adopted_tokens = planner.state.num_adopted_tokens
+        response.evicted_pages = planner.state.pages.num_evicted
         response.quarantined_pages = pool.num_quarantined
     return response

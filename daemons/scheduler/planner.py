@@ -11,6 +11,7 @@ from __future__ import annotations
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import StepPlan, StepResult
+from radixmesh.daemons.scheduler.cache_feed import CacheFeed
 from radixmesh.daemons.scheduler.deadlines import Deadlines
 from radixmesh.daemons.scheduler.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
@@ -41,10 +42,11 @@ _MAX_BLAMES = 2
 class Planner:
     """Owns queue, slots, pages and cache of one worker group.
 
-    One thread calls it. After any call take_outputs() has what there is to say to those who submitted.
+    One thread calls it. first_revision: see CacheFeed. After any call take_outputs() has what there is to say to those
+    who submitted.
     """
 
-    def __init__(self, settings: PlannerSettings) -> None:
+    def __init__(self, settings: PlannerSettings, *, first_revision: int = 0) -> None:
         self._settings = settings
         check_cache_choice(settings.cache, settings.eviction)
         self._queue = WaitingQueue(settings.queue_settings())
@@ -60,6 +62,7 @@ class Planner:
         self._deadlines = Deadlines()
         self._num_arrived = 0
         self._blames: dict[Request, int] = {}
+        self.cache_feed = CacheFeed(first_revision=first_revision)
         self.flush = FlushWish()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
@@ -102,6 +105,11 @@ class Planner:
     def hit_rate(self) -> float:
         """Share of tokens found in the cache at admission, recent ones weighing most; 0 = nothing was admitted."""
         return self.counters.hit_rate
+
+    @property
+    def expected_growth_tokens(self) -> int:
+        """Tokens that a running request is expected to need still."""
+        return int(self._growth.num_tokens)
 
     def owners(self) -> set[int]:
         """Streams that live requests belong to."""
@@ -184,6 +192,7 @@ class Planner:
                 check_submission(request.submission, group)
             except MeshError as error:
                 self._finish(request, Ending(FinishReason.ERROR), error)
+        self.cache_feed.follow(cache)
         self.counters.adopted_tokens += self._state.num_adopted_tokens
         return self._state.num_adopted_tokens
 
@@ -196,6 +205,7 @@ class Planner:
         if state is None:
             return
         self.flush.interrupted()
+        self.cache_feed.follow(None)
         self._queue.unhold_all()
         admitted = {a.slot for s in state.in_flight.steps() if s.plan.step_id == refused_step for a in s.plan.admits}
         blamed = [request for request in state.table.running() if request.slot in admitted]

@@ -13,6 +13,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import check_hello
 from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.scheduler.cache_watch import watch_cache
 from radixmesh.daemons.scheduler.engine import Engine
 from radixmesh.daemons.scheduler.group_client import GroupState
 from radixmesh.daemons.scheduler.load_report import hello_of, load_of, state_of
@@ -124,7 +125,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def WatchCache(
         self, request: scheduler_pb2.WatchCacheRequest, context: _Context
     ) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
-        raise _unsupported("WatchCache")
+        return watch_cache(self._engine, request)
 
     async def _read(
         self,

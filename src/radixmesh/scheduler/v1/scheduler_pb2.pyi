@@ -287,28 +287,54 @@ class WatchCacheRequest(_message.Message):
     def __init__(self, after_revision: _Optional[int] = ...) -> None: ...
 
 class WatchCacheResponse(_message.Message):
-    __slots__ = ("revision", "inserts", "evicted_nodes", "is_snapshot")
+    __slots__ = ("revision", "inserts", "evicted_nodes", "is_snapshot", "is_reset", "splits", "trims")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     INSERTS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_NODES_FIELD_NUMBER: _ClassVar[int]
     IS_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    IS_RESET_FIELD_NUMBER: _ClassVar[int]
+    SPLITS_FIELD_NUMBER: _ClassVar[int]
+    TRIMS_FIELD_NUMBER: _ClassVar[int]
     revision: int
     inserts: _containers.RepeatedCompositeFieldContainer[CacheInsert]
     evicted_nodes: bytes
     is_snapshot: bool
-    def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ...) -> None: ...
+    is_reset: bool
+    splits: _containers.RepeatedCompositeFieldContainer[CacheSplit]
+    trims: _containers.RepeatedCompositeFieldContainer[CacheTrim]
+    def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ...) -> None: ...
 
 class CacheInsert(_message.Message):
-    __slots__ = ("node", "parent", "ids", "cache_namespace")
+    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     node: int
     parent: int
     ids: bytes
     cache_namespace: str
-    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
+
+class CacheSplit(_message.Message):
+    __slots__ = ("node", "upper", "num_upper")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    UPPER_FIELD_NUMBER: _ClassVar[int]
+    NUM_UPPER_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    upper: int
+    num_upper: int
+    def __init__(self, node: _Optional[int] = ..., upper: _Optional[int] = ..., num_upper: _Optional[int] = ...) -> None: ...
+
+class CacheTrim(_message.Message):
+    __slots__ = ("node", "num_left")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LEFT_FIELD_NUMBER: _ClassVar[int]
+    node: int
+    num_left: int
+    def __init__(self, node: _Optional[int] = ..., num_left: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("timeout_ms",)
@@ -339,7 +365,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_breaches", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers")
+    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_breaches", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_held_back", "evicted_pages", "expected_growth_tokens", "cache_revision")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -353,6 +379,11 @@ class GetStateResponse(_message.Message):
     PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BACK_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_GROWTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_REVISION_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     load: Load
     depth: int
@@ -366,7 +397,12 @@ class GetStateResponse(_message.Message):
     prefilled_tokens: int
     prompt_cached_tokens: int
     num_routers: int
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_breaches: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ...) -> None: ...
+    num_preemptions: int
+    num_held_back: int
+    evicted_pages: int
+    expected_growth_tokens: int
+    cache_revision: int
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_breaches: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_held_back: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., expected_growth_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ...) -> None: ...
 
 class JoinGroupRequest(_message.Message):
     __slots__ = ("rank", "world_size", "instance_id", "address", "last_group_generation")

@@ -86,7 +86,13 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchCache(self, request, context):
-        """WatchCache streams the prefix cache's content: a snapshot as insert events, then changes. A watcher that falls behind gets RESNAPSHOT.
+        """WatchCache streams the prefix cache's content.
+        Who speaks first: the scheduler: the snapshot as inserts (unless after_revision is set), then changes as they happen.
+        Positions: every message carries the revision of the cache after it; a watcher that reconnects names the last one it has.
+        A gap: never within a stream. A watcher that falls too far behind, resumes from what is not kept any more, or outlives an
+        epoch of the worker group gets RESNAPSHOT: watch again without after_revision.
+        A slow reader: costs the scheduler nothing; it is never waited for.
+        Ends: by the watcher, with RESNAPSHOT, or with the scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,7 +44,14 @@ class SchedulerServiceStub:
       Ends: when the stream ends, the router's requests are aborted after 2 s unless superseded by then; their pages stay cached.
     """
     WatchCache: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheRequest, _scheduler_pb2.WatchCacheResponse]
-    """WatchCache streams the prefix cache's content: a snapshot as insert events, then changes. A watcher that falls behind gets RESNAPSHOT."""
+    """WatchCache streams the prefix cache's content.
+      Who speaks first: the scheduler: the snapshot as inserts (unless after_revision is set), then changes as they happen.
+      Positions: every message carries the revision of the cache after it; a watcher that reconnects names the last one it has.
+      A gap: never within a stream. A watcher that falls too far behind, resumes from what is not kept any more, or outlives an
+        epoch of the worker group gets RESNAPSHOT: watch again without after_revision.
+      A slow reader: costs the scheduler nothing; it is never waited for.
+      Ends: by the watcher, with RESNAPSHOT, or with the scheduler.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.DrainRequest, _scheduler_pb2.DrainResponse]
     """Drain stops taking submits and returns when nothing runs or waits, or at the timeout."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]
@@ -70,7 +77,14 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
       Ends: when the stream ends, the router's requests are aborted after 2 s unless superseded by then; their pages stay cached.
     """
     WatchCache: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchCacheRequest, _scheduler_pb2.WatchCacheResponse]  # type: ignore[assignment]
-    """WatchCache streams the prefix cache's content: a snapshot as insert events, then changes. A watcher that falls behind gets RESNAPSHOT."""
+    """WatchCache streams the prefix cache's content.
+      Who speaks first: the scheduler: the snapshot as inserts (unless after_revision is set), then changes as they happen.
+      Positions: every message carries the revision of the cache after it; a watcher that reconnects names the last one it has.
+      A gap: never within a stream. A watcher that falls too far behind, resumes from what is not kept any more, or outlives an
+        epoch of the worker group gets RESNAPSHOT: watch again without after_revision.
+      A slow reader: costs the scheduler nothing; it is never waited for.
+      Ends: by the watcher, with RESNAPSHOT, or with the scheduler.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.DrainRequest, _scheduler_pb2.DrainResponse]  # type: ignore[assignment]
     """Drain stops taking submits and returns when nothing runs or waits, or at the timeout."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.FlushCacheRequest, _scheduler_pb2.FlushCacheResponse]  # type: ignore[assignment]
@@ -105,7 +119,14 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.WatchCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.WatchCacheResponse], _abc.AsyncIterator[_scheduler_pb2.WatchCacheResponse]]:
-        """WatchCache streams the prefix cache's content: a snapshot as insert events, then changes. A watcher that falls behind gets RESNAPSHOT."""
+        """WatchCache streams the prefix cache's content.
+          Who speaks first: the scheduler: the snapshot as inserts (unless after_revision is set), then changes as they happen.
+          Positions: every message carries the revision of the cache after it; a watcher that reconnects names the last one it has.
+          A gap: never within a stream. A watcher that falls too far behind, resumes from what is not kept any more, or outlives an
+            epoch of the worker group gets RESNAPSHOT: watch again without after_revision.
+          A slow reader: costs the scheduler nothing; it is never waited for.
+          Ends: by the watcher, with RESNAPSHOT, or with the scheduler.
+        """
 
     @_abc_1.abstractmethod
     def Drain(
