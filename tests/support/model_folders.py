@@ -50,6 +50,7 @@ class Shape(NamedTuple):
     settings: Mapping[str, object]
 
 
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 _EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 24, "head_dim": 20}
 
 SHAPES: dict[str, Shape] = {
@@ -58,6 +59,7 @@ SHAPES: dict[str, Shape] = {
     "qwen2_late_windows": Shape(
         Qwen2ForCausalLM, Qwen2Config, {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
     ),
+    "qwen2_yarn": Shape(Qwen2ForCausalLM, Qwen2Config, {"rope_parameters": _YARN}),
     "qwen3": Shape(Qwen3ForCausalLM, Qwen3Config, {"head_dim": 20, "tie_word_embeddings": True}),
     "qwen3_late_windows": Shape(
         Qwen3ForCausalLM,
