@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import httpx
@@ -289,10 +290,10 @@ async def test_native_streams(http: httpx.AsyncClient, incremental: bool) -> Non
         assert num_logprobs == list(map(len, ids))
         if incremental:
             assert "".join(texts) == expected.answers[0].text
-            assert tuple(sum(ids, [])) == expected.answers[0].ids
+            assert tuple(i for part in ids for i in part) == expected.answers[0].ids
         else:
             assert texts[-1] == expected.answers[0].text and tuple(ids[-1]) == expected.answers[0].ids
-            assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
+            assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
         assert mine[-1]["meta_info"]["finish_reason"]["type"] == "stop"
         assert mine[-1]["meta_info"]["completion_tokens"] == len(expected.answers[0].ids)
 

@@ -12,7 +12,7 @@ from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress
 
-# The router ends a stalled request first, so that it is counted as one; then the connection is cut.
+# The router ends a stalled stream first, so that it is counted as one; this is for answers that are whole.
 _CUT_AFTER_S = 1.0
 
 

@@ -18,6 +18,8 @@ from radixmesh.daemons.router.http.errors import ErrorResponse
 from radixmesh.daemons.runtime.addresses import split_host_port
 from radixmesh.daemons.runtime.errors import MeshError
 
+# scope["extensions"][CUT_EXTENSION]["cut"]() ends the connection at once, whatever its client has not read yet.
+CUT_EXTENSION = "radixmesh.cut"
 _BACKLOG = 4096
 _CLOSE_GRACE_S = 1
 # Bytes that wait in a connection for its client before writers do.
@@ -105,6 +107,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
+        self.scope["extensions"] = {CUT_EXTENSION: {"cut": self.transport.abort}}
         super().on_headers_complete()
 
     def pause_writing(self) -> None:

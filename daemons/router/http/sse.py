@@ -15,14 +15,13 @@ from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.json_text import dump
 from radixmesh.daemons.router.http.request_group import GroupMessage, RequestGroup
+from radixmesh.daemons.router.http.server import CUT_EXTENSION
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
 # Until then a request that fails before its first output is answered with the error's own status; after it the client
 # sees that it is being served, and would be told of a failure by an event.
 _HEADERS_AFTER_S = 5.0
-# A stalled client's connection is cut by the server, soon after its request was.
-_CUT_WITHIN_S = 10.0
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -77,7 +76,7 @@ class EventStream(Response):
             if not self._is_started:
                 raise
             if group is not None and group.error() is not None:
-                await _until_cut(receive)
+                await _cut(scope, receive)
         finally:
             if group is not None:
                 group.close()
@@ -129,10 +128,10 @@ def _part(events: bytes) -> dict[str, object]:
     return {"type": "http.response.body", "body": events, "more_body": True}
 
 
-async def _until_cut(receive: Receive) -> None:
-    try:
-        async with asyncio.timeout(_CUT_WITHIN_S):
-            while (await receive())["type"] != "http.disconnect":
-                pass
-    except TimeoutError:
-        return
+async def _cut(scope: Scope, receive: Receive) -> None:
+    """Drops a client that reads nothing: an error event would never reach it."""
+    cut = scope.get("extensions", {}).get(CUT_EXTENSION)
+    if cut is not None:
+        cut["cut"]()
+        while (await receive())["type"] != "http.disconnect":
+            pass
