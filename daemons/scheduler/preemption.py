@@ -38,7 +38,9 @@ class Preemption:
         request = self._queue.head()
         if request is None or draft.has_retracted or prefill.has_room(state, request):
             return
-        victims = self._victims(state, request)
+        # Pages granted in this very plan would go to whoever gets the slot next: their owners stay for now.
+        granted = {grant.slot for grant in draft.grants}
+        victims = [victim for victim in self._victims(state, request) if victim.slot not in granted]
         page_size = state.group.page_size
         missing_pages = prefill.missing_pages(state, request)
         chosen: list[Request] = []
