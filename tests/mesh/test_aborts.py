@@ -23,6 +23,7 @@ from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -153,26 +154,26 @@ async def next_is_right(bench: Bench) -> None:
     await settled(bench.mesh)
 
 
-async def running_at_scheduler(bench: Bench, num_running: int, num_waiting: int) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while True:
-            load = (await bench.mesh.scheduler_state()).load
-            if (load.num_running, load.num_waiting) == (num_running, num_waiting):
-                return
+async def waiting_at_scheduler(bench: Bench, num_waiting: int) -> None:
+    async with open_channel(bench.mesh.cluster.address("scheduler")) as channel, asyncio.timeout(LIMIT_S):
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        while (await stub.GetState(scheduler_pb2.GetStateRequest())).load.num_waiting != num_waiting:
             await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("router", [0, 1], ids=["own router", "other router"])
 async def test_queued_behind_a_full_batch(bench: Bench, router: int) -> None:
-    async with stream(bench, "runs", PROMPT, num=250) as runs, stream(bench, "waits", [30, 31]) as waits:
+    async with stream(bench, "runs", PROMPT, num=600) as runs:
         await runs.until(lambda: len(runs.ids) > 0)
-        await running_at_scheduler(bench, 1, 1)
-        assert await abort(bench, "waits", router) == FOUND
-        await waits.until(lambda: waits.is_over)
-        waits.check_aborted()
-        assert waits.ids == []
+        async with stream(bench, "waits", [30, 31]) as waits:
+            await waiting_at_scheduler(bench, 1)
+            assert await abort(bench, "waits", router) == FOUND
+            await waits.until(lambda: waits.is_over)
+            waits.check_aborted()
+            assert waits.ids == []
+        assert not runs.is_over, "nothing was in the way of the one that waited"
         await runs.until(lambda: runs.is_over)
-        assert runs.finished is not None and len(runs.ids) == 250
+        assert runs.finished is not None and len(runs.ids) == 600
         runs.check(bench, PROMPT)
     await next_is_right(bench)
 
