@@ -235,6 +235,9 @@ def test_windows_of_mistral_are_the_default_where_absent_and_off_where_null(make
     assert window(_config(make, tmp_path, "mistral")) == 25
     assert window(_config(make, tmp_path, "mistral", drop=("sliding_window",))) == 4096
     assert window(_config(make, tmp_path, "mistral", sliding_window=None)) is None
+    with pytest.raises(MeshError, match="layer_types") as caught:
+        window(_config(make, tmp_path, "mistral", layer_types=["full_attention"] * 4))
+    assert caught.value.reason_name == "UNSUPPORTED"
 
 
 @pytest.mark.parametrize(

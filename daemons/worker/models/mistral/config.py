@@ -14,5 +14,7 @@ _DEFAULT_WINDOW = 4096
 
 def read_mistral_config(reader: ConfigReader) -> DecoderConfig:
     """Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
+    if reader.has("layer_types"):  # Ministral's, whose layers differ.
+        raise reader.unsupported("layer_types", "absent: all layers have the window of sliding_window")
     decoder = read_decoder_config(reader, DecoderDefaults(num_kv_heads=8))
     return replace(decoder, windows=(read_window(reader, _DEFAULT_WINDOW),) * decoder.num_layers)
