@@ -19,6 +19,7 @@ from radixmesh.daemons.scheduler.group_client import ClaimedGroup, GroupClient, 
 from radixmesh.daemons.scheduler.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planner import Planner
 from radixmesh.daemons.scheduler.router_streams import RouterStreams
+from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.worker_stream import RefusedPlan
 
 log = get_logger(__name__)
@@ -27,6 +28,8 @@ _TICK_S = 0.1
 # A holder that says nothing for 5 s counts as dead to other schedulers.
 _HEARTBEAT_S = 1.0
 _LOAD_S = 0.5
+# A load that changed is told at once, but no more often than that.
+_LOAD_CHANGE_S = 0.05
 _HANG_FACTOR = 3.0
 # After an epoch without a single step: whatever ended it may well end the next one.
 _FUTILE_PAUSE_S = 0.2
@@ -48,11 +51,13 @@ class Engine:
         self._group = group
         self._progress = progress
         self._metrics = metrics
+        self._step_metrics = SchedulerMetrics(metrics) if metrics is not None else None
         self._wake = asyncio.Event()
         self._results: deque[StepResult] = deque()
         self._loss: BaseException | None = None
         self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
         self._last_heard_s = self._last_sent_s = self._last_load_s = time.monotonic()
+        self._told_load: tuple[int, ...] = ()
         self._was_idle_at_send: set[int] = set()
         self._changed: asyncio.Future[None] | None = None
 
@@ -71,9 +76,25 @@ class Engine:
 
     def deliver(self) -> None:
         self.streams.deliver(self.planner.take_outputs())
+        now = time.monotonic()
+        if now - self._last_load_s >= _LOAD_CHANGE_S and self._load_signature() != self._told_load:
+            self._push_loads(now)
         if self._changed is not None:
             self._changed.set_result(None)
             self._changed = None
+
+    def _push_loads(self, now: float) -> None:
+        self._last_load_s, self._told_load = now, self._load_signature()
+        self.streams.push_loads()
+
+    def _load_signature(self) -> tuple[int, ...]:
+        """What of the load is worth telling at once: pages, which change with every step, in 64ths."""
+        planner = self.planner
+        if planner.state is None:
+            return (planner.num_running, planner.num_waiting)
+        pool = planner.state.pages.pool
+        pages = (64 * num // pool.num_pages for num in (pool.num_free, pool.num_cached))
+        return (planner.num_running, planner.num_waiting, *pages)
 
     async def until(self, is_true: Callable[[], bool]) -> None:
         """Returns once is_true() is; looks whenever something happened."""
@@ -189,6 +210,8 @@ class Engine:
             device_us = (result.device_end_ns - result.device_start_ns) / 1000
             self._lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, device_us)
         outputs = self.planner.process(result)
+        if self._step_metrics is not None:
+            self._step_metrics.processed(result, len(result.counts), time.monotonic() - now)
         self._progress.completed()
         self.streams.deliver(outputs)
 
@@ -204,6 +227,8 @@ class Engine:
             plan = planner.plan(now, is_heartbeat=is_heartbeat)
             if plan is None:
                 return
+            if self._step_metrics is not None:
+                self._step_metrics.planned(time.monotonic() - now)
             if not steps and plan.has_forward:
                 self._was_idle_at_send = {plan.step_id}
             if not steps:
@@ -238,26 +263,15 @@ class Engine:
                 self.planner.plan(now)  # Expires deadlines while nothing runs.
                 self._progress.work_pending(0)
             if now - self._last_load_s >= _LOAD_S:
-                self._last_load_s = now
-                self.streams.push_loads()
-                self._export()
+                self._push_loads(now)
+                if self._step_metrics is not None:
+                    self._step_metrics.export(self.planner, now)
             self.notify()
 
     def _drop_all(self) -> None:
         # Their routers were told to go elsewhere: kept, they would run twice once we take over.
         for owner in self.planner.owners():
             self.planner.abort_owner(owner)
-
-    def _export(self) -> None:
-        metrics, planner = self._metrics, self.planner
-        if metrics is None:
-            return
-        metrics.requests_running.set(planner.num_running)
-        metrics.requests_queued.set(planner.num_waiting)
-        metrics.plans_in_flight.set(planner.num_in_flight)
-        if planner.state is not None:
-            for state, num in planner.state.pages.pool.counts().items():
-                metrics.pages.labels(state.name.lower()).set(num)
 
     def _count_loss(self, error: MeshError | None) -> None:
         if self._metrics is not None:

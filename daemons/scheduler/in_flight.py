@@ -15,6 +15,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
+_NUM_REMEMBERED = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -76,6 +78,7 @@ class InFlight:
 
     def __init__(self) -> None:
         self._steps: deque[PlannedStep] = deque()
+        self._answered: deque[PlannedStep] = deque(maxlen=_NUM_REMEMBERED)
         self.last_processed = 0
         """Highest step id whose result was processed."""
 
@@ -88,6 +91,10 @@ class InFlight:
 
     def steps(self) -> tuple[PlannedStep, ...]:
         return tuple(self._steps)
+
+    def last_steps(self) -> tuple[PlannedStep, ...]:
+        """The last few that were answered, and those in flight: for the log when something is wrong."""
+        return (*self._answered, *self._steps)
 
     def sent(self, step: PlannedStep) -> None:
         self._steps.append(step)
@@ -111,6 +118,6 @@ class InFlight:
                 f"result {result.step_id} has {len(counts)} rows and {len(result.ids)} ids, its plan {len(step.rows)}"
             )
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
-        self._steps.popleft()
+        self._answered.append(self._steps.popleft())
         self.last_processed = result.step_id
         return step

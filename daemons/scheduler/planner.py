@@ -97,6 +97,11 @@ class Planner:
         return self._queue.waiting_tokens
 
     @property
+    def num_held(self) -> int:
+        """Of the waiting requests, those that are held back for a prefix which another computes."""
+        return self._queue.num_held
+
+    @property
     def cached_tokens(self) -> int:
         """Tokens found in the cache at admission since the start."""
         return self.counters.cached_tokens
@@ -136,6 +141,7 @@ class Planner:
             self._submit(submission)
         except MeshError as error:
             s = submission
+            self.counters.num_rejected += 1
             self._outputs.rejected.append(Rejected(owner=s.owner, handle=s.handle, attempt=s.attempt, error=error))
 
     def abort(self, request_id: str, index: int | None = None, below_attempt: int | None = None) -> AbortOutcome:
@@ -206,6 +212,7 @@ class Planner:
             return
         self.flush.interrupted()
         self.cache_feed.follow(None)
+        self.counters.evicted_pages += state.pages.num_evicted
         self._queue.unhold_all()
         admitted = {a.slot for s in state.in_flight.steps() if s.plan.step_id == refused_step for a in s.plan.admits}
         blamed = [request for request in state.table.running() if request.slot in admitted]
@@ -293,6 +300,8 @@ class Planner:
 
     def _add(self, request: Request) -> None:
         self._submissions.add(request)
+        self.counters.num_submitted += 1
+        self.counters.prompt_tokens += request.prompt_len
         self._deadlines.add(request)
         self._stop_watch.watch(request.end_ids)
         self._queue.push(request)

@@ -21,6 +21,13 @@ _HIT_WEIGHT = 0.05
 class PlannerCounters:
     """Since the process started."""
 
+    num_submitted: int = 0
+    """Accepted."""
+    prompt_tokens: int = 0
+    """Of those accepted."""
+    num_rejected: int = 0
+    evicted_pages: int = 0
+    """In epochs that are over."""
     num_steps: int = 0
     num_plans: int = 0
     stale_results: int = 0
@@ -80,7 +87,7 @@ def check_pages(state: EpochState, counters: PlannerCounters, *, is_strict: bool
         breach=breach or "a page moved from a state that it was not in",
         quarantined=len(doubtful),
         epoch=state.epoch,
-        last_plans=[_summary(step) for step in state.in_flight.steps()],
+        last_plans=[_summary(step) for step in state.in_flight.last_steps()],
     )
     left = find_breach(pages.pool, pages.cache, state.table)
     if left:
