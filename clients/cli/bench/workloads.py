@@ -129,23 +129,31 @@ def mixed(seed: int, num_requests: int | None = None) -> list[Turn]:
     return turns
 
 
-def random_lengths(seed: int, num_requests: int | None = None) -> list[Turn]:
-    """Prompt lengths uniform in [1, 4096], output lengths in [1, 2048], all at once; nothing is shared."""
+def random_lengths(seed: int, num_requests: int | None = None, *, prompt: int = 4096, out: int = 2048) -> list[Turn]:
+    """Prompt lengths uniform in [1, prompt], output lengths in [1, out], all at once; nothing is shared."""
     rng, num = np.random.default_rng(seed), num_requests or 500
-    prompt_lens, out_lens = rng.integers(1, 4097, num), rng.integers(1, 2049, num)
+    prompt_lens, out_lens = rng.integers(1, prompt + 1, num), rng.integers(1, out + 1, num)
     return [
         Turn(parent=None, new_ids=_ids(rng, n), out_len=int(out), delay_s=0.0)
         for n, out in zip(prompt_lens, out_lens, strict=True)
     ]
 
 
-def shared_prefix(seed: int, num_requests: int | None = None) -> list[Turn]:
-    """Groups of 16 with 2,048 tokens in common and 128 of their own, 128 out, shuffled, all at once."""
-    rng, per_group = np.random.default_rng(seed), 16
+def shared_prefix(
+    seed: int,
+    num_requests: int | None = None,
+    *,
+    per_group: int = 16,
+    prefix: int = 2048,
+    question: int = 128,
+    out: int = 128,
+) -> list[Turn]:
+    """Groups of per_group with `prefix` tokens in common and `question` of their own, shuffled, all at once."""
+    rng = np.random.default_rng(seed)
     num_groups = 32 if num_requests is None else max(1, num_requests // per_group)
-    prefixes = [_ids(rng, 2048) for _ in range(num_groups)]
+    prefixes = [_ids(rng, prefix) for _ in range(num_groups)]
     turns = [
-        Turn(parent=None, new_ids=np.concatenate([prefixes[g], _ids(rng, 128)]), out_len=128, delay_s=0.0)
+        Turn(parent=None, new_ids=np.concatenate([prefixes[g], _ids(rng, question)]), out_len=out, delay_s=0.0)
         for _ in range(per_group)
         for g in range(num_groups)
     ]

@@ -1,0 +1,110 @@
+"""`radixmesh bench serve` as its users run it, against a live mesh with the simulated worker."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from support.mesh import running_mesh
+
+SRC = Path(__file__).parents[2] / "src"
+SHARED = "--dataset shared-prefix --prefix-len 160 --question-len 16 --per-group 8 --output-len 12 --num-requests 32"
+FAST = {"simulated_base_us": 2000, "simulated_prefill_token_us": 5, "num_pages": 60_000, "max_total_len": 8192}
+
+
+async def start(*flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "radixmesh.cli", "bench", "serve", *flags),
+        env={"PYTHONPATH": str(SRC)},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+async def bench(*flags: str) -> tuple[int | None, str, str]:
+    process = await start(*flags)
+    out, err = await asyncio.wait_for(process.communicate(), 90)
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.slow
+async def test_loads_by_grpc_and_http(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        http = f"127.0.0.1:{probe.getsockname()[1]}"
+    async with running_mesh("simulated", worker=FAST, router={"http_listen": http}) as mesh:
+        files = ("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg"), "--details", "--oracle")
+        grpc = f"grpc://{mesh.routers[0]}"
+        code, out, err = await bench("--target", grpc, *SHARED.split(), "--concurrency", "4", *files)
+        assert code == 0, err
+        assert "32 of 32 requests in " in out and "ttft (ms)" in out and "an infinite cache would hit" in out
+        report = json.loads((tmp_path / "a.json").read_text())
+        summary = report["summary"]
+        assert (summary["num_done"], summary["output_tokens"], summary["is_exact"]) == (32, 32 * 12, True)
+        assert (summary["prompt_tokens"], summary["max_running"]) == (32 * 176, 4)
+        # Four at a time: of a group's eight requests only those that run at once can miss its prefix.
+        assert 0.5 * report["oracle_hit_rate"] < summary["hit_rate"] <= report["oracle_hit_rate"]
+        assert 0 < summary["ttft_ms"]["p50"] <= summary["ttft_ms"]["p99"] <= summary["e2e_ms"]["max"]
+        assert summary["tpot_ms"]["p50"] >= 2.0, "a step takes two simulated milliseconds"
+        assert sorted(request["index"] for request in report["requests"]) == list(range(32))
+        ElementTree.parse(tmp_path / "a.svg")
+
+        # The same by HTTP: what the first load left in the cache is found by all.
+        code, out, err = await bench(
+            "--target", f"http://{http}/v1", *SHARED.split(), "--vocab-size", "768", "--json", str(tmp_path / "b.json")
+        )
+        assert code == 0, (out, err)
+        over_http = json.loads((tmp_path / "b.json").read_text())["summary"]
+        assert (over_http["num_done"], over_http["output_tokens"], over_http["is_exact"]) == (32, 32 * 12, True)
+        assert over_http["prompt_tokens"] == 32 * 176 and over_http["hit_rate"] > 0.95
+
+        # Chats: every turn after the answer before it, which is part of the next prompt.
+        chat = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "x" * 60}] * 3
+        (tmp_path / "chats.json").write_text(json.dumps([{"conversations": chat}] * 4))
+        for target in (grpc, f"http://{http}/v1"):
+            dataset = ("--dataset", "sharegpt", "--file", str(tmp_path / "chats.json"), "--chat")
+            code, _, err = await bench("--target", target, *dataset, "--json", str(tmp_path / "c.json"), "--details")
+            assert code == 0, err
+            requests = sorted(json.loads((tmp_path / "c.json").read_text())["requests"], key=lambda r: r["index"])
+            for first, second, third in zip(requests[::3], requests[1::3], requests[2::3], strict=True):
+                assert first["prompt_tokens"] < second["prompt_tokens"] < third["prompt_tokens"]
+                assert first["sent_s"] + first["e2e_s"] <= second["sent_s"] <= third["sent_s"] - second["e2e_s"]
+
+        # A workload with delays of its own, in a fifth of their time; outputs are continued by ids.
+        code, out, _ = await bench(
+            *("--target", grpc, "--dataset", "multi-turn", "--num-requests", "24", "--time-scale", "0.05"),
+            *("--json", str(tmp_path / "d.json")),
+        )
+        turns = json.loads((tmp_path / "d.json").read_text())
+        assert (code, turns["num_turns"], turns["num_made_up"]) == (0, 24, 0), out
+        assert turns["summary"]["hit_rate"] > 0.7
+
+        # Ctrl-C: what was seen until then is told.
+        long = ("--dataset", "none", "--num-requests", "64", "--request-rate", "4")
+        process = await start("--target", grpc, *long, "--json", str(tmp_path / "e.json"))
+        await asyncio.sleep(5)
+        process.send_signal(signal.SIGINT)
+        out_bytes, _ = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 130 and b"requests/s" in out_bytes
+        assert 0 < json.loads((tmp_path / "e.json").read_text())["summary"]["num_done"] < 64
+        async with asyncio.timeout(10):
+            while (await mesh.scheduler_state()).load.num_running:
+                await asyncio.sleep(0.05)
+
+
+async def test_what_cannot_be_measured_is_one_line(tmp_path: Path) -> None:
+    for flags, wrong in (
+        (("--target", "ftp://x"), "is no target: name grpc://host:port"),
+        (("--target", "grpc://127.0.0.1:1"), "radixmesh bench serve: "),
+        (("--target", "127.0.0.1:1", "--dataset", "sharegpt", "--oracle"), "sharegpt has texts"),
+        (("--plot", "x.png"), "plots are SVG: name it x.svg"),
+        (("--request-rate", "0"), "more than 0"),
+    ):
+        code, out, err = await bench(*flags)
+        assert code in (1, 2) and wrong in err and "Traceback" not in err and out == "", (flags, err)
