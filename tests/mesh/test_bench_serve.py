@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -35,10 +34,8 @@ async def bench(*flags: str) -> tuple[int | None, str, str]:
 
 @pytest.mark.slow
 async def test_loads_by_grpc_and_http(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        http = f"127.0.0.1:{probe.getsockname()[1]}"
-    async with running_mesh("simulated", worker=FAST, router={"http_listen": http}) as mesh:
+    async with running_mesh("simulated", worker=FAST) as mesh:
+        http = mesh.cluster.address("router", 1, 8000)
         files = ("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg"), "--details", "--oracle")
         grpc = f"grpc://{mesh.routers[0]}"
         code, out, err = await bench("--target", grpc, *SHARED.split(), "--concurrency", "4", *files)

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 from radixmesh.cli.bench.datasets import make_turns, plain_turns
 from radixmesh.cli.bench.load_generator import LoadGenerator
-from radixmesh.cli.bench.load_turn import load_turns
+from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, load_turns
 from radixmesh.cli.bench.oracle import oracle_of
 from radixmesh.cli.bench.progress_bar import ProgressBar
 from radixmesh.cli.bench.request_record import RequestRecord
@@ -47,7 +47,7 @@ async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         vocab_size = await target.prepare()
         vocab_size = options.vocab_size or vocab_size
         turns = make_turns(options, vocab_size)
-        await _warm_up(target, options.warmup, vocab_size)
+        await _warm_up(target, _warm_up_turns(turns[:1], options.warmup, vocab_size))
         load = LoadGenerator(target, turns, concurrency=options.concurrency, vocab_size=vocab_size)
         is_whole = await _run_load(load, shows_progress=not options.no_progress)
         model = target.model
@@ -75,9 +75,21 @@ def _target_options(options: argparse.Namespace) -> TargetOptions:
     )
 
 
-async def _warm_up(target: Target, num: int, vocab_size: int | None) -> None:
-    """Uncounted requests that share nothing with any workload. Raises TargetError if one fails."""
-    load = LoadGenerator(target, load_turns(fixed_lengths(num, 64, 8, _WARMUP_SEED), vocab_size))
+def _warm_up_turns(like: Sequence[LoadTurn], num: int, vocab_size: int | None) -> list[LoadTurn]:
+    """`num` short turns in the form of `like`, which share nothing with any workload."""
+    if not like or like[0].added.ids is not None:
+        return load_turns(fixed_lengths(num, 64, 8, _WARMUP_SEED), vocab_size)
+    texts = [f"{number}, and {_WARMUP_SEED + number}?" for number in range(num)]
+    is_chat = like[0].added.messages is not None
+    prompts = [
+        Prompt(messages=({"role": "user", "content": text},)) if is_chat else Prompt(text=text) for text in texts
+    ]
+    return [LoadTurn(parent=None, added=prompt, out_len=8, delay_s=0.0) for prompt in prompts]
+
+
+async def _warm_up(target: Target, turns: Sequence[LoadTurn]) -> None:
+    """Uncounted requests. Raises TargetError if one fails."""
+    load = LoadGenerator(target, turns)
     await load.run()
     for record in load.records:
         if record.error:
