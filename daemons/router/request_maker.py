@@ -76,7 +76,14 @@ class RequestMaker:
             prompt_ids, fingerprint = await self._in_time(self._encode(message), deadline)
         model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
         _check_fingerprint(fingerprint, model.identity)
-        resolved = resolve(message, draft, request_id=request_id, prompt_ids=prompt_ids, identity=model.identity)
+        resolved = resolve(
+            message,
+            draft,
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            identity=model.identity,
+            kv_tokens=model.kv_tokens,
+        )
         request = _request_of(resolved, delivery, message.resume.resumption, deadline)
         for index in range(draft.n):
             output = Output(request=request, index=index)

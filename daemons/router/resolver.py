@@ -75,14 +75,18 @@ def resolve(
     request_id: str,
     prompt_ids: bytes,
     identity: common_pb2.ModelIdentity,
+    kv_tokens: int = 0,
 ) -> router_pb2.Resolved:
     """The request for one model. A seed is drawn where none is given. Raises MeshError naming the field.
 
-    prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds.
+    prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds. kv_tokens: what
+    the largest replica's KV memory holds, 0 = unknown; max_tokens, where it is not given, is what fits there too.
     """
     room = _check_prompt(prompt_ids, identity)
     _check_options(draft.sampling, draft.stop, identity)
-    max_tokens = min(draft.stop.max_tokens or room, room)
+    # The last token is sampled, never computed: it needs no KV.
+    default = min(room, max(1, kv_tokens + 1 - len(prompt_ids) // 4)) if kv_tokens else room
+    max_tokens = min(draft.stop.max_tokens or default, room)
     stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
     task = request.task or common_pb2.TASK_GENERATE
     seed = draft.sampling.seed

@@ -65,6 +65,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.is_draining = False
         self.identity: common_pb2.ModelIdentity | None = None
         self.adapters: tuple[str, ...] = ()
+        self.kv_tokens = 0
         self.load = scheduler_pb2.Load()
         self.group_since = time.monotonic()
         self._sequence = 0
@@ -155,6 +156,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             message = "a scheduler says name, vocab_size and max_total_len of its model in its hello"
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "hello.hello.model"})
         self.identity, self.adapters = identity, tuple(frame.hello.adapters)
+        self.kv_tokens = frame.hello.num_pages * frame.hello.page_size
         self.load = scheduler_pb2.Load()
         self._sequence = 0
         if frame.HasField("load"):

@@ -21,12 +21,16 @@ _ABORT_TIMEOUT_S = 2.0
 
 
 class ServedModel(NamedTuple):
-    """A model that is or was served. base_model: "" for a base model. num_schedulers: how many serve it now."""
+    """A model that is or was served. base_model: "" for a base model. num_schedulers: how many serve it now.
+
+    kv_tokens: tokens that the largest of their KV memories holds.
+    """
 
     name: str
     identity: common_pb2.ModelIdentity
     base_model: str
     num_schedulers: int
+    kv_tokens: int
 
 
 class SchedulerPool:
@@ -101,8 +105,11 @@ class SchedulerPool:
                 identity.CopyFrom(link.identity)
                 identity.name = name
                 base = "" if name == link.identity.name else link.identity.name
-                before = known or ServedModel(name, identity, base, 0)
-                found[name] = before._replace(num_schedulers=before.num_schedulers + link.is_connected)
+                before = known or ServedModel(name, identity, base, 0, 0)
+                found[name] = before._replace(
+                    num_schedulers=before.num_schedulers + link.is_connected,
+                    kv_tokens=max(before.kv_tokens, link.kv_tokens),
+                )
         return list(found.values())
 
     async def find_model(self, name: str, timeout_s: float) -> ServedModel:

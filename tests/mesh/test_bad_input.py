@@ -330,6 +330,12 @@ async def test_a_request_that_memory_can_never_hold_is_told_so(mesh: Mesh) -> No
     assert finished.error.metadata == {"needed_pages": "1999", "total_pages": str(NUM_PAGES)}
 
 
+async def test_without_max_tokens_an_output_ends_where_memory_does(mesh: Mesh) -> None:
+    request = router_pb2.GenerateRequest(prompt_ids=pack_ints([7] * 1700), stop=StopParams(ignore_eos=True))
+    (finished,) = finishes_of(await responses_to(mesh, request))
+    assert (finished.reason, finished.num_output) == (common_pb2.FINISH_REASON_LENGTH, NUM_PAGES + 1 - 1700)
+
+
 @pytest.mark.parametrize("form", ["text", "ids"])
 async def test_a_deadline_of_zero_is_over_already(mesh: Mesh, form: str) -> None:
     request = router_pb2.GenerateRequest(deadline_ms=0, stop=StopParams(max_tokens=100))
