@@ -2,10 +2,11 @@
 
     python compose/models/train_tiny_deepseek.py [--out DIR] [--epochs N]
 
-What it memorises and how is in tiny_training.py; texts, chats and tokenizer are those of the tiny Llama. The router's
-correction bias is learned as in DeepSeek-V3, without a loss of its own: after every step an expert that got less than
-its share of the tokens becomes a little more likely, one that got more a little less (Wang et al. 2024), by amounts
-that fade out with the learning rate.
+About 5 minutes on six free cores, half an hour on two shared ones; the folder has 4.5 MB, of which 4.4 are 1,094,208
+float32 weights. What it memorises and how is in tiny_training.py; texts, chats and tokenizer are those of the tiny
+Llama. The router's correction bias is learned as in DeepSeek-V3, without a loss of its own: after every step an expert
+that got less than its share of the tokens becomes a little more likely, one that got more a little less (Wang et al.
+2024), by amounts that fade out with the learning rate.
 """
 
 import torch

@@ -19,7 +19,8 @@ from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_
 if TYPE_CHECKING:
     from radixmesh.client.options import Message, Options
 
-MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+MODELS = Path(__file__).parents[2] / "compose" / "models"
+MODEL = MODELS / "tiny-llama"
 STOP_ID_REASON, LENGTH_REASON = "stop", "length"
 
 
@@ -58,14 +59,14 @@ def answers_of(completion: Completion) -> tuple[Answer, ...]:
     return tuple(answers)
 
 
-def recitations(*, with_sampled: bool = True) -> list[Job]:
-    """What the tiny model was trained to say: greedy, so the manifest (made by transformers) is the oracle.
+def recitations(model: str = "tiny-llama", *, with_sampled: bool = True) -> list[Job]:
+    """What a tiny model was trained to say: greedy, so the manifest (made by transformers) is the oracle.
 
     `with_sampled` adds requests at temperature 1 with n = 2, a stop string and penalties, whose answers are not in the
     manifest.
     """
     jobs = []
-    for entry in json.loads((MODEL / "recitations.json").read_text()):
+    for entry in json.loads((MODELS / model / "recitations.json").read_text()):
         answer = Answer(ids=tuple(entry["expected_ids"]), text=entry["expected"], reason=STOP_ID_REASON)
         jobs.append(
             Job(

@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.runtime.channel import open_channel
@@ -36,6 +38,7 @@ class Mesh:
 async def running_mesh(
     backend: str,
     *,
+    model: str = "tiny-llama",
     scale: Mapping[str, int] | None = None,
     worker: Mapping[str, object] | None = None,
     scheduler: Mapping[str, object] | None = None,
@@ -46,6 +49,7 @@ async def running_mesh(
 ) -> AsyncIterator[Mesh]:
     """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
 
+    `model`: a folder of compose/models/; simulated meshes have the vocabulary of the tiny Llama only.
     The scheduler checks the page invariant after every step and dies of a breach, which no test survives unnoticed.
     """
     environment = {
@@ -55,7 +59,9 @@ async def running_mesh(
         "tokenizer": _variables(tokenizer or {}),
         "detokenizer": _variables(detokenizer or {}),
     }
-    cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False)
+    with pytest.MonkeyPatch.context() as shell:
+        shell.setenv("RADIXMESH_MODEL_NAME", model)
+        cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False)
     async with cluster:
         await cluster.wait_healthy(timeout_s)
         routers = [cluster.address("router", replica + 1) for replica in range((scale or {}).get("router", 1))]

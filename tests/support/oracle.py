@@ -1,4 +1,4 @@
-"""What transformers makes of a prompt: the reference for everything that the mesh answers with the tiny model."""
+"""What transformers makes of a prompt: the reference for everything that the mesh answers with a tiny model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixmesh.daemons.runtime.arrays import FloatArray, as_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
-from support.jobs import MODEL
+from support.jobs import MODELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,8 @@ class Reference:
 class Oracle:
     """transformers' logits, float32 on the CPU, and the project's sampler where a draw is asked for."""
 
-    def __init__(self) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    def __init__(self, model: str = "tiny-llama") -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
 
     def continue_with(self, prompt_ids: list[int], sampling: Sampling, num_tokens: int) -> Reference:
         """`num_tokens` tokens after the prompt, EOS ignored, one forward with a KV cache per token."""

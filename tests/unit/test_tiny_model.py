@@ -1,4 +1,4 @@
-"""The committed tiny model, loaded by transformers unmodified, recites what its manifest says."""
+"""The committed tiny models, loaded by transformers unmodified, recite what their manifest says."""
 
 import json
 from collections.abc import Iterator
@@ -7,10 +7,18 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3ForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 MODELS = Path(__file__).resolve().parents[2] / "compose" / "models"
 FOLDER = MODELS / "tiny-llama"
+NAME_TO_CLASS = {"tiny-llama": LlamaForCausalLM, "tiny-deepseek": DeepseekV3ForCausalLM}
 MANIFEST = {item["name"]: item for item in json.loads((FOLDER / "recitations.json").read_text(encoding="utf-8"))}
 TEXTS = sorted((MODELS / "texts").glob("*.txt"))
 # One long text, one that is not ASCII, one asked for by its first line; and every chat.
@@ -21,18 +29,18 @@ SMALLEST_MARGIN = 3.0
 
 
 class Oracle(NamedTuple):
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
 
-@pytest.fixture(scope="module")
-def oracle() -> Iterator[Oracle]:
+@pytest.fixture(scope="module", params=NAME_TO_CLASS)
+def oracle(request: pytest.FixtureRequest) -> Iterator[Oracle]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(FOLDER)
-    assert isinstance(model, LlamaForCausalLM)
+    model = AutoModelForCausalLM.from_pretrained(MODELS / request.param)
+    assert isinstance(model, NAME_TO_CLASS[request.param])
     assert model.dtype == torch.float32
-    yield Oracle(model.eval(), AutoTokenizer.from_pretrained(FOLDER))
+    yield Oracle(model.eval(), AutoTokenizer.from_pretrained(MODELS / request.param))
     torch.set_num_threads(num_threads)
 
 
@@ -40,6 +48,29 @@ def test_manifest_has_both_forms_of_every_text_and_every_chat() -> None:
     chats = json.loads((MODELS / "chats.json").read_text(encoding="utf-8"))
     expected = {f"{path.stem}{form}" for path in TEXTS for form in ("", ".first-line")}
     assert set(MANIFEST) == expected | {f"chat.{chat['name']}" for chat in chats}
+
+
+@pytest.mark.parametrize(
+    "file", ["recitations.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+def test_all_models_were_taught_the_same(file: str) -> None:
+    assert len({(MODELS / name / file).read_bytes() for name in NAME_TO_CLASS}) == 1
+
+
+def test_the_deepseek_uses_all_of_its_experts() -> None:
+    """A router that sends everything to a few would hide faults of the others."""
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "tiny-deepseek")
+    ids = torch.tensor([MANIFEST["genesis-1"]["prompt_ids"] + MANIFEST["genesis-1"]["expected_ids"]])
+    chosen: list[torch.Tensor] = []
+    gates = [layer.mlp.gate for layer in model.model.layers[1:]]
+    for gate in gates:
+        gate.register_forward_hook(lambda gate, inputs, outputs: chosen.append(outputs[2]))
+    with torch.inference_mode():
+        model(ids)
+    assert len(chosen) == len(gates) == 3
+    for expert_ids_TA in chosen:
+        share_E = torch.bincount(expert_ids_TA.flatten(), minlength=8) / expert_ids_TA.numel()
+        assert share_E.min() > 0.04, share_E
 
 
 @pytest.mark.parametrize("name", RECITED + CHATS)
