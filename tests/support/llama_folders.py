@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 TINY_LLAMA = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 
@@ -45,9 +45,14 @@ SHAPES: Mapping[str, Mapping[str, object]] = {
 
 
 def random_llama(shape: str, seed: int = 0) -> LlamaForCausalLM:
-    """A model whose weights are large enough for every part of it to matter in the logits."""
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**{**_BASE, **SHAPES[shape]})).eval()
+    randomise(model)
+    return model
+
+
+def randomise(model: PreTrainedModel) -> None:
+    """Weights by which every part of the model matters in the logits."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
@@ -57,8 +62,7 @@ def random_llama(shape: str, seed: int = 0) -> LlamaForCausalLM:
             elif "embed" in name:
                 parameter.normal_(0, 1.0)
             else:
-                parameter.normal_(0, 1.2 * parameter.shape[1] ** -0.5)
-    return model
+                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
 
 
 def save_llama(model: LlamaForCausalLM, folder: Path, *, max_shard_size: str = "1GB") -> Path:

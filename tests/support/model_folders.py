@@ -27,6 +27,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from .llama_folders import randomise
+
 _BASE: Mapping[str, object] = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -105,20 +107,10 @@ SCORING_SHAPES: dict[str, Shape] = {
 
 
 def random_model(shape: str, seed: int = 0) -> PreTrainedModel:
-    """A model whose weights are large enough for every part of it to matter in the logits."""
     torch.manual_seed(seed)
     model_class, config_class, settings = (SHAPES | SCORING_SHAPES)[shape]
     model = model_class(config_class(**{**_BASE, **settings})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.3)
-            elif "embed" in name:
-                parameter.normal_(0, 1.0)
-            else:
-                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+    randomise(model)
     return model
 
 
