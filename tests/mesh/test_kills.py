@@ -14,13 +14,14 @@ from support.storm import Storm
 
 NUM_STREAMS = 16
 SEED = 20
+MESHES = [("cpu", "tiny-llama"), ("cpu", "tiny-deepseek"), ("simulated", "tiny-llama")]
 
 
-def storm_jobs(backend: str) -> list[Job]:
+def storm_jobs(backend: str, model: str) -> list[Job]:
     """Sixteen requests that last some seconds; n = 2 on a quarter of them."""
     if backend == "simulated":
         return simulated_jobs(NUM_STREAMS, num_tokens=400)
-    jobs = {job.name: job for job in recitations()}
+    jobs = {job.name: job for job in recitations(model)}
     names = [
         "sampled.tyger",
         "jabberwocky",
@@ -47,12 +48,12 @@ async def with_answers(mesh: Mesh, jobs: list[Job]) -> list[Job]:
     return [job if job.answers else job.learned(await job.run(mesh.client)) for job in jobs]
 
 
-async def kill_all(backend: str, plan: list[tuple[str, signal.Signals]]) -> list[Kill]:
+async def kill_all(backend: str, plan: list[tuple[str, signal.Signals]], *, model: str = "tiny-llama") -> list[Kill]:
     pick = random.Random(SEED)
     # Steps of the tiny model are quick: at least two simulated milliseconds keep streams open over several kills.
     worker = {"simulated_base_us": 6000} if backend == "simulated" else {}
-    async with running_mesh(backend, worker=worker) as mesh:
-        jobs = await with_answers(mesh, storm_jobs(backend))
+    async with running_mesh(backend, model=model, worker=worker) as mesh:
+        jobs = await with_answers(mesh, storm_jobs(backend, model))
         kills = []
         async with Storm(mesh.client, jobs, num_streams=NUM_STREAMS) as storm:
             await storm.all_progressed(0.0)
@@ -64,20 +65,26 @@ async def kill_all(backend: str, plan: list[tuple[str, signal.Signals]]) -> list
         state = await mesh.scheduler_state()
         assert state.num_breaches == 0
         assert (state.owned_pages, state.load.num_running, state.load.num_waiting) == (0, 0, 0)
-        report = {"backend": backend, "completed": storm.num_completed, "resumed": storm.num_resumptions}
+        report = {
+            "backend": backend,
+            "model": model,
+            "completed": storm.num_completed,
+            "resumed": storm.num_resumptions,
+        }
         report |= summary(kills)
         print(json.dumps(report, indent=1))
         if folder := os.environ.get("RADIXMESH_RESULTS"):
+            name = backend if model == "tiny-llama" else f"{backend}-{model}"
             signals = "-".join(sorted({number.name.lower() for _, number in plan}))
-            (Path(folder) / f"kills-{backend}-{signals}.json").write_text(json.dumps(report, indent=1) + "\n")
+            (Path(folder) / f"kills-{name}-{signals}.json").write_text(json.dumps(report, indent=1) + "\n")
         return kills
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("backend", ["cpu", "simulated"])
-async def test_no_stream_notices_a_kill(backend: str) -> None:
-    kills = await kill_all(backend, [(service, signal.SIGKILL) for service in SERVICES])
+@pytest.mark.parametrize(("backend", "model"), MESHES)
+async def test_no_stream_notices_a_kill(backend: str, model: str) -> None:
+    kills = await kill_all(backend, [(service, signal.SIGKILL) for service in SERVICES], model=model)
     assert len(kills) == len(SERVICES)
 
 
@@ -91,8 +98,8 @@ async def test_no_stream_notices_a_hang() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["sigkill", "sigstop"])
-@pytest.mark.parametrize("backend", ["cpu", "simulated"])
-async def test_ten_kills_of_every_daemon(backend: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize(("backend", "model"), MESHES)
+async def test_ten_kills_of_every_daemon(backend: str, model: str, number: signal.Signals) -> None:
     plan = [(service, number) for service in SERVICES for _ in range(10)]
     random.Random(SEED).shuffle(plan)
-    await kill_all(backend, plan)
+    await kill_all(backend, plan, model=model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from support.jobs import MODEL, Answer, Job, recitations
+from support.jobs import MODEL, MODELS, Answer, Job, recitations
 from support.mesh import Mesh, running_mesh
 from support.oracle import Oracle
 from tokenizers import Tokenizer
@@ -37,9 +37,19 @@ def oracle() -> Oracle:
 
 @pytest.fixture(scope="module")
 def sampled(oracle: Oracle) -> list[Job]:
+    return sampled_jobs("tiny-llama", oracle)
+
+
+@pytest.fixture(scope="module")
+def sampled_deepseek() -> list[Job]:
+    return sampled_jobs("tiny-deepseek", Oracle("tiny-deepseek"))
+
+
+def sampled_jobs(model: str, oracle: Oracle) -> list[Job]:
     """Sampled requests with logprobs, n = 2 on half of them, answered by transformers and the sampler."""
-    tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    entries = {entry["name"]: entry for entry in json.loads((MODEL / "recitations.json").read_text())}
+    folder = MODELS / model
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    entries = {entry["name"]: entry for entry in json.loads((folder / "recitations.json").read_text())}
     cases = [
         SampledCase("the-tyger", entries["the-tyger"]["prompt_ids"], Sampling(seed=21)),
         SampledCase("lorelei", entries["lorelei"]["prompt_ids"], Sampling(seed=2**63 + 5, top_k=30, top_p=0.95)),
@@ -97,12 +107,14 @@ async def check_all(mesh: Mesh, jobs: list[Job], *, alone: list[Job]) -> None:
     assert wrong == [], f"{len(wrong)} of {len(jobs)} differ among {len(jobs)} at once"
 
 
-async def check_configuration(page_size: int, chunk: int, depth: int, sampled: list[Job]) -> None:
-    greedy = recitations(with_sampled=False)
+async def check_configuration(
+    page_size: int, chunk: int, depth: int, sampled: list[Job], *, model: str = "tiny-llama"
+) -> None:
+    greedy = recitations(model, with_sampled=False)
     jobs = greedy[:28] + sampled
     alone = [greedy[2], greedy[23], *sampled]
     settings = {"depth": depth, "chunk_tokens": chunk}
-    async with running_mesh("cpu", worker={"page_size": page_size}, scheduler=settings) as mesh:
+    async with running_mesh("cpu", model=model, worker={"page_size": page_size}, scheduler=settings) as mesh:
         await check_all(mesh, jobs, alone=alone)
         state = await mesh.scheduler_state()
         assert state.num_breaches == 0
@@ -121,6 +133,19 @@ async def test_recites_like_transformers_in_every_configuration(
     page_size: int, chunk: int, depth: int, sampled: list[Job]
 ) -> None:
     await check_configuration(page_size, chunk, depth, sampled)
+
+
+@pytest.mark.slow
+async def test_a_model_of_deepseeks_shape_recites_too(sampled_deepseek: list[Job]) -> None:
+    await check_configuration(16, 64, 2, sampled_deepseek, model="tiny-deepseek")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("page_size", "chunk", "depth"), FULL_MATRIX)
+async def test_a_model_of_deepseeks_shape_recites_in_every_configuration(
+    page_size: int, chunk: int, depth: int, sampled_deepseek: list[Job]
+) -> None:
+    await check_configuration(page_size, chunk, depth, sampled_deepseek, model="tiny-deepseek")
 
 
 @pytest.mark.slow
