@@ -57,6 +57,7 @@ class Replay:
         self._lookahead = Lookahead(depth=config.depth, max_in_flight=self._group.info.max_plans_in_flight)
         self._idle_send: tuple[int, float] = (0, 0.0)
         self._depths: dict[int, int] = {}
+        self._saturated_s, self._saturated_tokens, self._last_result_s = 0.0, 0, 0.0
 
     def run(self) -> dict[str, object]:
         """Everything that was measured, as JSON takes it."""
@@ -66,6 +67,7 @@ class Replay:
             self._planner.begin_epoch(1, self._group.info, None)
             start = TreePreload(self._planner, self._group, self._config.seed or 0).fill(self._config.tree_tokens)
             before = self._totals()
+            self._last_result_s = start
             self._group.busy_s = 0.0
             for index, turn in enumerate(self._turns):
                 if turn.parent is None:
@@ -145,6 +147,10 @@ class Replay:
             self._streams.deliver(outputs)
             self._outbox.take(1).SerializeToString()
         self._costs.charge(result.step_id)
+        if self._planner.num_waiting:
+            self._saturated_s += now - self._last_result_s
+            self._saturated_tokens += len(result.ids)
+        self._last_result_s = now
         self._take_outputs(outputs, now)
 
     def _take_outputs(self, outputs: Outputs, now: float) -> None:
@@ -177,6 +183,11 @@ class Replay:
             "invariant_breaches": counters.num_breaches,
         }
 
+    def _saturated(self) -> dict[str, float]:
+        """The time in which somebody waited for a slot or memory: throughput there has no tail in it."""
+        tok_s = self._saturated_tokens / self._saturated_s if self._saturated_s else 0.0
+        return {"seconds": round(self._saturated_s, 3), "out_tok_s": round(tok_s, 1)}
+
     def _report(self, totals: dict[str, int]) -> dict[str, object]:
         config, full = self._config, self._costs.report(int(_BUSY_SHARE * self._config.running))
         costs, times = self._costs.report(), self._times.report()
@@ -196,6 +207,7 @@ class Replay:
             "working_set_tokens": self._oracle.working_set_tokens,
             "cache_tokens": self._group.info.num_pages * config.page_size,
             "device_busy": round(self._group.busy_s / makespan_s, 4) if makespan_s else 0.0,
+            "saturated": self._saturated(),
             "mean_depth": round(sum(d * n for d, n in self._depths.items()) / max(1, plans), 3),
             "config": config.as_json(),
         }

@@ -1,0 +1,161 @@
+"""The scheduler's tables: step cost over tree sizes, hit rates against the oracle, orders under cache pressure.
+
+    python bench/scheduler_tables.py step-cost hit-rates orders ageing --out bench/results
+
+Each suite is a list of `radixmesh bench scheduler` runs, each in a process of its own, and becomes one JSON file
+scheduler-SUITE.json with the machine, its load and a yardstick: the CPU time of a fixed piece of Python and numpy,
+taken before every run. Step costs are CPU time; on a machine that is busy with other things both grow alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+SHARING = ("few-shot", "multi-turn", "tree", "code", "none", "mixed")
+# Tokens that a cache would need to hold everything, by workload (radixmesh.cli.bench.oracle).
+WORKING_SETS = {
+    "few-shot": 75_816,
+    "multi-turn": 164_235,
+    "tree": 122_955,
+    "code": 370_363,
+    "none": 466_946,
+    "mixed": 252_972,
+}
+NO_AGEING = ("--planner", "max_wait_s=1e9")
+
+
+def step_cost() -> list[list[object]]:
+    """Chats that come as fast as others end, over trees of all sizes; the last ones evict at every grant."""
+    runs: list[list[object]] = []
+    for running, requests in ((256, 1536), (1024, 5120)):
+        for tree in (10_000, 100_000, 1_000_000, 4_000_000):
+            runs += [[*_closed(running, requests), "--tree-tokens", tree]]
+    runs += [[*_closed(256, 1536), "--tree-tokens", tree, "--cache", "trie"] for tree in (10_000, 1_000_000)]
+    runs += [[*_closed(256, 1536), "--tree-tokens", 1_000_000, "--cache-tokens", 1_050_000]]
+    return runs
+
+
+def hit_rates() -> list[list[object]]:
+    """Room for everything, arrivals as they are."""
+    names = (*SHARING, "random", "shared-prefix")
+    return [["--workload", name, "--policy", p] for name in names for p in ("fcfs", "lpm", "dfs-weight")]
+
+
+def orders() -> list[list[object]]:
+    """Cache for a half and a quarter of the working set, arrivals so much faster that requests wait."""
+    return [
+        ["--workload", name, "--running", 64, "--speed", 20, "--cache-tokens", WORKING_SETS[name] // part, *policy]
+        for name in SHARING
+        for part in (2, 4)
+        for policy in (["--policy", "fcfs"], ["--policy", "lpm"], ["--policy", "dfs-weight"])
+    ]
+
+
+def ageing() -> list[list[object]]:
+    """mixed at saturation, a quarter of the working set: LPM with and without a bound on waiting."""
+    policies = (
+        ["--policy", "fcfs"],
+        ["--policy", "lpm", *NO_AGEING],
+        ["--policy", "lpm"],
+        ["--policy", "dfs-weight", *NO_AGEING],
+        ["--policy", "dfs-weight"],
+    )
+    return [
+        ["--workload", "mixed", "--running", 64, "--cache-tokens", WORKING_SETS["mixed"] // 4, "--speed", s, *policy]
+        for s in (4, 10, 20)
+        for policy in policies
+    ]
+
+
+SUITES: dict[str, Callable[[], list[list[object]]]] = {
+    "step-cost": step_cost,
+    "hit-rates": hit_rates,
+    "orders": orders,
+    "ageing": ageing,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suites", nargs="+", choices=SUITES)
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
+    args = parser.parse_args()
+    for suite in args.suites:
+        runs = []
+        for arguments in SUITES[suite]():
+            runs.append(_run(arguments))
+            print(_line(runs[-1]), file=sys.stderr, flush=True)
+        report = {
+            "command": f"python bench/scheduler_tables.py {suite}",
+            "machine": _machine(),
+            "versions": {"python": platform.python_version(), "numpy": np.__version__},
+            "runs": runs,
+        }
+        (args.out / f"scheduler-{suite}.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _closed(running: int, requests: int) -> list[object]:
+    return ["--workload", "multi-turn", "--closed", "--requests", requests, "--running", running]
+
+
+def _run(arguments: Sequence[object]) -> dict[str, object]:
+    yardstick, load = _yardstick_us(), os.getloadavg()[0]
+    words = [str(argument) for argument in arguments]
+    done = subprocess.run(
+        [sys.executable, "-m", "radixmesh.cli", "bench", "scheduler", *words, "--json"],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}")
+    report: dict[str, object] = json.loads(done.stdout)
+    return {"arguments": " ".join(words), "yardstick_us": yardstick, "load_average": round(load, 2), **report}
+
+
+def _yardstick_us() -> float:
+    """CPU time of a fixed piece of work, microseconds, the median of many."""
+    values = np.random.default_rng(0).integers(0, 1 << 30, 4096)
+    taken = []
+    for _ in range(300):
+        start = time.thread_time_ns()
+        order = np.argsort(values)
+        table = {int(v): i for i, v in enumerate(values[order[:256]].tolist())}
+        assert len(table) <= 256
+        taken.append(time.thread_time_ns() - start)
+    return round(float(np.median(taken)) / 1e3, 1)
+
+
+def _machine() -> str:
+    model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    return f"{os.cpu_count()} x {model.partition(':')[2].strip()}"
+
+
+def _line(run: dict[str, object]) -> str:
+    names = (
+        "yardstick_us",
+        "load_average",
+        "hit_rate",
+        "oracle_hit_rate",
+        "out_tok_s",
+        "saturated",
+        "ttft_ms",
+        "step_ms",
+    )
+    return f"{run['arguments']}: " + "  ".join(f"{name} {run[name]}" for name in names)
+
+
+if __name__ == "__main__":
+    main()
