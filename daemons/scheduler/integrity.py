@@ -11,6 +11,7 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.scheduler.page_pool import PagePool, PageState
 from radixmesh.daemons.scheduler.prefix_cache import PrefixCache
+from radixmesh.daemons.scheduler.request import Request
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
 
@@ -44,10 +45,18 @@ def find_deep_breach(pool: PagePool, cache: PrefixCache, table: SlotTable) -> st
 
 
 def quarantine_doubtful(pool: PagePool, table: SlotTable) -> IntArray:
-    """Takes owned pages without an owner, or with two, out of use; returns them. Slots count afresh."""
+    """Takes pages out of use that are owned by nobody or by two, or free though a slot holds them; returns them. Slots
+    count afresh."""
     owned = _owned_by_slots(pool, table)
     pages, times = np.unique(owned, return_counts=True)
-    doubtful = np.union1d(pages[times > 1], np.setdiff1d(pool.pages_in(PageState.OWNED), pages)).astype(np.int32)
+    held = _held_by_slots(table)
+    doubtful = np.concatenate(
+        [
+            pages[times > 1],
+            np.setdiff1d(pool.pages_in(PageState.OWNED), pages),
+            np.unique(held[pool.states_of(held) == PageState.FREE]),
+        ]
+    ).astype(np.int32)
     pool.quarantine(doubtful)
     for slot in np.flatnonzero(table.live).tolist():
         held = table.pages_of(slot)
@@ -55,8 +64,20 @@ def quarantine_doubtful(pool: PagePool, table: SlotTable) -> IntArray:
     return doubtful
 
 
-def _owned_by_slots(pool: PagePool, table: SlotTable) -> IntArray:
+def holders_of(pages: IntArray, table: SlotTable) -> list[Request]:
+    """Requests in slots whose page tables have any of these pages."""
+    slots = np.flatnonzero(table.live).tolist()
+    found = (table.requests[slot] for slot in slots if np.isin(table.pages_of(slot), pages).any())
+    return [request for request in found if request is not None]
+
+
+def _held_by_slots(table: SlotTable) -> IntArray:
     held = [table.pages_of(slot) for slot in np.flatnonzero(table.live).tolist()]
     pages: IntArray = np.concatenate(held) if held else empty_ints()
+    return pages
+
+
+def _owned_by_slots(pool: PagePool, table: SlotTable) -> IntArray:
+    pages = _held_by_slots(table)
     owned: IntArray = pages[pool.states_of(pages) == PageState.OWNED]
     return owned

@@ -52,7 +52,7 @@ class Planner:
         self._queue = WaitingQueue(settings.queue_settings())
         self._limits = QueueLimits(settings.max_queue, settings.max_queue_tokens)
         self._submissions = Submissions()
-        self._growth = GrowthEstimate(settings.growth_tokens)
+        self._growth = GrowthEstimate(settings.growth_tokens, settings.grant_ahead_tokens)
         self._prefill: Prefill | None = None
         self._state: EpochState | None = None
         self._group: GroupInfo | None = None
@@ -272,7 +272,8 @@ class Planner:
         device_us = (result.device_end_ns - result.device_start_ns) / 1000
         if step.num_tokens and device_us > 0:
             self.estimate.observe(step.num_tokens, device_us)
-        check_pages(state, self.counters, is_strict=self._settings.check_invariants)
+        is_strict = self._settings.check_invariants
+        check_pages(state, self.counters, is_strict=is_strict, retract=self._retraction.leave)
         return self.take_outputs()
 
     # -- inside

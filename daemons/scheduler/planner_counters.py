@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -10,7 +11,8 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.step import StepResult
 from radixmesh.daemons.scheduler.epoch_state import EpochState
 from radixmesh.daemons.scheduler.in_flight import PlannedStep
-from radixmesh.daemons.scheduler.integrity import find_breach, find_deep_breach, quarantine_doubtful
+from radixmesh.daemons.scheduler.integrity import find_breach, find_deep_breach, holders_of, quarantine_doubtful
+from radixmesh.daemons.scheduler.request import Request
 
 log = get_logger(__name__)
 
@@ -65,9 +67,17 @@ class PlannerCounters:
             self.num_short_rows += int((result.counts[: step.num_decodes] == 0).sum())
 
 
-def check_pages(state: EpochState, counters: PlannerCounters, *, is_strict: bool) -> None:
-    """Checks the page invariant. A breach is counted and logged with the plans in flight, and the pages in doubt are
+def check_pages(
+    state: EpochState,
+    counters: PlannerCounters,
+    *,
+    is_strict: bool,
+    retract: Callable[[EpochState, Request], None] | None = None,
+) -> None:
+    """Checks the page invariant. A breach is counted and logged with the last plans, and the pages in doubt are
     quarantined; strict, it fails instead (and every page is looked at).
+
+    retract: for requests that hold such pages; their KV may be another's, so it is computed anew elsewhere.
 
     Raises INTERNAL if the books do not balance even then: a new epoch builds them from the worker's page records.
     """
@@ -89,6 +99,9 @@ def check_pages(state: EpochState, counters: PlannerCounters, *, is_strict: bool
         epoch=state.epoch,
         last_plans=[_summary(step) for step in state.in_flight.last_steps()],
     )
+    if retract is not None:
+        for request in holders_of(doubtful, state.table):
+            retract(state, request)
     left = find_breach(pages.pool, pages.cache, state.table)
     if left:
         raise MeshError(

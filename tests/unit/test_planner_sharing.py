@@ -1,0 +1,148 @@
+"""Sharing while running: who needs a prefix that another just computes waits for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.planner_world import Record, World
+
+from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.scheduler.request import Lifecycle
+
+SYSTEM = [2 + (7 * i) % 61 for i in range(48)]
+
+
+def check(world: World, records: list[Record]) -> None:
+    for record in records:
+        assert record.tokens == world.expected(record.submission)
+    assert world.planner.num_held == 0
+    world.check_clean()
+
+
+@pytest.mark.parametrize("cache", ["radix", "trie"])
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("chunk_tokens", [5, 16, 64])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_n_outputs_of_a_prompt_compute_it_once(cache: str, page_size: int, chunk_tokens: int, depth: int) -> None:
+    world = World(cache=cache, page_size=page_size, num_pages=512 // page_size, chunk_tokens=chunk_tokens)
+    records = [world.submit(SYSTEM, sampling=Sampling(temperature=1.0, seed=i)) for i in range(4)]
+    world.run(depth)
+    check(world, records)
+    counters = world.planner.counters
+    # The last token of each is computed; with larger pages, what the last whole page before it leaves.
+    rest = len(SYSTEM) - (len(SYSTEM) - 1) // page_size * page_size
+    assert counters.prefilled_tokens == len(SYSTEM) + 3 * rest
+    assert counters.num_held == 3
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 64])
+def test_a_burst_behind_one_system_prompt_waits_for_no_more_than_that(chunk_tokens: int) -> None:
+    world = World(num_pages=1024, chunk_tokens=chunk_tokens, max_tokens_per_step=64, num_slots=12)
+    own = [[2 + (5 * i + 3 * j) % 59 for j in range(40)] for i in range(8)]
+    records = [world.submit(SYSTEM + own[i]) for i in range(8)]
+    first_shared = None
+    for step in range(200):
+        world.plan()
+        world.execute()
+        world.process()
+        state = world.planner.state
+        assert state is not None
+        if first_shared is None and world.planner.num_held == 0 and step > 0:
+            first_shared = step
+            leader = state.table.requests[0]
+            if chunk_tokens == 8:
+                assert leader is not None and leader.lifecycle is Lifecycle.RUNNING
+                assert state.table.computed_len[0] < len(SYSTEM) + 40, "held only for what they have in common"
+    world.run()
+    check(world, records)
+    assert world.planner.counters.prefilled_tokens <= len(SYSTEM) + 8 * 40 + 16
+
+
+def test_leader_that_is_aborted_lets_go_and_the_next_one_leads() -> None:
+    world = World(chunk_tokens=4, max_tokens_per_step=8, hold_tokens=8)
+    records = [world.submit(SYSTEM) for _ in range(4)]
+    for _ in range(4):
+        world.plan()
+        world.execute()
+        world.process()
+    assert world.planner.num_held == 3
+    world.planner.abort("r1")
+    world.collect()
+    world.run(2)
+    check(world, records[1:])
+    assert world.planner.counters.prefilled_tokens <= len(SYSTEM) + 2 + 4
+
+
+def test_leader_that_is_retracted_lets_go() -> None:
+    world = World(num_pages=72, chunk_tokens=4, max_tokens_per_step=12, growth_tokens=1, eos_rate=0.0)
+    old = [world.submit([50 + i, 51, 52], stop=Stop(max_tokens=24)) for i in range(2)]
+    for _ in range(4):
+        world.plan()
+        world.execute()
+        world.process()
+    records = [world.submit(SYSTEM, stop=Stop(max_tokens=4)) for _ in range(3)]
+    world.run(2)
+    check(world, old + records)
+
+
+def test_held_requests_can_be_aborted_expire_and_survive_an_epoch() -> None:
+    world = World(chunk_tokens=4, max_tokens_per_step=8)
+    leader, aborted, kept = (world.submit(SYSTEM) for _ in range(3))
+    late = world.submit(SYSTEM, deadline_s=1.0)
+    world.plan()
+    assert world.planner.num_held == 3
+    world.planner.abort("r2")
+    world.now = 2.0
+    world.run()
+    assert aborted.finished is not None and not aborted.tokens
+    assert late.finished is not None and late.finished.error is not None and not late.tokens
+    check(world, [leader, kept])
+    fresh = [world.submit([3, *SYSTEM]) for _ in range(3)]
+    world.plan()
+    assert world.planner.num_held == 2
+    world.begin_epoch()
+    assert world.planner.num_held == 0
+    world.run()
+    check(world, fresh)
+
+
+def test_other_prefixes_salts_and_short_prompts_wait_for_nobody() -> None:
+    world = World(num_pages=1024, max_tokens_per_step=512, chunk_tokens=128)
+    world.submit(SYSTEM, cache_salt="a")
+    world.submit(SYSTEM, cache_salt="b")
+    world.submit(SYSTEM[5:])
+    world.submit(SYSTEM[5:25])
+    world.submit(SYSTEM[5:25])
+    world.submit(SYSTEM, sampling=Sampling(temperature=0.0, num_top_logprobs=0, prompt_logprobs=True))
+    world.plan()
+    assert world.planner.num_running == 6 and world.planner.counters.num_held == 0
+
+
+def test_many_held_are_bounded_and_cost_a_plan_little() -> None:
+    world = World(num_pages=4096, num_slots=8, max_queue=4000, chunk_tokens=16, max_tokens_per_step=64)
+    records = [world.submit(SYSTEM, stop=Stop(max_tokens=1)) for _ in range(300)]
+    most = 0
+    for _ in range(6):
+        before = world.planner.counters.num_held
+        world.plan()
+        assert world.planner.counters.num_held - before <= 32
+        most = max(most, world.planner.num_held)
+        world.execute()
+        world.process()
+    assert 0 < most <= 8, "no more than could run"
+    world.run()
+    check(world, records)
+    assert world.planner.counters.prefilled_tokens <= len(SYSTEM) + 2 * 300
+
+
+def test_a_resumed_output_is_found_by_one_that_continues_it() -> None:
+    world = World(chunk_tokens=64, max_tokens_per_step=256)
+    resumed = np.array(SYSTEM[:8], np.int32)
+    records = [
+        world.submit(SYSTEM, resumed_output_ids=resumed, stop=Stop(max_tokens=12), cache_salt="x") for _ in range(2)
+    ]
+    world.plan()
+    assert world.planner.num_held == 1
+    world.run()
+    assert records[0].tokens == records[1].tokens
+    assert world.planner.counters.prefilled_tokens == len(SYSTEM) + 8 + 1
