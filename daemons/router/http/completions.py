@@ -18,7 +18,7 @@ from radixmesh.daemons.router.http.prompts import Prompt, requests_of
 from radixmesh.daemons.router.http.sse import EventStream, EventWriter, event
 from radixmesh.daemons.router.http.tokens import TokenTable
 from radixmesh.daemons.router.http.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
-from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
+from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
@@ -57,7 +57,7 @@ class CompletionEndpoint:
 
     async def _echoes(self, prompts: Sequence[Prompt]) -> list[str]:
         """The prompts as texts."""
-        lists = [pack_ints(prompt) for prompt in prompts if not isinstance(prompt, str)]
+        lists = [prompt.tobytes() for prompt in prompts if not isinstance(prompt, str)]
         decoded = iter(await self._context.router.decode(tokenizer_pb2.DecodeRequest(ids=lists)) if lists else ())
         return [prompt if isinstance(prompt, str) else next(decoded) for prompt in prompts]
 

@@ -37,5 +37,6 @@ class ModelsEndpoint:
             "owned_by": "radixmesh",
             "parent": model.base_model or None,
             "max_model_len": model.identity.max_total_len,
+            "vocab_size": model.identity.vocab_size,
             "num_schedulers": model.num_schedulers,
         }

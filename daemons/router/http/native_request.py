@@ -72,7 +72,7 @@ class NativeRequest(Body):
     """
 
     text: str | list[str] | None = None
-    input_ids: list[TokenId] | list[list[TokenId]] | None = None
+    input_ids: Prompts | None = None
     sampling_params: NativeSampling | list[NativeSampling] | None = None
     rid: RequestId | None = None
     return_logprob: bool | None = None
@@ -90,7 +90,8 @@ class NativeRequest(Body):
     @property
     def is_batch(self) -> bool:
         """Whether the answer is a list: the prompts were."""
-        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+        ids = self.input_ids
+        return isinstance(self.text, list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
 
     @property
     def prompt_logprobs_from(self) -> int | None:
@@ -103,9 +104,9 @@ class NativeRequest(Body):
         if (self.text is None) == (self.input_ids is None):
             message = "set text or input_ids, and not both: what to continue"
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "text"})
-        prompts: Prompts | None = self.text if self.input_ids is None else self.input_ids
-        assert prompts is not None
-        return split_prompts(prompts, "text" if self.input_ids is None else "input_ids")
+        if self.input_ids is None:
+            return split_prompts(self.text, "text")
+        return split_prompts(self.input_ids, "input_ids")
 
     def to_templates(self, num_prompts: int) -> list[router_pb2.GenerateRequest]:
         """One request per prompt, without it. Raises MeshError naming the field."""

@@ -1,39 +1,45 @@
-"""The four forms of a prompt: text, texts, ids, lists of ids."""
+"""The four forms of a prompt: text, texts, ids, lists of ids.
+
+A prompt may hold a million ids: they are checked whole, by the kinds of their entries, not one by one by a schema.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.http.options import TokenId
-from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.router.http.options import invalid
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
-Prompt = str | list[TokenId]
-# Unions are told apart from the left: an empty list is a list of ids, and so an empty prompt.
-Prompts = str | list[TokenId] | list[str] | list[list[TokenId]]
+Prompt: TypeAlias = "str | array[int]"
+# As JSON gave it: split_prompts() says whether it is one of the four forms.
+Prompts = object
 
 # Each is a request of its own.
 MAX_PROMPTS = 1024
 
 
 def split_prompts(prompts: Prompts, field: str) -> list[Prompt]:
-    """One entry per prompt. Raises INVALID_ARGUMENT for more than MAX_PROMPTS."""
+    """One entry per prompt; an empty list is one prompt without tokens. Raises INVALID_ARGUMENT."""
     if isinstance(prompts, str):
         return [prompts]
-    several: list[Prompt] = []
-    single: list[TokenId] = []
-    for prompt in prompts:
-        if isinstance(prompt, int):
-            single.append(prompt)
-        else:
-            several.append(prompt)
-    if len(several) > MAX_PROMPTS:
-        message = f"{field} holds {len(several)} prompts: send at most {MAX_PROMPTS} at once"
+    if not isinstance(prompts, list):
+        raise _no_form(field)
+    kinds = set(map(type, prompts))
+    if kinds <= {int}:
+        return [_ids_of(prompts, field)]
+    if len(prompts) > MAX_PROMPTS:
+        message = f"{field} holds {len(prompts)} prompts: send at most {MAX_PROMPTS} at once"
         metadata = {"field": field, "max": str(MAX_PROMPTS)}
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, metadata)
-    return several or [single]
+    if kinds == {str}:
+        return list(prompts)
+    if kinds == {list}:
+        return [_ids_of(ids, field) for ids in prompts]
+    raise _no_form(field)
 
 
 def requests_of(
@@ -48,6 +54,19 @@ def requests_of(
         if isinstance(prompt, str):
             request.text = prompt
         else:
-            request.prompt_ids = pack_ints(prompt)
+            request.prompt_ids = prompt.tobytes()
         requests.append(request)
     return requests
+
+
+def _ids_of(ids: Sequence[object], field: str) -> array[int]:
+    if not set(map(type, ids)) <= {int}:  # True is no id, though Python takes it for one.
+        raise _no_form(field)
+    try:
+        return array("i", ids)  # type: ignore[arg-type]
+    except OverflowError as error:
+        raise invalid(field, f"{field} holds a number that no token id can be: ids are 32-bit integers") from error
+
+
+def _no_form(field: str) -> MeshError:
+    return invalid(field, f"{field} is none of: a text, a list of texts, a list of ids, a list of lists of ids")

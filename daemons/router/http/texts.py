@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -10,8 +9,9 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.body import Body
 from radixmesh.daemons.router.http.chat_request import ChatMessage, ChatRequest
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.http.options import TokenId
-from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
+from radixmesh.daemons.router.http.options import invalid
+from radixmesh.daemons.router.http.prompts import Prompts, split_prompts
+from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -76,7 +76,7 @@ class DetokenizeRequest(Body):
     """tokens: ids of one text, or of several."""
 
     model: str | None = None
-    tokens: list[TokenId] | list[list[TokenId]] = Field()
+    tokens: Prompts
     skip_special_tokens: bool | None = None
 
 
@@ -88,11 +88,11 @@ class DetokenizeEndpoint:
 
     async def __call__(self, request: Request) -> Response:
         body = await self._context.body.read(request, DetokenizeRequest)
-        lists: list[list[int]] = [token for token in body.tokens if isinstance(token, list)]
-        is_single = not lists
-        if is_single:
-            lists = [[token for token in body.tokens if isinstance(token, int)]]
-        wanted = tokenizer_pb2.DecodeRequest(ids=[pack_ints(ids) for ids in lists])
+        lists = split_prompts(body.tokens, "tokens")
+        if any(isinstance(ids, str) for ids in lists):
+            raise invalid("tokens", "tokens holds texts: send ids, or lists of ids")
+        is_single = not isinstance(body.tokens, list) or not body.tokens or not isinstance(body.tokens[0], list)
+        wanted = tokenizer_pb2.DecodeRequest(ids=[ids.tobytes() for ids in lists if not isinstance(ids, str)])
         if body.skip_special_tokens is not None:
             wanted.skip_special_tokens = body.skip_special_tokens
         texts = list(await self._context.router.decode(wanted))

@@ -1,0 +1,259 @@
+"""HTTP bodies made into the router's requests, and what becomes of them on the way back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.small_tokenizers import TEXTS, byte_level, vocabulary_of
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.http.body import Body, parse
+from radixmesh.daemons.router.http.chat_request import ChatRequest
+from radixmesh.daemons.router.http.collected import CollectedRequest, LogprobRun
+from radixmesh.daemons.router.http.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.errors import ErrorResponse, error_body, http_status
+from radixmesh.daemons.router.http.json_text import split_at
+from radixmesh.daemons.router.http.logprobs import CompletionLogprobs, chat_logprobs
+from radixmesh.daemons.router.http.native_request import NativeRequest
+from radixmesh.daemons.router.http.prompts import requests_of
+from radixmesh.daemons.router.http.tokens import TokenTable
+from radixmesh.daemons.router.http.usage import usage_of
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.token_bytes import token_bytes
+from radixmesh.router.v1 import router_pb2
+
+
+def completion(**fields: object) -> router_pb2.GenerateRequest:
+    return parse(json.dumps({"prompt": "x", **fields}).encode(), CompletionRequest).to_template()
+
+
+def native(**fields: object) -> router_pb2.GenerateRequest:
+    (request,) = parse(json.dumps({"text": "x", **fields}).encode(), NativeRequest).to_templates(1)
+    return request
+
+
+def test_absent_and_null_options_stay_unset() -> None:
+    nulls = {name: None for name in CompletionRequest.model_fields if name not in ("prompt", "max_tokens")}
+    for request in (completion(), completion(**nulls)):
+        assert request.stop == common_pb2.StopParams(max_tokens=16)
+        assert not request.HasField("n") and not request.HasField("deadline_ms")
+        assert request.sampling == common_pb2.SamplingParams()
+
+
+def test_every_option_has_its_place() -> None:
+    request = completion(
+        model="m", n=3, temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5,
+        repetition_penalty=2, seed=0, stop="end", stop_token_ids=[4, 5], logit_bias={"7": 1.5, "9": -100}, min_tokens=2,
+        max_tokens=9, ignore_eos=True, include_stop_str_in_output=False, skip_special_tokens=False, logprobs=0,
+        cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+    )  # fmt: skip
+    assert request == router_pb2.GenerateRequest(
+        model="m", n=3, cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+        sampling=common_pb2.SamplingParams(
+            temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5,
+            repetition_penalty=2, seed=0, num_top_logprobs=0, logit_bias_ids=pack_ints([7, 9]),
+            logit_bias_values=pack_floats([1.5, -100]),
+        ),
+        stop=common_pb2.StopParams(
+            max_tokens=9, min_tokens=2, stop=["end"], stop_ids=pack_ints([4, 5]), ignore_eos=True, include_stop=False,
+            skip_special_tokens=False,
+        ),
+    )  # fmt: skip
+    same = native(
+        sampling_params={
+            "n": 3, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.25, "frequency_penalty": 0.5,
+            "presence_penalty": -0.5, "repetition_penalty": 2, "sampling_seed": 0, "stop": ["end"],
+            "stop_token_ids": [4, 5], "logit_bias": {"7": 1.5, "9": -100}, "min_new_tokens": 2, "max_new_tokens": 9,
+            "ignore_eos": True, "no_stop_trim": False, "skip_special_tokens": False,
+        },
+        model="m", return_logprob=True, cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+    )  # fmt: skip
+    assert same == request
+
+
+@given(st.integers(-(2**63), 2**64 - 1))
+def test_any_64_bit_number_is_a_seed(seed: int) -> None:
+    assert completion(seed=seed).sampling.seed == seed % 2**64
+
+
+def test_prompt_logprobs_come_with_echo_or_a_start() -> None:
+    assert completion(echo=True, logprobs=1).sampling.prompt_logprobs
+    assert not completion(echo=True).sampling.HasField("prompt_logprobs")
+    assert completion(echo=True, max_tokens=0, logprobs=1).stop.max_tokens == 1
+    assert native(return_logprob=True, logprob_start_len=0).sampling.prompt_logprobs
+    assert not native(return_logprob=True, logprob_start_len=-1).sampling.HasField("prompt_logprobs")
+    assert not native(logprob_start_len=0).sampling.HasField("prompt_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ["a"]),
+        (["a", ""], ["a", ""]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ([], [[]]),
+        ([[]], [[]]),
+    ],
+)
+def test_forms_of_prompts(prompt: object, expected: list[object]) -> None:
+    body = parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
+    requests = requests_of(body.to_template(), body.prompts(), "id")
+    found = [
+        unpack_ints(r.prompt_ids, "ids").tolist() if r.WhichOneof("input") == "prompt_ids" else r.text for r in requests
+    ]
+    assert found == expected
+    names = ["id"] if len(expected) == 1 else [f"id-{i}" for i in range(len(expected))]
+    assert [request.request_id for request in requests] == names
+
+
+@pytest.mark.parametrize("prompt", [None, 5, True, {}, [True], ["a", 1], [1, "a"], [[1], 2], [[True]], [2**31], [1.0]])
+def test_what_is_no_prompt(prompt: object) -> None:
+    body = parse(json.dumps({"prompt": prompt}).encode(), CompletionRequest)
+    with pytest.raises(MeshError) as raised:
+        body.prompts()
+    assert raised.value.metadata["field"] == "prompt"
+
+
+def test_chats_reach_the_template_whole() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tools = [{"type": "function", "function": {"name": "f", "description": "é"}}]
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "42", "tool_call_id": "c"},
+        ],
+        "tools": tools,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "max_tokens": 5,
+        "max_completion_tokens": 7,
+    }
+    request = parse(json.dumps(body).encode(), ChatRequest).to_generate("id")
+    assert [message.content for message in request.chat.messages] == ["ab", "", "42"]
+    assert json.loads(request.chat.messages[1].extra_json) == {"tool_calls": [call]}
+    assert json.loads(request.chat.messages[2].extra_json) == {"tool_call_id": "c"}
+    assert json.loads(request.chat.tools_json) == tools
+    assert json.loads(request.chat.template_args_json) == {"enable_thinking": False}
+    assert request.stop.max_tokens == 7
+    assert not request.chat.HasField("add_generation_prompt")
+
+
+def test_constraints_become_grammars() -> None:
+    def grammar(response_format: object) -> common_pb2.Grammar:
+        body = {"messages": [{"role": "user", "content": "x"}], "response_format": response_format}
+        return parse(json.dumps(body).encode(), ChatRequest).to_generate("id").grammar
+
+    assert grammar({"type": "json_object"}).any_json
+    schema = {"type": "object"}
+    assert json.loads(grammar({"type": "json_schema", "json_schema": {"schema": schema}}).json_schema) == schema
+    assert grammar({"type": "text"}).WhichOneof("source") is None
+    assert native(sampling_params={"regex": "a+"}).grammar.regex == "a+"
+
+
+def test_unknown_fields_are_kept_apart_and_named() -> None:
+    class Few(Body):
+        known: int | None = None
+
+    body = parse(b'{"known": 1, "b": {}, "a": null, "no header\\r\\n": 1, "\\u00e9": 1}', Few)
+    assert body.known == 1
+    assert body.ignored_headers() == {"x-radixmesh-ignored-fields": "b, a"}
+    assert parse(b"{}", Few).ignored_headers() == {}
+
+
+@given(st.binary(max_size=60))
+def test_no_bytes_break_the_parser(data: bytes) -> None:
+    try:
+        body = parse(data, CompletionRequest)
+    except MeshError as error:
+        assert error.status == "INVALID_ARGUMENT" and error.message
+    else:
+        assert body.prompts() is not None
+
+
+@pytest.mark.parametrize("name", [name for name in ErrorReason.keys() if name != "ERROR_REASON_UNSPECIFIED"])  # noqa: SIM118
+def test_every_reason_has_a_status(name: str) -> None:
+    error = MeshError(ErrorReason.Value(name), "what to do", {"field": "f"})
+    status = http_status(error)
+    assert status in (400, 404, 408, 409, 413, 429, 499, 500, 503)
+    body = error_body(error)["error"]
+    assert isinstance(body, dict)
+    assert (body["code"], body["param"]) == (name.removeprefix("ERROR_REASON_"), "f")
+    assert ("retry-after" in ErrorResponse(error).headers) == (status in (429, 503))
+
+
+def test_retry_after_is_whole_seconds() -> None:
+    error = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, "later", {"retry_after_ms": "1200"})
+    assert ErrorResponse(error).headers["retry-after"] == "2"
+
+
+@given(st.text(), st.text(min_size=1))
+def test_text_between_the_halves_is_the_whole_json(text: str, mark: str) -> None:
+    before, after = split_at({"id": "fixed", "deep": [{"text": f"{mark} mark"}]}, f"{mark} mark")
+    value = json.loads(before + json.dumps(text).encode() + after)
+    assert value == {"id": "fixed", "deep": [{"text": text}]}
+
+
+def test_usage_counts_a_prompt_once() -> None:
+    def ended(cached: int) -> router_pb2.OutputFinished:
+        usage = common_pb2.Usage(prompt_tokens=10, output_tokens=3, cached_tokens=cached)
+        return router_pb2.OutputFinished(usage=usage)
+
+    total = usage_of([(0, ended(0)), (0, ended(9)), (1, ended(4))]).to_json()
+    assert (total["prompt_tokens"], total["completion_tokens"], total["total_tokens"]) == (20, 9, 29)
+    assert total["prompt_tokens_details"] == {"cached_tokens": 13}
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
+def test_deltas_in_any_split_collect_to_the_same(counts: list[int]) -> None:
+    num = sum(counts)
+    ids = list(range(num))
+    tops = [[100 + i, 200 + i] for i in ids]
+    collected = CollectedRequest()
+    collected.add(router_pb2.GenerateResponse(resolved=router_pb2.Resolved(seeds=[1])))
+    first = 0
+    for count in counts:
+        part = slice(first, first + count)
+        first += count
+        logprobs = common_pb2.Logprobs(
+            token_logprobs=pack_floats([-float(i) for i in ids[part]]), num_top=2,
+            top_ids=pack_ints([i for top in tops[part] for i in top]), top_logprobs=pack_floats([0.5] * 2 * count),
+        )  # fmt: skip
+        delta = router_pb2.Delta(ids=pack_ints(ids[part]), text="x" * count, logprobs=logprobs)
+        collected.add(router_pb2.GenerateResponse(deltas=[delta]))
+    (output,) = collected.outputs
+    assert (list(output.ids), output.text) == (ids, "x" * num)
+    assert [[token for token, _ in output.logprobs.top(i)] for i in ids] == tops
+    assert list(output.logprobs.values) == [-float(i) for i in ids]
+
+
+def test_a_failed_output_raises_its_error() -> None:
+    error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, "ask for less").to_proto()
+    finished = router_pb2.OutputFinished(reason=common_pb2.FINISH_REASON_ERROR, error=error)
+    with pytest.raises(MeshError) as raised:
+        CollectedRequest().add(router_pb2.GenerateResponse(finished=[finished]))
+    assert raised.value.reason == ErrorReason.ERROR_REASON_NEVER_FITS
+
+
+def test_token_bytes_join_to_the_text() -> None:
+    vocabulary = vocabulary_of(byte_level())
+    table = TokenTable(token_bytes(vocabulary), vocabulary.special_ids)
+    for text in TEXTS:
+        ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
+        assert b"".join(map(table.data, ids)).decode() == text
+        form = CompletionLogprobs(table, skips_special=True)
+        run = LogprobRun.of(common_pb2.Logprobs(token_logprobs=pack_floats(np.zeros(len(ids)).tolist())))
+        offsets = form.of(ids, run)["text_offset"]
+        assert isinstance(offsets, list)
+        for place, offset in enumerate(offsets):
+            whole = b"".join(map(table.data, ids[:place]))
+            assert offset == len(whole.decode("utf-8", "ignore"))
+        content = chat_logprobs(ids, run, table)["content"]
+        assert isinstance(content, list)
+        assert b"".join(bytes(entry["bytes"]) for entry in content).decode() == text
