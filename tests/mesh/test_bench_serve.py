@@ -54,7 +54,7 @@ async def test_loads_by_grpc_and_http(tmp_path: Path) -> None:
 
         # The same by HTTP: what the first load left in the cache is found by all.
         code, out, err = await bench(
-            "--target", f"http://{http}/v1", *SHARED.split(), "--vocab-size", "768", "--json", str(tmp_path / "b.json")
+            "--target", f"http://{http}/v1", *SHARED.split(), "--json", str(tmp_path / "b.json")
         )
         assert code == 0, (out, err)
         over_http = json.loads((tmp_path / "b.json").read_text())["summary"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from radixmesh.cli.bench.datasets import make_turns, plain_turns
 from radixmesh.cli.bench.gate import Gate
 from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, fold_ids, paced
+from radixmesh.cli.bench.progress_bar import ProgressBar
 from radixmesh.cli.bench.request_record import RequestRecord
 from radixmesh.cli.bench.serve_flags import serve_parser
 from radixmesh.cli.bench.sharegpt import read_sharegpt
@@ -216,6 +218,21 @@ def test_a_file_that_is_something_else_says_so(tmp_path: Path, content: str, wro
     path.write_text(content)
     with pytest.raises(ValueError, match=wrong):
         read_sharegpt(path, seed=0, num_requests=None, as_chat=False)
+
+
+async def test_the_progress_bar_counts_what_is_gone_running_and_failed() -> None:
+    load = LoadGenerator(ScriptedTarget(), [turn(None, [1]), turn(0, [2]), turn(None, [3]), turn(None, [4])])
+    stream = io.StringIO()
+    bar = ProgressBar(load, stream)
+    assert bar.line().startswith("[........................] 0/4, 0 running, 0 tokens/s")
+    load.records = [seen(0, 0.0, [0.1], 0.2, 1, error="lost"), RequestRecord(index=2, due=0.0, sent=0.0)]
+    load.num_skipped = 1
+    assert bar.line().startswith("[############............] 2/4, 1 running, 1 failed, ")
+    watching = asyncio.create_task(bar.watch())
+    await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert stream.getvalue() == "", "no escape codes where there is no terminal"
 
 
 def seen(index: int, sent: float, deliveries: list[float], ended: float, output: int, error: str = "") -> RequestRecord:

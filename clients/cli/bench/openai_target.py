@@ -52,13 +52,16 @@ class OpenAITarget(Target):
             raise TargetError(f"{self._base} does not answer: {_describe(error)}") from error
         if content is None:
             raise TargetError(f"{self._base}/models answers {status}: the target ends in /v1, is that right?")
-        names = [str(model.get("id", "")) for model in content.get("data", ()) if isinstance(model, dict)]
+        sizes = {str(m.get("id", "")): m.get("vocab_size") for m in content.get("data", ()) if isinstance(m, dict)}
+        names = list(sizes)
         if self._model and self._model not in names:
             raise TargetError(f"there is no model {self._model!r}; served: {', '.join(names) or 'none'}")
         if not names:
             raise TargetError(f"{self._base} serves no model")
         self._model = self._model or names[0]
-        return None
+        # Ours tells it, others don't.
+        size = sizes[self._model]
+        return size if isinstance(size, int) else None
 
     async def send(self, prompt: Prompt, out_len: int, record: RequestRecord) -> None:
         is_chat = prompt.messages is not None

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from radixmesh.cli.bench.request_record import RequestRecord
 
-_WIDTH, _HEIGHT, _MARGIN, _HEAD = 460, 280, 54, 60
+# Of a diagram; left of and below its axes; above the first row.
+_WIDTH, _HEIGHT, _LEFT, _BELOW, _HEAD = 460, 310, 54, 86, 84
 _NUM_BINS, _NUM_POINTS = 120, 240
 _COLOURS = ("#1f6fb4", "#d1622b", "#3a8f4d")
 _FLOATS = npt.NDArray[np.float64]
@@ -68,7 +69,7 @@ def plot_load(records: Sequence[RequestRecord], title: str) -> str:
             curves=(_running(sent, started), _tokens_per_s(sent, started)),
         ),
     )
-    return _page(panels, title)
+    return plot_panels(panels, title)
 
 
 def _shares(name: str, seconds: _FLOATS) -> Curve:
@@ -98,7 +99,8 @@ def _tokens_per_s(sent: Sequence[RequestRecord], started: float) -> Curve:
     return Curve(name="tokens/s / 100", x=(edges[:-1] + edges[1:]) / 2, y=counts * _NUM_BINS / end / 100)
 
 
-def _page(panels: Sequence[Panel], title: str) -> str:
+def plot_panels(panels: Sequence[Panel], title: str) -> str:
+    """Diagrams two in a row, as one SVG file."""
     width, height = 2 * _WIDTH, _HEAD + _HEIGHT * math.ceil(len(panels) / 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
@@ -113,37 +115,36 @@ def _page(panels: Sequence[Panel], title: str) -> str:
 
 
 def _panel(panel: Panel) -> list[str]:
-    right, bottom = _WIDTH - 20, _HEIGHT - _MARGIN
+    right, bottom = _WIDTH - 20, _HEIGHT - _BELOW
     curves = [_kept(curve, panel.has_log_x) for curve in panel.curves]
     x_low, x_high = _bounds([curve.x for curve in curves], starts_at_zero=not panel.has_log_x)
     y_low, y_high = _bounds([curve.y for curve in curves], starts_at_zero=True)
     parts = [
-        f'<text x="{_WIDTH / 2:g}" y="-6" text-anchor="middle" font-weight="bold">{escape(panel.title)}</text>',
-        f'<path d="M{_MARGIN} 0V{bottom}H{right}" fill="none" stroke="black"/>',
-        f'<text x="{(_MARGIN + right) / 2:g}" y="{bottom + 34}" text-anchor="middle">{escape(panel.x_label)}</text>',
+        f'<text x="{_WIDTH / 2:g}" y="-24" text-anchor="middle" font-weight="bold">{escape(panel.title)}</text>',
+        f'<path d="M{_LEFT} 0V{bottom}H{right}" fill="none" stroke="black"/>',
+        f'<text x="{(_LEFT + right) / 2:g}" y="{bottom + 34}" text-anchor="middle">{escape(panel.x_label)}</text>',
         f'<text transform="translate(14 {bottom / 2:g}) rotate(-90)" text-anchor="middle">'
         f"{escape(panel.y_label)}</text>",
     ]
     for tick in range(5):
-        x = _MARGIN + (right - _MARGIN) * tick / 4
+        x = _LEFT + (right - _LEFT) * tick / 4
         y = bottom * (1 - tick / 4)
         value = x_low + (x_high - x_low) * tick / 4
         shown = 10**value if panel.has_log_x else value
         parts += [
-            f'<path d="M{x:g} {bottom}v4M{_MARGIN} {y:g}h-4M{_MARGIN} {y:g}H{right}" stroke="#ccc"/>',
+            f'<path d="M{x:g} {bottom}v4M{_LEFT} {y:g}h-4M{_LEFT} {y:g}H{right}" stroke="#ccc"/>',
             f'<text x="{x:g}" y="{bottom + 17}" text-anchor="middle">{_number(shown)}</text>',
-            f'<text x="{_MARGIN - 7}" y="{y + 4:g}" text-anchor="end">'
+            f'<text x="{_LEFT - 7}" y="{y + 4:g}" text-anchor="end">'
             f"{_number(y_low + (y_high - y_low) * tick / 4)}</text>",
         ]
     for number, curve in enumerate(curves):
-        xs = _MARGIN + (right - _MARGIN) * (curve.x - x_low) / (x_high - x_low)
+        xs = _LEFT + (right - _LEFT) * (curve.x - x_low) / (x_high - x_low)
         ys = bottom * (1 - (curve.y - y_low) / (y_high - y_low))
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True))
         colour = _COLOURS[number % len(_COLOURS)]
         parts += [
             f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>',
-            f'<text x="{right - 4}" y="{bottom - 10 - 16 * number}" text-anchor="end" fill="{colour}">'
-            f"{escape(curve.name)}</text>",
+            f'<text x="{_LEFT + 130 * number}" y="-7" fill="{colour}">{escape(curve.name)}</text>',
         ]
     return parts
 
