@@ -114,6 +114,7 @@ class Engine:
             message = "another scheduler holds the worker group: submit there"
             self.streams.close_all(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "standby"}))
         self.streams.push_loads()
+        self.deliver()  # Wakes who waits for the state.
 
     async def run(self) -> None:
         """For ever: claims the group, serves until it is lost, claims it again."""

@@ -79,6 +79,8 @@ class PlanDraft:
         """Slots whose prefill this plan finishes, in the order of their chunks."""
         self.token_budget = token_budget
         self.has_retracted = False
+        self.num_admit_tokens = 0
+        """Tokens, cached ones included, of the admitted requests."""
 
     @property
     def num_chunk_tokens(self) -> int:

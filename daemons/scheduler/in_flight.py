@@ -29,12 +29,10 @@ class Rows:
     @classmethod
     def of(cls, table: SlotTable, slots: IntArray) -> Rows:
         """Rows of the requests that are in these slots now."""
-        outputs = []
-        for slot in slots.tolist():
-            request = table.requests[slot]
-            assert request is not None, slot
-            outputs.append(request.output)
-        return cls(slots, table.live[slots], outputs)
+        generations = table.live[slots]
+        assert generations.all(), slots[generations == 0]
+        outputs = table.outputs
+        return cls(slots, generations, [outputs[slot] for slot in slots.tolist()])
 
     @classmethod
     def none(cls) -> Rows:

@@ -27,6 +27,10 @@ class PageState(IntEnum):
     QUARANTINED = 4
 
 
+# Looking up a member of an enum costs more than what is done with it here.
+_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED = PageState
+
+
 class PagePool:
     """Pages [0, num_pages) with state and generation.
 
@@ -46,23 +50,23 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        return self._counts[PageState.FREE]
+        return self._counts[_FREE]
 
     @property
     def num_cached(self) -> int:
-        return self._counts[PageState.CACHED]
+        return self._counts[_CACHED]
 
     @property
     def num_owned(self) -> int:
-        return self._counts[PageState.OWNED]
+        return self._counts[_OWNED]
 
     @property
     def num_leased(self) -> int:
-        return self._counts[PageState.LEASED]
+        return self._counts[_LEASED]
 
     @property
     def num_quarantined(self) -> int:
-        return self._counts[PageState.QUARANTINED]
+        return self._counts[_QUARANTINED]
 
     def states_of(self, pages: IntArray) -> npt.NDArray[np.uint8]:
         """State of each page, a copy."""
@@ -73,7 +77,7 @@ class PagePool:
         assert num <= self._num_free, (num, self._num_free)
         pages = self._free[self._num_free - num : self._num_free].copy()
         self._num_free -= num
-        pages = self._move(pages, PageState.FREE, PageState.OWNED)
+        pages = self._move(pages, _FREE, _OWNED)
         self.generations[pages] += 1
         if len(pages) < num:  # Some were quarantined just now.
             return np.concatenate([pages, self.take(num - len(pages))])
@@ -81,26 +85,26 @@ class PagePool:
 
     def give_back(self, pages: IntArray) -> None:
         """Owned pages become free."""
-        self._push(self._move(pages, PageState.OWNED, PageState.FREE))
+        self._push(self._move(pages, _OWNED, _FREE))
 
     def cache(self, pages: IntArray) -> None:
         """Owned pages become the prefix cache's."""
-        self._move(pages, PageState.OWNED, PageState.CACHED)
+        self._move(pages, _OWNED, _CACHED)
 
     def evict(self, pages: IntArray) -> None:
         """Cached pages become free."""
-        self._push(self._move(pages, PageState.CACHED, PageState.FREE))
+        self._push(self._move(pages, _CACHED, _FREE))
 
     def adopt(self, pages: IntArray) -> None:
         """Free pages become the prefix cache's: KV that a former scheduler left in the worker."""
-        self._move(pages, PageState.FREE, PageState.CACHED)
+        self._move(pages, _FREE, _CACHED)
         self._rebuild_free()
 
     def quarantine(self, pages: IntArray) -> None:
         """Takes pages out of use, whatever they are."""
-        pages = pages[self._states[pages] != PageState.QUARANTINED]
+        pages = pages[self._states[pages] != _QUARANTINED]
         for state in PageState:
-            self._move(pages[self._states[pages] == state], state, PageState.QUARANTINED)
+            self._move(pages[self._states[pages] == state], state, _QUARANTINED)
         self._rebuild_free()
 
     def bump_generations(self) -> None:
@@ -144,6 +148,6 @@ class PagePool:
         self._num_free += len(pages)
 
     def _rebuild_free(self) -> None:
-        free = self.pages_in(PageState.FREE)[::-1]
+        free = self.pages_in(_FREE)[::-1]
         self._free[: len(free)] = free
         self._num_free = len(free)

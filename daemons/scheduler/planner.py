@@ -33,7 +33,12 @@ from radixmesh.daemons.scheduler.retraction import Retraction
 from radixmesh.daemons.scheduler.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch, ending_of
 from radixmesh.daemons.scheduler.submissions import AbortOutcome, Submissions
-from radixmesh.daemons.scheduler.validation import check_same_prompt, check_submission, make_request
+from radixmesh.daemons.scheduler.validation import (
+    check_same_prompt,
+    check_submission,
+    is_continued_alike,
+    make_request,
+)
 
 # A request whose admission was in so many refused plans does not get another epoch.
 _MAX_BLAMES = 2
@@ -150,6 +155,8 @@ class Planner:
         for request in found:
             # Whoever submitted it need not be who aborts it: the finish says why.
             self._finish(request, Ending(FinishReason.ABORT), _aborted(request_id, below_attempt))
+            if below_attempt is None:
+                self._submissions.aborted(request)
         if found:
             return AbortOutcome.FOUND
         is_known = self._submissions.has_ended(request_id, index)
@@ -291,6 +298,9 @@ class Planner:
         if self._group is None:
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "no worker group yet: retry elsewhere, or later")
         check_submission(submission, self._group)
+        if live is None and self._submissions.was_aborted(submission):
+            self._outputs.finished.append(_ended_before(submission))
+            return
         if live is None:
             self._limits.check(self.num_waiting, self.waiting_tokens)
         else:
@@ -313,12 +323,15 @@ class Planner:
     def _attach(self, live: Request, submission: Submission) -> bool:
         """The same attempt comes by another stream: rows go there, from where that stream's journal ends.
 
-        False if the submit has to replace the request: a higher attempt, or it knows more tokens than we have.
+        False if the submit has to replace the request: a higher attempt, or it knows more tokens than we have, or wants
+        them drawn in another way (a client that got no answer sent its request once more: it has another seed now).
         Raises DUPLICATE_REQUEST if it is another request of that name.
         """
         if live.submission.attempt != submission.attempt:
             return False
         check_same_prompt(live, submission)
+        if not is_continued_alike(live, submission):
+            return False
         known = submission.resumed_output_ids
         output = live.output_ids()
         if len(known) > len(output) or (output[: len(known)] != known).any():
@@ -389,3 +402,16 @@ def _aborted(request_id: str, below_attempt: int | None) -> MeshError:
     if below_attempt is not None:
         return MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one", details)
     return MeshError(ErrorReason.ERROR_REASON_ABORTED, "the request was aborted", details)
+
+
+def _ended_before(submission: Submission) -> Finished:
+    """The answer to a later attempt of a request that was aborted."""
+    return Finished(
+        owner=submission.owner,
+        handle=submission.handle,
+        attempt=submission.attempt,
+        reason=FinishReason.ABORT,
+        num_output=len(submission.resumed_output_ids),
+        prompt_tokens=len(submission.prompt_ids),
+        error=_aborted(submission.key.request_id, None),
+    )

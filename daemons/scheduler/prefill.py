@@ -17,6 +17,9 @@ from radixmesh.daemons.scheduler.validation import pages_for
 
 # More than that are not held back at a time: they could not all run next anyway.
 _MAX_HELD = 256
+# An admit carries its tokens and cached pages whole, up to 12 bytes a token, however little of it is to be computed:
+# without a bound a plan that admits many long cached prompts would be no message that a worker takes.
+_MAX_ADMIT_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,8 @@ class Prefill:
                 return
             is_blocked |= not self._add_chunk(state, draft, request)
         while may_admit and not is_blocked and not draft.has_retracted and draft.token_budget > 0:
+            if draft.num_admit_tokens >= _MAX_ADMIT_TOKENS:
+                return
             request_or_none = self._queue.head()
             if request_or_none is None or not self._admit(state, draft, request_or_none):
                 return
@@ -130,6 +135,7 @@ class Prefill:
             request.cached_tokens = min(cached_len, request.prompt_len)
         self._counters.admitted(request.total_len, cached_len)
         draft.admits.append(_admit_of(state, request, match, cached_len))
+        draft.num_admit_tokens += request.total_len
         state.prefilling.append(request)
         self._held_back.lead(state, request, cached_len)
         self._add_chunk(state, draft, request)

@@ -10,6 +10,8 @@ from radixmesh.daemons.scheduler.prefix_cache import Match, Namespace, PrefixCac
 from radixmesh.daemons.scheduler.request import Request
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
+_OWNED, _QUARANTINED = PageState.OWNED, PageState.QUARANTINED
+
 
 class SlotPages:
     """Pages of slots. A slot's page table, by token ranges, from admission to the end:
@@ -89,7 +91,7 @@ class SlotPages:
         slot = request.slot
         self._insert(request)
         pages = self._table.pages_of(slot)
-        self.pool.give_back(pages[self.pool.states_of(pages) == PageState.OWNED])
+        self.pool.give_back(pages[self.pool.states_of(pages) == _OWNED])
         self._unlock(slot)
         self._table.free(slot)
 
@@ -109,7 +111,7 @@ class SlotPages:
             return None
         pages = table.pages_of(slot)[:num_full]
         # A quarantined page must not become findable: cut before it.
-        sound = np.flatnonzero(self.pool.states_of(pages) == PageState.QUARANTINED)
+        sound = np.flatnonzero(self.pool.states_of(pages) == _QUARANTINED)
         pages = pages[: sound[0]] if len(sound) else pages
         ids = request.token_ids()[: len(pages) * self.cache.page_size]
         match, num_known = self.cache.insert(

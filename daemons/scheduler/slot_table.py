@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
@@ -46,6 +48,8 @@ class SlotTable:
         self.pages: npt.NDArray[np.int32] = np.zeros((num_slots, _FIRST_PAGE_COLUMNS), np.int32)
         """Page table: row s holds num_pages[s] pages."""
         self.requests: list[Request | None] = [None] * num_slots
+        self.outputs: list[array[int]] = [array("i")] * num_slots
+        """Output of each slot's request; a leftover where none is."""
         self.locks: list[Match | None] = [None] * num_slots
         """What each slot holds locked in the prefix cache."""
         self._generation = column()
@@ -86,6 +90,7 @@ class SlotTable:
         self.max_total_len[slot] = request.max_total_len
         self.num_pages[slot] = self.num_owned[slot] = 0
         self.requests[slot] = request
+        self.outputs[slot] = request.output
         return slot
 
     def free(self, slot: int) -> None:

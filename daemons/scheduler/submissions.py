@@ -28,6 +28,11 @@ class _Ended(NamedTuple):
     handle: int
 
 
+class _Aborted(NamedTuple):
+    attempt: int
+    seed: int
+
+
 class Submissions:
     """Live requests by (request id, index) and by (owner, handle); ended keys are remembered, a bounded number."""
 
@@ -37,6 +42,7 @@ class Submissions:
         self._indexes: dict[str, set[int]] = {}
         self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
         self._ended_ids: dict[str, int] = {}
+        self._aborted: OrderedDict[RequestKey, _Aborted] = OrderedDict()
         self._max_ended = max_ended
 
     def __len__(self) -> int:
@@ -81,6 +87,7 @@ class Submissions:
     def add(self, request: Request) -> None:
         """A request goes live; its key has no live request."""
         assert request.key not in self._live, request.key
+        self._aborted.pop(request.key, None)
         self._live[request.key] = request
         self._by_handle[request.owner, request.handle] = request
         self._indexes.setdefault(request.key.request_id, set()).add(request.key.index)
@@ -102,6 +109,20 @@ class Submissions:
             del self._indexes[key.request_id]
         self._remember(key, _Ended(request.submission.attempt, request.owner, request.handle))
 
+    def aborted(self, request: Request) -> None:
+        """A live request was ended by an abort of all its attempts."""
+        self._aborted[request.key] = _Aborted(request.submission.attempt, _seed_of(request.submission))
+        while len(self._aborted) > self._max_ended:
+            self._aborted.popitem(last=False)
+
+    def was_aborted(self, submission: Submission) -> bool:
+        """Whether this is a later attempt of a request that was aborted: of a router that has not heard of it.
+
+        Whoever uses the id for another request begins with attempt 0, and draws another seed.
+        """
+        aborted = self._aborted.get(submission.key)
+        return aborted is not None and submission.attempt > aborted.attempt and _seed_of(submission) == aborted.seed
+
     def find(self, request_id: str, index: int | None, below_attempt: int | None) -> list[Request]:
         """Live requests that an abort names."""
         indexes = sorted(self._indexes.get(request_id, ())) if index is None else [index]
@@ -122,3 +143,7 @@ class Submissions:
             self._ended_ids[old.request_id] -= 1
             if not self._ended_ids[old.request_id]:
                 del self._ended_ids[old.request_id]
+
+
+def _seed_of(submission: Submission) -> int:
+    return submission.sampling.seed or 0

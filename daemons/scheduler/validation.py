@@ -62,6 +62,19 @@ def check_same_prompt(live: Request, submission: Submission) -> None:
         raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, message, {"request_id": submission.key.request_id})
 
 
+def is_continued_alike(live: Request, submission: Submission) -> bool:
+    """Whether the live request's tokens, as they are kept here, are the submission's. Kept are ids, no logprobs."""
+    mine, wanted = live.submission, submission.sampling
+    if wanted.wants_logprobs or mine.sampling.wants_logprobs:
+        return False
+    return (mine.sampling, mine.stop, mine.cache_salt, mine.task) == (
+        replace(wanted, seed=wanted.seed or 0),
+        submission.stop,
+        submission.cache_salt,
+        submission.task,
+    )
+
+
 def outgrown(total_pages: int) -> MeshError:
     """The error of a request that fills all memory and needs more."""
     message = f"the output outgrew this replica's KV memory of {total_pages} pages: retry on another"

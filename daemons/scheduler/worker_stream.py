@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -108,6 +109,9 @@ class WorkerStream:
             await self._call.write(data)
         except grpc.aio.AioRpcError as error:
             raise mesh_error_from_rpc(error) from error
+        except asyncio.InvalidStateError as error:
+            # The call had ended before: its status says why.
+            raise await self._reason() from error
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             raise _lost() from error
 
@@ -119,13 +123,17 @@ class WorkerStream:
             raise mesh_error_from_rpc(error) from error
         if isinstance(answer, worker_pb2.ExecuteResponse):
             return answer
-        # End of stream: the status says why.
+        raise await self._reason()
+
+    async def _reason(self) -> MeshError:
+        """Why the stream has ended, by its status."""
+        assert self._call is not None
         code = await self._call.code()
-        if code is not grpc.StatusCode.OK:
-            details, trailing = await self._call.details(), await self._call.trailing_metadata()
-            initial = grpc.aio.Metadata()
-            raise mesh_error_from_rpc(grpc.aio.AioRpcError(code, initial, trailing or initial, details))
-        raise _lost()
+        if code is grpc.StatusCode.OK:
+            return _lost()
+        details, trailing = await self._call.details(), await self._call.trailing_metadata()
+        initial = grpc.aio.Metadata()
+        return mesh_error_from_rpc(grpc.aio.AioRpcError(code, initial, trailing or initial, details))
 
 
 def _as_is(data: bytes) -> bytes:

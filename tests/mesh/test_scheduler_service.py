@@ -327,8 +327,8 @@ async def test_garbage_is_answered_with_types_and_hurts_nobody() -> None:
             assert answer is not None and answer.error.reason == reason, changes
         with pytest.raises(grpc.aio.AioRpcError) as watch:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            await read_to_end(stub.WatchCache(scheduler_pb2.WatchCacheRequest()))
-        assert mesh_error_from_rpc(watch.value).reason == common_pb2.ERROR_REASON_UNSUPPORTED
+            await read_to_end(stub.WatchCache(scheduler_pb2.WatchCacheRequest(after_revision=2**64 - 1)))
+        assert mesh_error_from_rpc(watch.value).reason == common_pb2.ERROR_REASON_RESNAPSHOT
         (seen,) = await healthy.over(running_handle)
         assert seen.tokens == expected(PROMPT, 100)
 
