@@ -1,0 +1,179 @@
+"""Writes the tables of docs/scheduler-bench.md and its plot from bench/results/scheduler-*.json.
+
+    python bench/scheduler_report.py
+
+Tables stand between markers; what no result file exists for stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from radixmesh.cli.bench.svg_plot import Curve, Panel, plot_panels
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE, PLOT = ROOT / "bench" / "results", ROOT / "docs" / "scheduler-bench.md", "scheduler-step-cost.svg"
+Run = dict[str, Any]  # JSON.
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    for name, table in TABLES.items():
+        file = RESULTS / f"scheduler-{name}.json"
+        if file.exists():
+            report = json.loads(file.read_text())
+            text = table(report)
+            page, count = re.subn(
+                rf"(<!-- {name} -->\n).*?(<!-- end -->)", lambda m, t=text: m[1] + t + m[2], page, flags=re.DOTALL
+            )
+            assert count == 1, f"the page has no place for {name}"
+            if name == "step-cost":
+                (ROOT / "docs" / PLOT).write_text(_plot(report["runs"]))
+    PAGE.write_text(page)
+
+
+def _step_cost(report: Run) -> str:
+    rows = []
+    for run in report["runs"]:
+        full, config = run["full_steps"], run["config"]
+        parts = full["parts_us"]
+        rows.append(
+            [
+                config["running"],
+                f"{config['tree_tokens']:,}",
+                config["cache"] + (", evicting" if run["evicted_tokens"] else ""),
+                f"{full['ms']['p50']:.2f}",
+                f"{full['ms']['p99']:.2f}",
+                *(
+                    f"{parts[part]['p50']:.0f}"
+                    for part in ("plan", "encode", "write", "read", "process", "token_batch")
+                ),
+                full["num_steps"],
+                f"{run['yardstick_us']:.0f}",
+            ]
+        )
+    head = (
+        "running, tree, cache, p50 ms, p99 ms, plan us, encode, write, read, process, TokenBatch, steps, yardstick us"
+    )
+    return _table(head, rows)
+
+
+def _hit_rates(report: Run) -> str:
+    rows = [
+        [
+            run["workload"],
+            run["policy"],
+            f"{run['hit_rate']:.4f}",
+            f"{run['oracle_hit_rate']:.4f}",
+            f"{100 * run['hit_rate'] / run['oracle_hit_rate']:.2f}%" if run["oracle_hit_rate"] > 1e-3 else "-",
+            f"{run['out_tok_s']:,.0f}",
+            f"{run['ttft_ms']['p50']:.0f}",
+            f"{run['ttft_ms']['p99']:.0f}",
+        ]
+        for run in report["runs"]
+    ]
+    return _table("workload, order, hit rate, oracle, of the oracle, tok/s, TTFT p50 ms, p99 ms", rows)
+
+
+def _orders(report: Run) -> str:
+    rows = []
+    base: Run = {}
+    for run in report["runs"]:
+        if run["policy"] == "fcfs":
+            base = run
+        rows.append(
+            [
+                run["workload"],
+                f"x{run['config']['speed']:g}",
+                f"{run['cache_tokens']:,} of {run['working_set_tokens']:,}",
+                run["policy"] + ("" if "max_wait_s" not in run["config"]["planner"] else ", no ageing"),
+                f"{run['hit_rate']:.3f}",
+                f"{run['saturated']['out_tok_s']:,.0f}",
+                f"{run['saturated']['out_tok_s'] / max(1.0, base['saturated']['out_tok_s']):.3f}",
+                f"{run['out_tok_s']:,.0f}",
+                f"{run['ttft_ms']['mean']:,.0f}",
+                f"{run['ttft_ms']['p50']:,.0f}",
+                f"{run['ttft_ms']['p99']:,.0f}",
+                f"{run['ttft_ms']['p99'] / base['ttft_ms']['p99']:.2f}",
+                run["retractions"],
+            ]
+        )
+    head = (
+        "workload, speed, cache, order, hit rate, tok/s while some wait, to FCFS, tok/s overall, TTFT mean ms, p50,"
+        " p99, p99 to FCFS, retractions"
+    )
+    return _table(head, rows)
+
+
+def _over_grpc(report: Run) -> str:
+    names = [row["depth"] for row in report["rounds"][0]]
+    rows = []
+    for place, name in enumerate(names):
+        cells = [rounds[place] for rounds in report["rounds"]]
+        best = min(cells, key=lambda row: row["load_average"])
+        rows.append(
+            [
+                name,
+                " / ".join(f"{100 * row['idle']:.2f}%" for row in cells),
+                f"{100 * best['idle_by_formula']:.2f}%",
+                f"{np.median([row['period_ms'] for row in cells]):.3f}",
+                f"{np.median([row['scheduler_cpu_ms_per_step'] for row in cells]):.2f}",
+                " / ".join(f"{row['load_average']:.1f}" for row in cells),
+            ]
+        )
+    kills = [
+        [
+            f"{kill['adopted_tokens']:,}",
+            f"{kill['first_token_s']:.2f}",
+            f"{kill['successor_cpu_s']:.2f} + {kill['worker_cpu_s']:.2f}",
+            f"{kill['hit_rate_before']:.4f}",
+            f"{kill['hit_rate_after']:.4f}",
+            kill["load_average"],
+        ]
+        for kill in report["kills"]
+    ]
+    depth_table = _table("depth, idle by round, formula, period ms, scheduler CPU ms a step, load by round", rows)
+    head = "adopted tokens, first token after s, CPU s (scheduler + worker), hit rate before, after, load"
+    return depth_table + "\n" + _table(head, kills)
+
+
+TABLES: dict[str, Callable[[Run], str]] = {
+    "step-cost": _step_cost,
+    "hit-rates": _hit_rates,
+    "orders": _orders,
+    "ageing": _orders,
+    "over-grpc": _over_grpc,
+}
+
+
+def _plot(runs: list[Run]) -> str:
+    def panel(running: int) -> Panel:
+        chosen = [r for r in runs if r["config"]["running"] == running and not r["evicted_tokens"]]
+        curves = []
+        for cache in ("radix", "trie"):
+            mine = [r for r in chosen if r["config"]["cache"] == cache]
+            for name in ("p50", "p99") if mine else ():
+                x = np.array([r["config"]["tree_tokens"] for r in mine], np.float64)
+                y = np.array([r["full_steps"]["ms"][name] for r in mine])
+                curves.append(Curve(name=f"{cache} {name}", x=x, y=y))
+        return Panel(
+            title=f"{running} running", x_label="tokens in the tree", y_label="ms", curves=tuple(curves), has_log_x=True
+        )
+
+    return plot_panels((panel(256), panel(1024)), "CPU time of a scheduler's step")
+
+
+def _table(head: str, rows: list[list[object]]) -> str:
+    names = head.split(", ")
+    lines = ["| " + " | ".join(str(cell) for cell in row) + " |" for row in (names, ["---"] * len(names), *rows)]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
