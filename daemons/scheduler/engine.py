@@ -60,6 +60,7 @@ class Engine:
         self._told_load: tuple[int, ...] = ()
         self._was_idle_at_send: set[int] = set()
         self._changed: asyncio.Future[None] | None = None
+        self._served = b""
 
     @property
     def group(self) -> GroupClient:
@@ -163,6 +164,7 @@ class Engine:
     def _begin(self, claimed: ClaimedGroup) -> None:
         self.epoch = claimed.stream.epoch
         start = time.monotonic()
+        self._check_identity()
         adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshot)
         self._results.clear()
         self._loss = None
@@ -253,24 +255,40 @@ class Engine:
         """What happens by time alone: router streams that left, deadlines, loads, heartbeats, hangs."""
         while True:
             await asyncio.sleep(_TICK_S)
-            now = time.monotonic()
-            for owner in self.streams.expired(now):
-                num = self.planner.abort_owner(owner)
-                if num:
-                    log.info("router_gone", aborted=num)
-            if self.group_state is GroupState.STANDBY:
-                self._drop_all()
-            if self.planner.state is None:
-                self.planner.plan(now)  # Expires deadlines while nothing runs.
-                self._progress.work_pending(0)
-            if now - self._last_load_s >= _LOAD_S:
-                self._push_loads(now)
-                if self._step_metrics is not None:
-                    self._step_metrics.export(self.planner, now)
-            self.notify()
+            try:
+                self._pass_time(time.monotonic())
+            except Exception:
+                # A bug, of one request as a rule. Without ticks no router hears of us, and no hang is noticed.
+                log.exception("tick_failed")
+
+    def _pass_time(self, now: float) -> None:
+        for owner in self.streams.expired(now):
+            num = self.planner.abort_owner(owner)
+            if num:
+                log.info("router_gone", aborted=num)
+        if self.group_state is GroupState.STANDBY:
+            self._drop_all()
+        if self.planner.state is None:
+            self.planner.plan(now)  # Expires deadlines while nothing runs.
+            self._progress.work_pending(0)
+        if now - self._last_load_s >= _LOAD_S:
+            self._push_loads(now)
+            if self._step_metrics is not None:
+                self._step_metrics.export(self.planner, now)
+        self.notify()
+
+    def _check_identity(self) -> None:
+        """Outputs that one model began are not continued by another, whatever name both have."""
+        served = self._group.identity.SerializeToString(deterministic=True)
+        if self._served not in (b"", served):
+            log.warning("other_model", model=self._group.identity.name)
+            message = "the worker group serves another model now: connect again"
+            self.streams.close_all(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "other_model"}))
+            self._drop_all()
+        self._served = served
 
     def _drop_all(self) -> None:
-        # Their routers were told to go elsewhere: kept, they would run twice once we take over.
+        # Their routers were told to go elsewhere: kept, they would run twice, or be continued by another model.
         for owner in self.planner.owners():
             self.planner.abort_owner(owner)
 

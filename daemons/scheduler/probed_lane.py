@@ -17,7 +17,7 @@ from radixmesh.daemons.scheduler.prefix_cache import NOTHING_KNOWN, Probe
 from radixmesh.daemons.scheduler.request import Request
 
 # Of a plan's probes, those kept for whoever is about to go.
-_KEPT_PROBES = 8
+_KEPT_PROBES = 4
 
 
 class ProbedLane(Lane):

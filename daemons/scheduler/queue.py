@@ -12,7 +12,7 @@ from radixmesh.daemons.scheduler.queue_policies import QueueSettings, make_lanes
 from radixmesh.daemons.scheduler.request import Request
 
 # Probes of the cache a plan: about 0.1 ms.
-_PROBES_A_PLAN = 24
+_PROBES_A_PLAN = 16
 
 _LaneKey = tuple[str, str]
 

@@ -12,6 +12,7 @@ import grpc
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.daemons.scheduler.cache_watch import watch_cache
 from radixmesh.daemons.scheduler.engine import Engine
@@ -23,6 +24,8 @@ from radixmesh.daemons.scheduler.outputs import Rejected
 from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
 from radixmesh.daemons.scheduler.router_streams import RouterStream
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+log = get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[object, object]
 _FLUSH_TIMEOUT_S = 30.0
@@ -149,8 +152,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._require_open()
                 planner.submit(submission_from_proto(submit, owner=stream.owner, router=stream.router, now=now))
             except MeshError as error:
-                rejected = Rejected(owner=stream.owner, handle=submit.handle, attempt=submit.attempt, error=error)
-                stream.outbox.add_frame(scheduler_pb2.ServeResponse(rejected=[rejected_to_proto(rejected)]))
+                _reject(stream, submit, error)
+            except Exception as bug:
+                # It must not end the stream: its router would send it again with all others, and again.
+                log.exception("submit_failed", request_id=submit.request_id)
+                message = f"the submit failed ({type(bug).__name__}): see the scheduler's log"
+                _reject(stream, submit, MeshError(ErrorReason.ERROR_REASON_INTERNAL, message))
             stream.submit_sequence = max(stream.submit_sequence, submit.sequence)
         for stop in request.stops:
             planner.finish_by_stop(stream.owner, stop.handle, stop.num_output)
@@ -190,6 +197,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if self._engine.is_draining:
             message = "this scheduler drains and takes no submits: retry elsewhere"
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"})
+
+
+def _reject(stream: RouterStream, submit: scheduler_pb2.Submit, error: MeshError) -> None:
+    rejected = Rejected(owner=stream.owner, handle=submit.handle, attempt=submit.attempt, error=error)
+    stream.outbox.add_frame(scheduler_pb2.ServeResponse(rejected=[rejected_to_proto(rejected)]))
 
 
 def _unsupported(feature: str) -> MeshError:

@@ -170,7 +170,7 @@ def test_ten_thousand_waiting_cost_a_plan_no_more_than_a_few_probes(policy: str)
             head = queue.head()
             assert head is not None
             queue.admitted(head)
-        assert probes.num_asked <= 24 * (step + 1)
+        assert probes.num_asked <= 16 * (step + 1)
 
 
 def test_longest_prefix_goes_first_as_the_cache_is_now() -> None:
