@@ -26,7 +26,7 @@ class ChatInput(ABC):
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """While an answer is shown, keys neither show nor get lost."""
+        """Outside of next_line keys neither show nor get lost."""
         yield
 
 
@@ -68,7 +68,8 @@ class TerminalInput(ChatInput):
         )
 
     async def next_line(self) -> str:
-        return await self._session.prompt_async(">>> ")
+        # Here Ctrl-C is a key; the signal stays the chat's.
+        return await self._session.prompt_async(">>> ", handle_sigint=False)
 
     @contextmanager
     def muted(self) -> Iterator[None]:

@@ -29,9 +29,20 @@ class ChatLoop:
         self._terminal = terminal
         self._state = state
         self._model = model
+        self._answering: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         """Exit code: 0, or 1 if something failed that came through a pipe."""
+        if self._input.is_interactive:
+            # For the whole chat: Ctrl-C may come just after an answer, when there is nothing left to stop.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._stop_answer)
+        else:
+            # asyncio's own handler would wait for the end of a blocking read.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        with self._input.muted():
+            return await self._run()
+
+    async def _run(self) -> int:
         while True:
             try:
                 line = await self._input.next_line()
@@ -73,15 +84,12 @@ class ChatLoop:
             "max_tokens": self._state.max_tokens,
         }
         task = asyncio.create_task(answer.stream(self._client, self._state.conversation.messages, options))
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, task.cancel)
+        self._answering = task
         try:
-            with self._input.muted():
-                await asyncio.wait([task])
+            await asyncio.wait([task])
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            if not task.done():
-                task.cancel()
+            task.cancel()
+            self._answering = None
         if not task.cancelled():
             task.result()
         self._state.conversation.answer(answer.text)
@@ -90,6 +98,10 @@ class ChatLoop:
         elif self._input.is_interactive:
             answer.show_figures()
         return answer.error is None
+
+    def _stop_answer(self) -> None:
+        if self._answering is not None:
+            self._answering.cancel()
 
     def _say(self, text: str) -> None:
         self._terminal.line(self._terminal.colour(text, _DIM) if self._input.is_interactive else text)

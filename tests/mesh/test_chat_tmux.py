@@ -88,6 +88,7 @@ async def test_a_conversation_with_commands_history_and_leaving(tmp_path: Path) 
             await screen.until_shown("the conversation begins anew", count=3)
             screen.press("Up", "Up", "Enter")
             await screen.until_shown("こんにちは！ (konnichiwa) 👋", count=2)
+            await screen.until(lambda text: text.endswith("\n>>>"), "the next prompt")
             screen.press("C-c")
             await screen.until_shown("Ctrl-D leaves", count=2)
             screen.press("C-d")
@@ -124,6 +125,12 @@ async def test_ctrl_c_ends_the_answer_and_not_the_program(tmp_path: Path) -> Non
         screen.enter("/tokens 5")
         screen.enter("Once more.")
         await screen.until_shown("[cut: no more tokens allowed, 5 tokens, ")
+        # However fast Ctrl-C is pressed, around the end of an answer too, the program lives on.
+        for number in range(8):
+            screen.enter(f"Once more, {number}.")
+            await asyncio.sleep(0.05 * number)
+            screen.press("C-c", "C-c")
+        await screen.until(lambda text: text.endswith(">>>"), "the next prompt")
         screen.press("C-d")
         assert await screen.exit_code() == 0
 
