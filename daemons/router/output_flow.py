@@ -219,8 +219,7 @@ class OutputFlow:
         if ending is not None:
             self._end(output, ending)
             return
-        output.num_rejections = 0
-        self.schedulers.place(output)
+        self.schedulers.place_anew(output)
 
     def _end(self, output: Output, ending: Ending) -> None:
         """No more tokens come. The text may still have to."""

@@ -131,7 +131,8 @@ def check_resume(request: router_pb2.GenerateRequest) -> list[Progress]:
     if resolved.ids_only and stop.stop:
         raise _bad_resume("ids_only with stop strings")
     _check_offered(resolved.task, resolved.HasField("grammar"))
-    return [_progress_of(output, index, resolved) for index, output in enumerate(resume.outputs)]
+    end_ids = end_ids_of(resolved)
+    return [_progress_of(output, index, resolved, end_ids) for index, output in enumerate(resume.outputs)]
 
 
 def _check_pooled(n: int, sampling: Sampling, stop: Stop) -> None:
@@ -185,14 +186,19 @@ def _check_options(sampling: Sampling, stop: Stop, identity: common_pb2.ModelIde
     check_ids(np.asarray(stop.stop_ids, np.int32), identity.vocab_size, "stop_ids")
 
 
-def _progress_of(output: router_pb2.OutputProgress, index: int, resolved: router_pb2.Resolved) -> Progress:
+def _progress_of(
+    output: router_pb2.OutputProgress, index: int, resolved: router_pb2.Resolved, end_ids: frozenset[int]
+) -> Progress:
     ids = unpack_ints(output.output_ids, f"resume.outputs[{index}].output_ids")
+    output_ids = array("i", output.output_ids)
     check_ids(ids, resolved.model_identity.vocab_size, f"resume.outputs[{index}]")
     if len(ids) > resolved.stop.max_tokens:
         raise _bad_resume(f"output {index} has {len(ids)} ids, max_tokens is {resolved.stop.max_tokens}")
+    if not end_ids.isdisjoint(output_ids[:-1]):
+        raise _bad_resume(f"output {index} goes on after an id that ended it: send the ids as they were received")
     if output.text_bytes and (resolved.ids_only or not len(ids)):
         raise _bad_resume(f"output {index} has {output.text_bytes} bytes of text that no id made")
-    return Progress(ids=array("i", output.output_ids), text_bytes=output.text_bytes, is_finished=output.is_finished)
+    return Progress(ids=output_ids, text_bytes=output.text_bytes, is_finished=output.is_finished)
 
 
 def _check_names(request_id: str, cache_salt: str, tenant: str, model: str) -> None:

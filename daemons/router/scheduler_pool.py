@@ -156,6 +156,11 @@ class SchedulerPool:
             output.waiting_since = time.monotonic()
         self._waiting[output] = None
 
+    def place_anew(self, output: Output) -> None:
+        """As place(), for an output that a scheduler had accepted: its wait begins now, whatever it waited before."""
+        _accepted(output)
+        self.place(output)
+
     def place_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
         """Another scheduler gets an output that link would not take, or the same one later."""
         output.num_rejections += 1
@@ -230,6 +235,7 @@ class SchedulerPool:
         link.abort(output.request.request_id, below_attempt=output.attempt + 1, index=output.index)
         link.release(output)
         if output.state is OutputState.RUNNING:
+            _accepted(output)
             output.move_to(OutputState.WAITING)
             self._waiting[output] = None
 
@@ -270,3 +276,9 @@ class SchedulerPool:
         model = output.request.resolved.model
         message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
         return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
+
+
+def _accepted(output: Output) -> None:
+    """Rejections from before it ran count for nothing."""
+    output.num_rejections = 0
+    output.waiting_since = None

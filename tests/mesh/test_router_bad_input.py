@@ -12,7 +12,7 @@ from support.router_mesh import CONTEXT, MODEL, oracle_ids, router_mesh
 from support.router_mesh import PROMPT_OF_TESTS as PROMPT
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.router.v1 import router_pb2
@@ -145,6 +145,10 @@ async def broken_resumes() -> AsyncIterator[tuple[str, router_pb2.Resume]]:
     yield "INVALID_RESUME", resume
     resume = changed()
     resume.outputs[0].output_ids = pack_ints([1] * 5)
+    yield "INVALID_RESUME", resume
+    resume = changed()
+    resume.resolved.stop.stop.append("never")
+    resume.outputs[0].output_ids = pack_ints([50, *unpack_ints(MODEL.eos_ids, "eos_ids")[:1], 51])
     yield "INVALID_RESUME", resume
     resume = changed()
     resume.outputs[0].output_ids = pack_ints([LAST])

@@ -444,3 +444,21 @@ async def test_a_tokenizer_that_hangs_is_not_waited_for() -> None:
             assert await client.tokenize("the end") == expected
         assert asyncio.get_running_loop().time() - started < 3
         server.close()
+
+
+async def test_a_rejection_long_ago_does_not_shorten_the_wait_for_a_scheduler_that_dies() -> None:
+    async with router_mesh(scheduler_wait_s=1.5) as mesh, mesh.client() as client:
+        fake = mesh.fakes[0]
+        fake.step_s = 0.05
+        fake.reject = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, "full")
+        running = asyncio.ensure_future(client.complete(PROMPT, seed=3, max_tokens=MAX_TOKENS, ignore_eos=True))
+        await until(lambda: bool(fake.submits))
+        fake.reject = None
+        await asyncio.sleep(1.6)
+        assert fake.num_running == 1
+        await mesh.schedulers[0].kill()
+        await asyncio.sleep(0.3)
+        await mesh.schedulers[0].start()
+        async with asyncio.timeout(20):
+            done = await running
+        assert len(done.outputs[0].ids) == MAX_TOKENS
