@@ -1,0 +1,121 @@
+"""Requests that come again: by a router that took over, by a client that sends once more, after an abort."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from support.planner_world import Record, World
+
+from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.runtime.server import MAX_MESSAGE_BYTES
+from radixmesh.daemons.runtime.step_codec import encode_plan
+from radixmesh.daemons.scheduler.request import Submission
+from radixmesh.daemons.scheduler.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.submissions import AbortOutcome
+
+PROMPT = [5, 6, 7]
+
+
+def running(world: World, **changes: object) -> Record:
+    """A request with some output, and more to come."""
+    record = world.submit(PROMPT, **{"stop": Stop(max_tokens=20), **changes})
+    for _ in range(4):
+        world.plan()
+        world.execute()
+        world.process()
+    assert 0 < len(record.tokens) < 20
+    return record
+
+
+def again(world: World, first: Record, **changes: object) -> Submission:
+    """The same request by another stream."""
+    wanted = world.submission(PROMPT, stop=first.submission.stop, sampling=first.submission.sampling, owner=2)
+    return replace(wanted, key=first.submission.key, **changes)  # type: ignore[arg-type]
+
+
+def test_the_same_attempt_on_another_stream_gets_the_tokens_that_are_there() -> None:
+    world = World(eos_rate=0.0)
+    first = running(world, sampling=Sampling(temperature=1.0, seed=1))
+    second = world.send(again(world, first))
+    world.run()
+    assert second.tokens == world.expected(second.submission)
+    assert first.finished is None, "its stream is not told: the rows go elsewhere"
+
+
+def test_a_request_sent_once_more_with_another_seed_gets_tokens_of_that_seed() -> None:
+    world = World(eos_rate=0.0)
+    first = running(world, sampling=Sampling(temperature=1.0, seed=1))
+    second = world.send(again(world, first, sampling=Sampling(temperature=1.0, seed=2), stop=Stop(max_tokens=12)))
+    world.run()
+    assert second.tokens == world.expected(second.submission)
+    assert len(second.tokens) == 12
+    assert first.finished is not None and first.finished.reason is FinishReason.ABORT
+    world.check_clean()
+
+
+def test_logprobs_are_computed_again_rather_than_left_out() -> None:
+    world = World(eos_rate=0.0)
+    sampling = Sampling(temperature=0.0, num_top_logprobs=1)
+    first = running(world, sampling=sampling)
+    second = world.send(again(world, first))
+    assert second.tokens == [], "ids that are kept here have no logprobs with them"
+    world.run()
+    assert second.tokens == world.expected(second.submission)
+    world.check_clean()
+
+
+def test_a_router_that_missed_an_abort_does_not_bring_the_request_back() -> None:
+    world = World(eos_rate=0.0)
+    first = running(world)
+    assert world.planner.abort(first.submission.key.request_id) is AbortOutcome.FOUND
+    world.collect()
+    second = world.send(again(world, first, attempt=1, resumed_output_ids=np.array(first.tokens, np.int32)))
+    assert second.finished is not None and second.finished.reason is FinishReason.ABORT
+    assert second.finished.error is not None and second.finished.error.reason_name == "ABORTED"
+    assert second.finished.num_output == len(first.tokens)
+    world.run()
+    world.check_clean()
+
+
+def test_the_id_of_an_aborted_request_can_be_used_for_another() -> None:
+    world = World(eos_rate=0.0)
+    first = running(world)
+    world.planner.abort(first.submission.key.request_id)
+    world.collect()
+    fresh = world.send(again(world, first))
+    assert fresh.finished is None
+    # Its router loses this scheduler, and comes back.
+    resumed = world.send(again(world, first, owner=3, attempt=1))
+    world.run()
+    assert resumed.tokens == world.expected(resumed.submission)
+    world.check_clean()
+
+
+def test_an_abort_of_older_attempts_says_nothing_about_later_ones() -> None:
+    world = World(eos_rate=0.0)
+    first = running(world)
+    world.planner.abort(first.submission.key.request_id, below_attempt=1)
+    world.collect()
+    second = world.send(again(world, first, attempt=1, resumed_output_ids=np.array(first.tokens, np.int32)))
+    world.run()
+    assert second.tokens == world.expected(second.submission)
+
+
+def test_plans_stay_messages_that_a_worker_takes() -> None:
+    """Many long prompts that are all cached cost a token each to compute, and megabytes to admit."""
+    world = World(
+        num_pages=40_000, num_slots=256, max_tokens_per_step=8192, chunk_tokens=8192, max_total_len=32_768, eos_rate=0.0
+    )
+    prompt = (np.arange(30_000) % 60 + 2).tolist()
+    world.submit(prompt, stop=Stop(max_tokens=2))
+    world.run()
+    records = [world.submit(prompt, stop=Stop(max_tokens=3)) for _ in range(256)]
+    num_planned = len(world.log)
+    while world.planner.num_waiting:
+        assert world.plan()
+        world.execute()
+        world.process()
+    plans = world.log[num_planned:]
+    assert sum(len(plan.admits) for plan in plans) == len(records)
+    assert max(len(encode_plan(plan)) for plan in plans) < MAX_MESSAGE_BYTES / 2
