@@ -107,7 +107,8 @@ class WorkerCore:
             highest_epoch=epoch,
             holder_instance_id=ledger.holder_instance_id,
             is_holder_connected=ledger.is_holder_connected,
-            holder_silent_ms=ledger.holder_silent_ms,
+            # With plans in flight it is the holder who waits for us, however long a step takes.
+            holder_silent_ms=0 if retained else ledger.holder_silent_ms,
             last_received_step=ledger.last_received_step,
             last_completed_step=ledger.last_completed_step,
             retained_plans=[worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in retained],
@@ -244,6 +245,8 @@ class WorkerCore:
             holder.deliver(answer.response)
         self._in_flight.pop((epoch, answer.step_id), None)
         self._num_in_flight -= 1
+        if epoch == self.ledger.highest_epoch:
+            self.ledger.heard()  # Its silence begins now: it has waited until here.
         if answer.result is not None:
             self._completed(epoch, answer)
         elif answer.refusal is not None:

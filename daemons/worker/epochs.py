@@ -35,7 +35,7 @@ class EpochLedger:
 
     @property
     def holder_silent_ms(self) -> int:
-        """Time since the connected holder's last message; 0 if none is connected."""
+        """Time since it was the connected holder's turn to speak; 0 if none is connected."""
         return int((self._clock() - self._heard_at) * 1000.0) if self.is_holder_connected else 0
 
     def claim(self, epoch: int, instance_id: str, group_generation: int) -> None:
@@ -62,7 +62,7 @@ class EpochLedger:
         self._heard_at = self._clock()
 
     def heard(self) -> None:
-        """The holder sent something."""
+        """The holder sent something, or was sent what it waited for."""
         self._heard_at = self._clock()
 
     def disconnected(self) -> None:

@@ -528,3 +528,21 @@ def _no_profiler():
     from radixmesh.daemons.worker.profile import NoProfiler
 
     return NoProfiler()
+
+
+async def test_a_holder_that_waits_for_a_long_step_is_not_silent(tmp_path):
+    changes = {"simulated_time": ClockKind.REAL, "simulated_base_us": 1_200_000.0}
+    async with _worker(tmp_path, **changes) as worker, WorkerClient(worker.address, "a") as holder:
+
+        async def silent_ms():
+            async with WorkerClient(worker.address, "b") as other:
+                return (await other.greet()).holder_silent_ms
+
+        await holder.hold(1)
+        await holder.plan(_first_plan())
+        await asyncio.sleep(0.7)
+        assert await silent_ms() == 0, "the step still runs"
+        await holder.result()
+        assert await silent_ms() < 600, "its turn began with the result"
+        await asyncio.sleep(0.7)
+        assert await silent_ms() >= 600
