@@ -64,6 +64,7 @@ async def kill_all(backend: str, plan: list[tuple[str, signal.Signals]], *, mode
         assert storm.num_completed >= NUM_STREAMS
         state = await mesh.scheduler_state()
         assert state.num_breaches == 0
+        assert mesh.bugs == []
         assert (state.owned_pages, state.load.num_running, state.load.num_waiting) == (0, 0, 0)
         report = {
             "backend": backend,

@@ -357,3 +357,28 @@ async def serve_client_when_ready(address: str, name: str) -> AsyncIterator[Serv
     async with serve_client(address, name) as client:
         assert client.error is None, client.error
         yield client
+
+
+async def test_outputs_of_one_model_are_not_continued_by_another(tmp_path: Path) -> None:
+    argv = ["--backend", "simulated", "--num-pages", "4096", "--max-total-len", "1024", "--num-slots", "8"]
+    argv += ["--listen", f"unix:{tmp_path}/worker.sock", "--simulated-vocab-size"]
+    workers = [
+        Process("radixmesh.daemons.worker", [*argv, str(size)], tmp_path, "worker") for size in (VOCAB_SIZE, 900)
+    ]
+    await workers[0].start()
+    try:
+        async with scheduler(workers[0].address) as address:
+            async with serve_client(address) as client:
+                handle = await client.submit(PROMPT, max_tokens=900)
+                await client.until(lambda: len(client.seen[handle].tokens) > 10)
+                await workers[0].kill()
+                await workers[1].start()
+                await client.until(lambda: client.error is not None)
+                assert client.error is not None and client.error.metadata == {"state": "other_model"}
+                tokens = client.seen[handle].tokens
+                assert tokens == expected(PROMPT, len(tokens)), "none is the other model's"
+            assert (await idle_state(address)).hello.hello.model.vocab_size == 900
+    finally:
+        for worker in workers:
+            with contextlib.suppress(AssertionError):
+                await worker.kill()

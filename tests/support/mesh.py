@@ -16,16 +16,29 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 FILES = {"cpu": COMPOSE / "local.yml", "simulated": COMPOSE / "simulated.yml"}
+# What a daemon logs when its own code has failed and it went on, or when it gave up because of that.
+BUGS = (
+    "background_task_failed",
+    "crashed",
+    "handler_failed",
+    "link_failed",
+    "page_invariant_broken",
+    "planner_failed",
+    "step_died",
+    "submit_failed",
+    "tick_failed",
+)
 SERVICES = ("tokenizer", "detokenizer", "scheduler", "worker", "router")
 
 
 @dataclass(slots=True, kw_only=True)
 class Mesh:
-    """A healthy mesh and a client of its routers."""
+    """A healthy mesh and a client of its routers. bugs: log lines that no daemon writes unless it is wrong itself."""
 
     cluster: LocalCluster
     client: AsyncClient
     routers: list[str]
+    bugs: list[str]
 
     async def scheduler_state(self) -> scheduler_pb2.GetStateResponse:
         """State of the first scheduler. Raises grpc.RpcError while it is away."""
@@ -50,7 +63,7 @@ async def running_mesh(
     """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
 
     `model`: a folder of compose/models/; simulated meshes have the vocabulary of the tiny Llama only.
-    The scheduler checks the page invariant after every step and dies of a breach, which no test survives unnoticed.
+    The scheduler checks the page invariant after every step; a breach ends its epoch, and is among the mesh's bugs.
     """
     environment = {
         "worker": _variables({"cpu_threads": 1, **(worker or {})}),
@@ -61,12 +74,18 @@ async def running_mesh(
     }
     with pytest.MonkeyPatch.context() as shell:
         shell.setenv("RADIXMESH_MODEL_NAME", model)
-        cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False)
+        bugs: list[str] = []
+
+    def on_line(name: str, line: str) -> None:
+        if any(bug in line for bug in BUGS):
+            bugs.append(f"{name}: {line}")
+
+    cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False, on_line=on_line)
     async with cluster:
         await cluster.wait_healthy(timeout_s)
         routers = [cluster.address("router", replica + 1) for replica in range((scale or {}).get("router", 1))]
         async with AsyncClient(routers) as client:
-            yield Mesh(cluster=cluster, client=client, routers=routers)
+            yield Mesh(cluster=cluster, client=client, routers=routers, bugs=bugs)
 
 
 def _variables(settings: Mapping[str, object]) -> dict[str, str]:
