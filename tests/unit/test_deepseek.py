@@ -15,6 +15,7 @@ from support.segments import Stream, generate, scattered_pages
 from transformers import PreTrainedModel
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.step import Task
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.load import load_model
@@ -26,6 +27,7 @@ from radixmesh.daemons.worker.models.deepseek.routing import DeepseekRouter, pic
 from radixmesh.daemons.worker.models.deepseek.weights import MoeWeights
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.runner import Segment
 
 _LENGTH = 150
 _TOLERANCE = 1e-4
@@ -89,6 +91,19 @@ def test_greedy_ids_equal_those_of_transformers(oracle: tuple[PreTrainedModel, P
         with torch.inference_mode():
             expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
         assert stream.output == expected[0, len(prompt) :].tolist()
+
+
+def test_embeddings_equal_the_mean_hidden_state_of_transformers(oracle: tuple[PreTrainedModel, Path]) -> None:
+    model, folder = oracle
+    runner = _load(folder)
+    ids = _prompt(runner)
+    pages = scattered_pages(runner, [_LENGTH])[0]
+    segment = Segment(slot=0, ids=ids, start=0, pages=pages, task=Task.EMBED)
+    (output,) = runner.forward([segment])
+    with torch.inference_mode():
+        hidden = model.model(torch.from_numpy(ids).long()[None]).last_hidden_state[0].numpy()
+    assert output.vector is not None and output.token is None
+    assert np.abs(output.vector - hidden.mean(axis=0)).max() <= _TOLERANCE
 
 
 def test_only_latents_and_rotated_keys_are_cached(oracle: tuple[PreTrainedModel, Path]) -> None:
