@@ -70,8 +70,9 @@ class EventStream(Response):
         try:
             async with ClientWatch(receive) as watch:
                 group = RequestGroup(self._context.router, self._requests, watch.interrupt)
-                item = await self._first_news(group)
-                await self._send_all(group, item, send)
+                # A task of its own: every event would otherwise be resumed through the server's and the framework's
+                # coroutines (a sixth of the router's time at 40,000 tokens/s).
+                await asyncio.create_task(self._run(group, send))
         except ClientGone:
             if not self._is_started:
                 raise
@@ -80,6 +81,10 @@ class EventStream(Response):
         finally:
             if group is not None:
                 group.close()
+
+    async def _run(self, group: RequestGroup, send: Send) -> None:
+        item = await self._first_news(group)
+        await self._send_all(group, item, send)
 
     async def _first_news(self, group: RequestGroup) -> GroupMessage | None:
         """The first message that is no resolved request, None if that takes long."""
