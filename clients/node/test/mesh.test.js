@@ -100,7 +100,7 @@ test("abort by id, by signal and by leaving the loop", options, async () => {
   await assert.rejects(signalled, AbortedError);
 
   for await (const chunk of mesh.generate("Lorelei", { ...endless, requestId: "node-left" })) if (chunk.ids.length) break;
-  for (const requestId of ["node-signal", "node-left"]) assert.notEqual(await eventually(requestId), "found");
+  for (const requestId of ["node-signal", "node-left"]) assert.notEqual(await later(requestId), "found");
 });
 
 test("a deadline ends the request, a mesh that is not there ends it too", options, async () => {
@@ -149,13 +149,13 @@ async function survive(client, entry) {
   }
   assert.equal(isKilled, true);
   assert.ok(ids.length > 100, "the kill came in the middle");
-  assert.equal(stream.numResumptions, 1);
+  assert.ok(stream.numResumptions >= 1);
   assert.deepEqual(ids, entry.expected_ids);
   assert.equal(text, entry.expected);
 }
 
-/** What an abort finds once the mesh has had a moment to notice that the client left. */
-async function eventually(requestId) {
-  await new Promise((resolve) => setTimeout(resolve, 500));
+/** What an abort finds once the mesh has had time to notice that the client left. Asked once: asking aborts, too. */
+async function later(requestId) {
+  await new Promise((resolve) => setTimeout(resolve, 1500));
   return mesh.abort(requestId);
 }
