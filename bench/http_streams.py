@@ -54,7 +54,8 @@ class Arrivals:
     num_events: int = 0
     num_bytes: int = 0
     gaps: list[float] = field(default_factory=list)
-    num_open: int = 0
+    num_told: int = 0  # Streams that have been told that they are served.
+    num_open: int = 0  # Streams that have output.
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def add(self, last: float, num_events: int, num_bytes: int) -> float:
@@ -82,6 +83,7 @@ class HttpStream(asyncio.Protocol):
         cast("asyncio.Transport", transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
+        self._arrivals.num_told += data.startswith(b"HTTP/1.1 200 ")
         num_events = data.count(b"\ndata: ")
         if num_events:
             self._last = self._arrivals.add(self._last, num_events, len(data))
@@ -100,7 +102,7 @@ async def open_http(address: str, num: int, arrivals: Arrivals) -> None:
         data = json.dumps({**body, "seed": number}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
         await loop.create_connection(lambda request=head + data: HttpStream(request, arrivals), host, int(port))
-        if number % 100 == 99:
+        if number % 50 == 49:
             await asyncio.sleep(0.05)
 
 
@@ -116,6 +118,7 @@ async def open_grpc(address: str, num: int, arrivals: Arrivals) -> None:
         )
         last, is_first = 0.0, True
         async for raw in channels[number % 16].unary_stream(GENERATE)(request.SerializeToString()):
+            arrivals.num_told += is_first
             if not is_first:
                 last = arrivals.add(last, 1, len(raw))
             is_first = False  # The resolved request.
@@ -123,7 +126,7 @@ async def open_grpc(address: str, num: int, arrivals: Arrivals) -> None:
     tasks = []
     for number in range(num):
         tasks.append(asyncio.create_task(read(number)))
-        if number % 100 == 99:
+        if number % 50 == 49:
             await asyncio.sleep(0.05)
     arrivals.readers = tasks
 
@@ -132,14 +135,13 @@ async def run_clients(api: str, address: str, num: int, seconds: float, *, is_qu
     """Prints "begin" and "end" around the measured time, then one line of JSON."""
     arrivals = Arrivals()
     await (open_http if api == "http" else open_grpc)(address, num, arrivals)
-    if is_queue:
-        await asyncio.sleep(8.0)
-    else:
-        deadline = time.monotonic() + 60
-        while arrivals.num_open < num:
-            assert time.monotonic() < deadline, f"{arrivals.num_open} of {num} streams have begun"
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(1.0)
+    deadline = time.monotonic() + 90
+    while (arrivals.num_told if is_queue else arrivals.num_open) < num:
+        assert time.monotonic() < deadline, (
+            f"of {num} streams {arrivals.num_told} are served, {arrivals.num_open} begun"
+        )
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(2.0)
     arrivals.begin = time.monotonic()
     arrivals.end = arrivals.begin + seconds
     print("begin", flush=True)
@@ -192,7 +194,9 @@ def settings_of(streams: int, rate: float, *, is_queue: bool) -> dict[str, dict[
 async def measure(
     api: str, streams: int, rate: float, seconds: float, *, is_queue: bool, profile: str
 ) -> dict[str, object]:
-    cluster = LocalCluster(COMPOSE, environment=settings_of(streams, rate, is_queue=is_queue), publish=False)
+    cluster = LocalCluster(
+        COMPOSE, environment=settings_of(streams, rate, is_queue=is_queue), publish=False, hang_window_s=60.0
+    )
     async with cluster:
         await cluster.wait_healthy(90)
         pids = {name: cluster.pids[f"{name}-1"] for name in DAEMONS}
