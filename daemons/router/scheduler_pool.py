@@ -195,7 +195,12 @@ class SchedulerPool:
         self._migrate(now)
         if not self._waiting:
             return
-        self.place_waiting()
+        # All else that could let an output run is an event: on_changed(). Ten thousand may wait here.
+        for output in tuple(self._waiting):
+            shunned = output.shunned
+            if shunned and min(shunned.values()) <= now:
+                output.shunned = {address: until for address, until in shunned.items() if until > now}
+                self.place(output)
         for output in tuple(self._waiting):
             if output.waiting_since is not None and now - output.waiting_since > self._wait_s:
                 del self._waiting[output]

@@ -13,6 +13,7 @@ from support.router_mesh import MODEL, RouterMesh, connected, oracle_ids, oracle
 from radixmesh.client import AsyncClient, Completion, UnavailableError
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
+from radixmesh.daemons.router.journal import Output
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -462,3 +463,30 @@ async def test_a_rejection_long_ago_does_not_shorten_the_wait_for_a_scheduler_th
         async with asyncio.timeout(20):
             done = await running
         assert len(done.outputs[0].ids) == MAX_TOKENS
+
+
+async def test_thousands_that_wait_for_a_scheduler_cost_next_to_nothing() -> None:
+    async with router_mesh() as mesh:
+        pool = mesh.router().schedulers
+        mesh.fakes[0].reject = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, "full", {"retry_after_ms": "2000"})
+        async with mesh.client() as client:
+            waiting = asyncio.ensure_future(client.complete(PROMPT, seed=1, max_tokens=4))
+            await until(lambda: pool.num_waiting == 1)
+            (output,) = pool._waiting
+            await mesh.schedulers[0].kill()
+            await until(lambda: not pool.links[0].is_connected)
+            placed: list[object] = []
+            place = pool.place
+
+            def counted(one: Output) -> None:
+                placed.append(one)
+                place(one)
+
+            pool.place = counted  # type: ignore[method-assign]
+            await asyncio.sleep(1.0)
+            assert len(placed) <= 1, "nothing has changed: nobody is asked ten times a second"
+            mesh.fakes[0].reject = None
+            await mesh.schedulers[0].start()
+            async with asyncio.timeout(10):
+                done = await waiting
+            assert placed and output.ids.tolist() == done.outputs[0].ids
