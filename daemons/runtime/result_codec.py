@@ -76,8 +76,7 @@ def records_to_proto(
     namespaces: Sequence[str] = (),
     pinned_pages: IntArray | None = None,
 ) -> worker_pb2.SnapshotCacheResponse:
-    """One range of records as a message. `namespaces` and `pinned_pages` belong into the last message only."""
-    assert is_last or not namespaces, "namespaces travel in the last message"
+    """One range of records as a message. `namespaces`: the next ones; `pinned_pages` belong into the last message."""
     return worker_pb2.SnapshotCacheResponse(
         first_page=records.first_page,
         generations=pack_ints(records.generations),

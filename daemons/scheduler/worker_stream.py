@@ -71,17 +71,17 @@ class WorkerStream:
         stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         request = worker_pb2.SnapshotCacheRequest(epoch=self.epoch, instance_id=self._ours.instance_id)
         parts: list[PageRecords] = []
-        names: tuple[str, ...] = ()
+        names: list[str] = []
         pinned: tuple[int, ...] = ()
         try:
             async for message in stub.SnapshotCache(request):
                 parts.append(records_from_proto(message))
+                names += message.namespaces
                 if message.is_last:
-                    names = tuple(message.namespaces)
                     pinned = tuple(unpack_ints(message.pinned_pages, "pinned_pages").tolist())
         except grpc.aio.AioRpcError as error:
             raise mesh_error_from_rpc(error) from error
-        return snapshot_of(parts, names, pinned, num_pages)
+        return snapshot_of(parts, tuple(names), pinned, num_pages)
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a plan."""

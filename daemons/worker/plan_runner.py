@@ -6,13 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.result_codec import records_to_proto, refusal_to_proto, result_to_proto
-from radixmesh.daemons.runtime.step import Refusal, StepResult
+from radixmesh.daemons.runtime.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.step_codec import plan_from_proto
 from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.plan_dump import PlanDump
 from radixmesh.worker.v1 import worker_pb2
+
+# Of a few hundred bytes at most: well below the largest message.
+_NAMES_A_MESSAGE = 16_384
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +67,18 @@ class PlanRunner:
     def snapshot(self) -> Sequence[worker_pb2.SnapshotCacheResponse]:
         """The page records as messages, the last one with is_last."""
         ranges, namespaces = self._executor.snapshot()
-        messages = [records_to_proto(records) for records in ranges[:-1]]
-        messages.append(records_to_proto(ranges[-1], is_last=True, namespaces=namespaces))
-        return messages
+        parts: list[tuple[PageRecords, tuple[str, ...]]] = [(records, ()) for records in ranges]
+        num_pages = sum(len(records.filled) for records in ranges)
+        if len(namespaces) <= _NAMES_A_MESSAGE:
+            parts[-1] = (ranges[-1], tuple(namespaces))
+        else:
+            starts = range(0, len(namespaces), _NAMES_A_MESSAGE)
+            nothing = _empty_range(num_pages)
+            parts += [(nothing, tuple(namespaces[start : start + _NAMES_A_MESSAGE])) for start in starts]
+        last = len(parts) - 1
+        return [
+            records_to_proto(records, is_last=i == last, namespaces=names) for i, (records, names) in enumerate(parts)
+        ]
 
     def _died(self, plan: worker_pb2.StepPlan, error: Exception) -> Answer:
         self._is_epoch_over = self._is_dead = True
@@ -77,6 +90,20 @@ class PlanRunner:
             {"dump": path},
         )
         return Answer(step_id=step_id, response=_refusal(epoch, step_id, failure), refusal=failure, died=error)
+
+
+def _empty_range(first_page: int) -> PageRecords:
+    none = empty_ints()
+    return PageRecords(
+        first_page=first_page,
+        generations=none,
+        filled=none,
+        previous_pages=none,
+        previous_generations=none,
+        namespace_indexes=none,
+        weights_versions=none,
+        ids=none,
+    )
 
 
 def _refusal(epoch: int, step_id: int, error: MeshError) -> worker_pb2.ExecuteResponse:

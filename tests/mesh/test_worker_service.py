@@ -5,12 +5,13 @@ import hashlib
 from contextlib import asynccontextmanager
 
 import grpc
+import numpy as np
 import pytest
 from support.plans import admit, as_ints, chunk, grant
 from support.running_daemon import running
 from support.worker_client import WorkerClient
 
-from radixmesh.daemons.runtime.channel import check_health
+from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import make_hello
 from radixmesh.daemons.runtime.result_codec import records_from_proto
@@ -18,6 +19,7 @@ from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.step import Release, StepPlan
 from radixmesh.daemons.runtime.step_codec import encode_plan
+from radixmesh.daemons.scheduler.worker_stream import WorkerStream
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.session import ExecuteSession
@@ -546,3 +548,25 @@ async def test_a_holder_that_waits_for_a_long_step_is_not_silent(tmp_path):
         assert await silent_ms() < 600, "its turn began with the result"
         await asyncio.sleep(0.7)
         assert await silent_ms() >= 600
+
+
+async def test_more_namespaces_than_a_message_holds_are_listed_in_several(tmp_path):
+    num = 70_000
+    async with _worker(tmp_path, num_pages=num) as worker, WorkerClient(worker.address, "a") as client:
+        await client.hold(1)
+        names = [f"{number:01000}" for number in range(num)]
+        worker.daemon.core._executor.records.grant(
+            as_ints(range(num)),
+            np.ones(num, int),
+            previous_pages=np.full(num, -1, np.int32),
+            namespaces=names,
+            weights_version=1,
+        )
+        async with open_channel(worker.address) as channel:
+            stream = WorkerStream(channel, make_hello("a", "scheduler"))
+            stream.epoch = 1
+            snapshot = await stream.snapshot(num)
+        assert set(names) <= set(snapshot.names)
+        assert [snapshot.names[i] for i in snapshot.records.namespace_indexes[[0, 5, num - 1]]] == [
+            names[i] for i in (0, 5, num - 1)
+        ]
