@@ -55,9 +55,10 @@ def hit_rates() -> list[list[object]]:
 def orders() -> list[list[object]]:
     """Cache for a half and a quarter of the working set, arrivals so much faster that requests wait."""
     return [
-        ["--workload", name, "--running", 64, "--speed", 20, "--cache-tokens", WORKING_SETS[name] // part, *policy]
-        for name in SHARING
+        ["--workload", name, "--running", 32, "--speed", 20, "--cache-tokens", WORKING_SETS[name] // part, *policy]
         for part in (2, 4)
+        for name in SHARING
+        if name != "none"
         for policy in (["--policy", "fcfs"], ["--policy", "lpm"], ["--policy", "dfs-weight"])
     ]
 
@@ -68,12 +69,11 @@ def ageing() -> list[list[object]]:
         ["--policy", "fcfs"],
         ["--policy", "lpm", *NO_AGEING],
         ["--policy", "lpm"],
-        ["--policy", "dfs-weight", *NO_AGEING],
         ["--policy", "dfs-weight"],
     )
     return [
-        ["--workload", "mixed", "--running", 64, "--cache-tokens", WORKING_SETS["mixed"] // 4, "--speed", s, *policy]
-        for s in (4, 10, 20)
+        ["--workload", "mixed", "--running", 32, "--cache-tokens", WORKING_SETS["mixed"] // 4, "--speed", s, *policy]
+        for s in (4, 20, 1000)
         for policy in policies
     ]
 
