@@ -31,6 +31,7 @@ _LOAD_S = 0.5
 # A load that changed is told at once, but no more often than that.
 _LOAD_CHANGE_S = 0.05
 _HANG_FACTOR = 3.0
+_MOST_PATIENCE_S = 600.0
 # After an epoch without a single step: whatever ended it may well end the next one.
 _FUTILE_PAUSE_S = 0.2
 
@@ -61,6 +62,7 @@ class Engine:
         self._was_idle_at_send: set[int] = set()
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
+        self._patience_s = settings.hang_s
 
     @property
     def group(self) -> GroupClient:
@@ -206,6 +208,7 @@ class Engine:
     def _take(self, result: StepResult) -> None:
         now = time.monotonic()
         self._last_heard_s = now
+        self._patience_s = self._settings.hang_s
         state = self.planner.state
         oldest = state.in_flight.oldest if state is not None else None
         if oldest is not None and result.step_id in self._was_idle_at_send:
@@ -240,14 +243,19 @@ class Engine:
             await claimed.stream.send(plan)
 
     def _check_hang(self) -> None:
-        """A step is dead after 3 x its expected time, never before hang_s."""
+        """A step is dead after 3 x its expected time, never before hang_s.
+
+        Nothing is expected before the first result: a worker whose steps are longer than that gets twice the time in
+        each epoch, or no result of it would ever come.
+        """
         state = self.planner.state
         oldest = state.in_flight.oldest if state is not None else None
         if oldest is None:
             return
-        limit_s = max(self._settings.hang_s, _HANG_FACTOR * oldest.plan.expected_us / 1e6)
+        limit_s = max(self._patience_s, _HANG_FACTOR * oldest.plan.expected_us / 1e6)
         waited_s = time.monotonic() - max(self._last_heard_s, oldest.sent_s)
         if waited_s > limit_s:
+            self._patience_s = min(2 * limit_s, max(_MOST_PATIENCE_S, self._settings.hang_s))
             message = f"step {oldest.plan.step_id} has no result after {waited_s:.1f} s: the worker counts as dead"
             raise MeshError(ErrorReason.ERROR_REASON_STEP_TIMEOUT, message)
 

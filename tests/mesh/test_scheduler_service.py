@@ -382,3 +382,16 @@ async def test_outputs_of_one_model_are_not_continued_by_another(tmp_path: Path)
         for worker in workers:
             with contextlib.suppress(AssertionError):
                 await worker.kill()
+
+
+async def test_steps_longer_than_a_hang_come_through_in_the_end() -> None:
+    slow = worker_settings(simulated_base_us=900_000.0)
+    async with (
+        running(WorkerDaemon, slow) as worker,
+        scheduler(worker.address, hang_s=0.3) as address,
+        serve_client(address) as client,
+    ):
+        handle = await client.submit(PROMPT, max_tokens=3)
+        (seen,) = await client.over(handle)
+        assert seen.tokens == expected(PROMPT, 3)
+        assert (await state_of(address)).load.epoch > 1, "it did look like a hang at first"
