@@ -202,8 +202,7 @@ class Engine:
             await self._send_plans(claimed)
             self.deliver()
             self._check_hang()
-            in_flight = self.planner.num_in_flight
-            self._progress.work_pending(in_flight)
+            self._progress.work_pending(max(self.planner.num_in_flight, self.planner.num_live))
 
     def _take(self, result: StepResult) -> None:
         now = time.monotonic()
@@ -218,7 +217,9 @@ class Engine:
         outputs = self.planner.process(result)
         if self._step_metrics is not None:
             self._step_metrics.processed(result, len(result.counts), time.monotonic() - now)
-        self._progress.completed()
+        # A heartbeat is no progress of those who wait.
+        if oldest is None or oldest.plan.has_forward or not self.planner.num_live:
+            self._progress.completed()
         self.streams.deliver(outputs)
 
     async def _send_plans(self, claimed: ClaimedGroup) -> None:

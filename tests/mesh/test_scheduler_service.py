@@ -19,9 +19,12 @@ from support.serve_client import Seen, ServeClient, serve_client
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.progress import State
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.prefill import Prefill
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
@@ -395,3 +398,31 @@ async def test_steps_longer_than_a_hang_come_through_in_the_end() -> None:
         (seen,) = await client.over(handle)
         assert seen.tokens == expected(PROMPT, 3)
         assert (await state_of(address)).load.epoch > 1, "it did look like a hang at first"
+
+
+async def test_a_scheduler_that_admits_nobody_does_not_call_itself_well() -> None:
+    async with running(WorkerDaemon, worker_settings()) as worker:
+        settings = SchedulerSettings(workers=(worker.address,))
+        async with running(SchedulerDaemon, settings) as daemon, serve_client(daemon.address) as client:
+            progress = daemon.runtime.progress
+            progress.stall_s = 1.5
+            await asyncio.sleep(2)
+            assert progress.state is State.SERVING, "nothing waits"
+            daemon.daemon.engine.planner._prefill = NobodyEnters(daemon.daemon.engine.planner._prefill)  # type: ignore[assignment,arg-type]
+            await client.submit(PROMPT, max_tokens=3)
+            async with asyncio.timeout(10):
+                while progress.state is State.SERVING:
+                    await asyncio.sleep(0.05)
+
+
+class NobodyEnters:
+    """A prefill with a bug."""
+
+    def __init__(self, prefill: Prefill) -> None:
+        self._prefill = prefill
+
+    def begin_plan(self, state: EpochState) -> None:
+        self._prefill.begin_plan(state)
+
+    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool) -> None:
+        return
