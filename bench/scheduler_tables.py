@@ -38,11 +38,11 @@ NO_AGEING = ("--planner", "max_wait_s=1e9")
 def step_cost() -> list[list[object]]:
     """Chats that come as fast as others end, over trees of all sizes; the last ones evict at every grant."""
     runs: list[list[object]] = []
-    for running, requests in ((256, 1536), (1024, 5120)):
+    for running, requests in ((256, 2304), (1024, 9216)):
         for tree in (10_000, 100_000, 1_000_000, 4_000_000):
             runs += [[*_closed(running, requests), "--tree-tokens", tree]]
-    runs += [[*_closed(256, 1536), "--tree-tokens", tree, "--cache", "trie"] for tree in (10_000, 1_000_000)]
-    runs += [[*_closed(256, 1536), "--tree-tokens", 1_000_000, "--cache-tokens", 1_050_000]]
+    runs += [[*_closed(256, 2304), "--tree-tokens", tree, "--cache", "trie"] for tree in (10_000, 1_000_000)]
+    runs += [[*_closed(256, 2304), "--tree-tokens", 1_000_000, "--cache-tokens", 1_050_000]]
     return runs
 
 
@@ -64,7 +64,8 @@ def orders() -> list[list[object]]:
 
 
 def ageing() -> list[list[object]]:
-    """mixed at saturation, a quarter of the working set: LPM with and without a bound on waiting."""
+    """mixed at saturation, a quarter and a sixteenth of the working set: LPM with and without a bound on waiting."""
+    mixed = ("--workload", "mixed", "--running", 32, "--cache-tokens")
     policies = (
         ["--policy", "fcfs"],
         ["--policy", "lpm", *NO_AGEING],
@@ -72,8 +73,8 @@ def ageing() -> list[list[object]]:
         ["--policy", "dfs-weight"],
     )
     return [
-        ["--workload", "mixed", "--running", 32, "--cache-tokens", WORKING_SETS["mixed"] // 4, "--speed", s, *policy]
-        for s in (4, 20, 1000)
+        [*mixed, WORKING_SETS["mixed"] // part, "--speed", speed, *policy]
+        for part, speed in ((4, 4), (4, 20), (16, 4), (16, 20), (16, 1000))
         for policy in policies
     ]
 
