@@ -92,7 +92,7 @@ def _orders(report: Run) -> str:
                 run["workload"],
                 f"x{run['config']['speed']:g}",
                 f"{run['cache_tokens']:,} of {run['working_set_tokens']:,}",
-                run["policy"] + ("" if "max_wait_s" not in run["config"]["planner"] else ", no ageing"),
+                run["policy"] + _ageing(run["config"]["planner"].get("max_wait_s")),
                 f"{run['hit_rate']:.3f}",
                 f"{run['saturated']['out_tok_s']:,.0f}",
                 f"{run['saturated']['out_tok_s'] / max(1.0, base['saturated']['out_tok_s']):.3f}",
@@ -109,6 +109,12 @@ def _orders(report: Run) -> str:
         " p99, p99 to FCFS, retractions"
     )
     return _table(head, rows)
+
+
+def _ageing(max_wait_s: str | None) -> str:
+    if max_wait_s is None:
+        return ""
+    return f" after {max_wait_s} s" if float(max_wait_s) < 1e6 else " without ageing"
 
 
 def _over_grpc(report: Run) -> str:

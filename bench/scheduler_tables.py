@@ -70,6 +70,7 @@ def ageing() -> list[list[object]]:
         ["--policy", "fcfs"],
         ["--policy", "lpm", *NO_AGEING],
         ["--policy", "lpm"],
+        ["--policy", "lpm", "--planner", "max_wait_s=4"],
         ["--policy", "dfs-weight"],
     )
     return [
