@@ -72,19 +72,20 @@ async def running_mesh(
         "tokenizer": _variables(tokenizer or {}),
         "detokenizer": _variables(detokenizer or {}),
     }
-    with pytest.MonkeyPatch.context() as shell:
-        shell.setenv("RADIXMESH_MODEL_NAME", model)
-        bugs: list[str] = []
+    bugs: list[str] = []
 
     def on_line(name: str, line: str) -> None:
         if any(bug in line for bug in BUGS):
             bugs.append(f"{name}: {line}")
 
-    cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False, on_line=on_line)
+    with pytest.MonkeyPatch.context() as shell:
+        shell.setenv("RADIXMESH_MODEL_NAME", model)
+        cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False, on_line=on_line)
     async with cluster:
         await cluster.wait_healthy(timeout_s)
         routers = [cluster.address("router", replica + 1) for replica in range((scale or {}).get("router", 1))]
         async with AsyncClient(routers) as client:
+            assert [served.name for served in await client.models()] == [model]
             yield Mesh(cluster=cluster, client=client, routers=routers, bugs=bugs)
 
 
