@@ -76,13 +76,17 @@ class TmuxScreen:
         """Waits until `part` has been on the screen `count` times."""
         return await self.until(lambda text: text.count(part) >= count, f"{count} x {part!r}", timeout_s)
 
-    async def exit_code(self, timeout_s: float = 20.0) -> int:
-        """Waits for the program's end."""
+    async def exit_code(self, timeout_s: float = 20.0, *, press: str | None = None) -> int:
+        """Waits for the program's end, pressing a key twice a second if one is given."""
         deadline = time.monotonic() + timeout_s
+        next_press = 0.0
         # The status comes a moment after the pane's end, and never after a signal.
         while len(status := self._tmux("display-message", "-p", "#{pane_dead} #{pane_dead_status}").split()) < 2:
             if time.monotonic() > deadline:
                 pytest.fail(f"the program has not ended by itself. The screen:\n{self.text()}")
+            if press is not None and time.monotonic() > next_press:
+                self.press(press)
+                next_press = time.monotonic() + 0.5
             await asyncio.sleep(0.05)
         return int(status[1])
 
