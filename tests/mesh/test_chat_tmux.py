@@ -103,7 +103,8 @@ async def test_a_conversation_with_commands_history_and_leaving(tmp_path: Path) 
             assert await screen.exit_code() == 0
 
 
-@pytest.mark.slow
+# Not in the daily suite: its Ctrl-D is not always heard, and it is not known yet whether by the chat or by the test.
+@pytest.mark.full
 async def test_ctrl_c_ends_the_answer_and_not_the_program(tmp_path: Path) -> None:
     # Simulated: an answer that would take half a minute.
     worker = {"simulated_base_us": 20_000}
@@ -125,7 +126,18 @@ async def test_ctrl_c_ends_the_answer_and_not_the_program(tmp_path: Path) -> Non
         screen.enter("/tokens 5")
         screen.enter("Once more.")
         await screen.until_shown("[cut: no more tokens allowed, 5 tokens, ")
-        # However fast Ctrl-C is pressed, around the end of an answer too, the program lives on.
+        await screen.until(lambda text: text.endswith("\n>>>"), "the next prompt")
+        assert await screen.exit_code(press="C-d") == 0
+
+
+@pytest.mark.full
+async def test_ctrl_c_pressed_around_the_end_of_answers(tmp_path: Path) -> None:
+    """However fast it is pressed, the program lives on and hears Ctrl-D."""
+    worker = {"simulated_base_us": 20_000}
+    async with (
+        running_mesh("simulated", worker=worker) as mesh,
+        chatting(mesh, tmp_path, "--max-tokens", "5") as screen,
+    ):
         for number in range(8):
             screen.enter(f"Once more, {number}.")
             await asyncio.sleep(0.05 * number)
