@@ -28,7 +28,8 @@ from .common_settings import CommonSettings
 from .errors import MeshError
 from .health import HealthService
 from .logs import configure_logging, get_logger
-from .metrics import Metrics, MetricsServer, serve_metrics
+from .metrics import Metrics
+from .metrics_server import MetricsServer, serve_metrics
 from .progress import Progress
 from .server import MeshServer
 
@@ -128,7 +129,7 @@ async def _live(
 ) -> ExitCode:
     asked_to_leave = _leave_on_signals()
     progress = Progress(stall_s=settings.stall_s)
-    metrics = Metrics()
+    metrics = Metrics(name)
     runtime = Runtime(
         name=name,
         instance_id=instance_id,

@@ -216,6 +216,8 @@ class Engine:
             self._lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, device_us)
         outputs = self.planner.process(result)
         if self._step_metrics is not None:
+            if oldest is not None:
+                self._step_metrics.answered(now - oldest.sent_s)
             self._step_metrics.processed(result, len(result.counts), time.monotonic() - now)
         # A heartbeat is no progress of those who wait.
         if oldest is None or oldest.plan.has_forward or not self.planner.num_live:

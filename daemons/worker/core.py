@@ -264,7 +264,9 @@ class WorkerCore:
         self._progress.completed()
         self._metrics.steps.inc()
         self._metrics.batch_size.observe(len(answer.result.counts))
-        self._metrics.step_seconds.observe((answer.result.device_end_ns - answer.result.device_start_ns) * 1e-9)
+        device_s = max(0, answer.result.device_end_ns - answer.result.device_start_ns) * 1e-9
+        self._metrics.step_seconds.observe(device_s)
+        self._metrics.device_busy_seconds.inc(device_s)
 
     def _count_in_flight(self) -> None:
         self._progress.work_pending(self._num_in_flight)

@@ -2,13 +2,17 @@
 
 import re
 import urllib.request
+from pathlib import Path
 
 import pytest
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.metrics import Metrics, serve_metrics
+from radixmesh.daemons.runtime.metric_maker import FastHistogram
+from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.metrics_server import serve_metrics
+from radixmesh.daemons.runtime.metrics_table import with_table
 
 
 def test_every_metric_has_our_prefix_and_help() -> None:
@@ -48,3 +52,33 @@ def test_the_endpoint_serves_the_registry_and_frees_its_port() -> None:
 def test_a_bad_address_is_refused() -> None:
     with pytest.raises(MeshError, match="host:port"):
         serve_metrics(Metrics(), "unix:/tmp/metrics")
+
+
+def test_a_daemon_serves_what_concerns_it() -> None:
+    router, everything = Metrics("router"), Metrics()
+    router.steps.inc()  # Not its own: may be set, is not served.
+    names = {family.name for family in router.registry.collect()}
+    assert "radixmesh_first_token_seconds" in names and "radixmesh_steps" not in names
+    served = [{f.name for f in Metrics(d).registry.collect()} for d in ("router", "tokenizer", "worker")]
+    assert all("radixmesh_errors" in names for names in served) and len(set(map(len, served))) == 3
+    assert {i.name.removesuffix("_total") for i in everything.infos} == {f.name for f in everything.registry.collect()}
+
+
+def test_the_fast_histogram_gives_what_the_other_does() -> None:
+    fast, plain = CollectorRegistry(), CollectorRegistry()
+    ours = FastHistogram("t_seconds", "Time.", (0.1, 1.0, 2.5))
+    fast.register(ours)
+    theirs = Histogram("t_seconds", "Time.", buckets=(0.1, 1.0, 2.5), registry=plain)
+    for value in (0.0, 0.1, 0.100001, 1.0, 2.0, 2.5, 99.0):
+        ours.observe(value)
+        theirs.observe(value)
+    created = re.compile(rb".*t_seconds_created.*\n")
+    assert created.sub(b"", generate_latest(plain)) == generate_latest(fast)
+    assert generate_latest(fast).count(b"t_seconds_bucket") == 4
+
+
+def test_the_documented_metrics_are_those_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
+    assert page == with_table(page), "run: python -m radixmesh.daemons.runtime.metrics_table docs/observability.md"
+    with pytest.raises(ValueError, match="has no"):
+        with_table("no marks")
