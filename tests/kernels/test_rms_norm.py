@@ -1,0 +1,56 @@
+"""RMSNorm kernels against torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from radixmesh.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+
+_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+_SHAPES = [(1, 64), (3, 96), (2, 3072), (5, 1000)]
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x = (torch.randn(shape, device=device) * 3).to(dtype)
+    w = torch.randn(shape[1], device=device).to(dtype)
+    assert _is_close(rms_norm(x, w, 1e-5), rms_norm_reference(x, w, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_adding_first_updates_the_residual(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
+    x, residual = torch.randn(2, *shape, device=device).to(dtype)
+    w = torch.randn(shape[1], device=device).to(dtype)
+    expected_sum = x + residual
+    out = add_rms_norm(x, residual, w, 1e-6)
+    # The interpreter cuts float32 to bfloat16 where a GPU rounds.
+    is_exact = device.type == "cuda" or dtype != torch.bfloat16
+    assert torch.equal(residual, expected_sum) if is_exact else _is_close(residual, expected_sum)
+    assert _is_close(out, rms_norm_reference(residual, w, 1e-6))
+
+
+def test_rows_may_be_strided_and_the_output_may_be_the_input(device: torch.device) -> None:
+    wide = torch.randn(4, 256, device=device)
+    w = torch.randn(128, device=device)
+    expected, untouched = rms_norm_reference(wide[:, :128], w, 1e-6), wide[:, 128:].clone()
+    rms_norm(wide[:, :128], w, 1e-6, out=wide[:, :128])
+    assert _is_close(wide[:, :128], expected)
+    assert torch.equal(wide[:, 128:], untouched)
+
+
+def test_no_rows_are_no_error(device: torch.device) -> None:
+    assert rms_norm(torch.empty(0, 64, device=device), torch.ones(64, device=device), 1e-6).shape == (0, 64)
+
+
+def test_a_weight_of_another_size_is_refused(device: torch.device) -> None:
+    with pytest.raises(AssertionError):
+        rms_norm(torch.ones(1, 64, device=device), torch.ones(32, device=device), 1e-6)
+
+
+def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    # Sums of another order may round to a neighbour, twice (the norm, then the product).
+    unit = torch.finfo(actual.dtype).eps
+    return torch.allclose(actual.float(), expected.float(), rtol=max(2 * unit, 1e-5), atol=1e-6)

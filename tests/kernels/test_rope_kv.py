@@ -1,0 +1,78 @@
+"""Rotation and the write to the KV pool against torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
+
+_PAGE_SIZE = 4
+_NUM_PAGES = 24
+
+
+@dataclass(frozen=True)
+class _Case:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_rows: int
+    has_norm: bool = False
+
+
+_CASES = [
+    _Case(4, 2, 64, 1),
+    _Case(24, 8, 128, 3),
+    _Case(3, 1, 80, 5),
+    _Case(2, 2, 96, 4, has_norm=True),
+    _Case(16, 8, 128, 2, has_norm=True),
+    _Case(9, 3, 64, 4),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.device) -> None:
+    d, kv_shape = case.head_dim, ((_NUM_PAGES + 1) * _PAGE_SIZE, case.num_kv_heads, case.head_dim)
+    qkv = torch.randn(case.num_rows, (case.num_heads + 2 * case.num_kv_heads) * d, device=device).to(dtype)
+    angles = torch.rand(16, d // 2, device=device) * 6
+    positions, slots, tables = _places(case.num_rows, device)
+    norms = torch.randn(2, d, device=device).to(dtype) if case.has_norm else (None, None)
+    results = []
+    for function in (rope_write_kv, rope_write_kv_reference):
+        keys, values = torch.zeros(2, *kv_shape, device=device, dtype=dtype)
+        q = function(
+            qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, keys, values, case.num_heads,
+            case.num_kv_heads, d, norms[0], norms[1], 1e-6,
+        )  # fmt: skip
+        results.append((q, keys, values))
+    (q, keys, values), (expected_q, expected_keys, expected_values) = results
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(q, expected_q, rtol=max(2 * unit, 1e-5), atol=4 * unit)
+    torch.testing.assert_close(keys, expected_keys, rtol=max(2 * unit, 1e-5), atol=4 * unit)
+    assert torch.equal(values, expected_values)
+
+
+def test_padding_writes_the_dummy_page_alone(device: torch.device) -> None:
+    num_rows, dummy_slot = 5, 3
+    qkv = torch.randn(num_rows, 4 * 64, device=device)
+    tables = torch.full((dummy_slot + 1, 4), _NUM_PAGES, dtype=torch.int32, device=device)
+    tables[0, 0] = 7
+    slots = torch.tensor([0] + [dummy_slot] * (num_rows - 1), dtype=torch.int32, device=device)
+    positions = torch.tensor([2, 0, 0, 0, 0], dtype=torch.int32, device=device)
+    keys, values = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, 1, 64, device=device)
+    angles = torch.zeros(4, 32, device=device)
+    rope_write_kv(qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, keys, values, 2, 1, 64)
+    written = keys.abs().sum((1, 2)).nonzero().flatten().tolist()
+    assert written == [7 * _PAGE_SIZE + 2, _NUM_PAGES * _PAGE_SIZE]
+    assert torch.equal(values[7 * _PAGE_SIZE + 2, 0], qkv[0, 3 * 64 :])
+
+
+def _places(num_rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Distinct (position, slot) pairs, and tables in which no two slots share a page."""
+    tables = torch.randperm(_NUM_PAGES).reshape(6, 4).to(torch.int32)
+    chosen = torch.randperm(6 * 16)[:num_rows]
+    positions, slots = (chosen % 16).to(torch.int32), (chosen // 16).to(torch.int32)
+    return positions.to(device), slots.to(device), tables.to(device)
