@@ -1,4 +1,6 @@
-"""Products of a few rows with big weights, at the speed of memory. M rows, K features in, N features out, F mlp features.
+"""Products of a few rows with big weights, at the speed of memory.
+
+M rows, K features in, N features out, F mlp features.
 
 At M = 1 a weight is used once: all that counts is that every multiprocessor has enough loads under way. A program
 holds `rows` whole rows of the weight in registers: it asks for all of them at once, 16 bytes a thread and load, then
