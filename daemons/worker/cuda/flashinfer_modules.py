@@ -1,0 +1,113 @@
+"""FlashInfer's compiled modules: which one a configuration needs, and how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.attention.backend import AttentionShape
+
+_NO_POSITION_ENCODING = 0
+
+
+class KernelKind(Enum):
+    """CUDA_CORES: decode for few query heads a KV head. TENSOR_CORES: the FlashAttention-2 template, decode and extend.
+
+    HOPPER: the FlashAttention-3 template, extend on compute capability 9.0.
+    """
+
+    CUDA_CORES = "cuda_cores"
+    TENSOR_CORES = "tensor_cores"
+    HOPPER = "hopper"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """`window` as in `StepAttention.attend`. `in_graphs`: every plan of as many rows has the same layout and grid."""
+
+    shape: AttentionShape
+    dtype: torch.dtype
+    page_size: int
+    window: int | None
+    is_causal: bool
+    in_graphs: bool
+
+    @property
+    def window_left(self) -> int:
+        """Tokens before a row's own that it sees; -1 = all."""
+        return -1 if self.window is None else self.window - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """floats, ints: uint8 on the device, for partial results and for the plan. `ints` is copied from `staging`."""
+
+    floats: torch.Tensor
+    ints: torch.Tensor
+
+
+PlanLayout = Sequence[int]
+
+
+class DecodeModule(Protocol):
+    def plan(self, *args: object) -> PlanLayout: ...
+
+    def run(self, *args: object) -> None: ...
+
+
+class ExtendModule(Protocol):
+    def plan(self, *args: object) -> PlanLayout: ...
+
+    def paged_run(self, *args: object) -> None: ...
+
+
+def decode_module(config: KernelConfig) -> DecodeModule:
+    _check_installed()
+    from flashinfer.jit import gen_batch_decode_module
+
+    head_dim = config.shape.head_dim
+    module: DecodeModule = gen_batch_decode_module(
+        *(config.dtype,) * 3,
+        torch.int32,
+        head_dim,
+        head_dim,
+        _NO_POSITION_ENCODING,
+        config.window is not None,
+        False,
+    ).build_and_load()
+    return module
+
+
+def extend_module(template: str, config: KernelConfig) -> ExtendModule:
+    _check_installed()
+    from flashinfer.jit import gen_batch_prefill_module
+
+    head_dim = config.shape.head_dim
+    module: ExtendModule = gen_batch_prefill_module(
+        template,
+        *(config.dtype,) * 3,
+        torch.int32,
+        head_dim,
+        head_dim,
+        _NO_POSITION_ENCODING,
+        config.window is not None,
+        False,
+        False,
+    ).build_and_load()
+    return module
+
+
+def _check_installed() -> None:
+    if find_spec("flashinfer") is None:
+        raise MeshError(
+            common_pb2.ERROR_REASON_UNSUPPORTED,
+            "FlashInfer is not installed: install flashinfer-python, or choose the triton attention backend",
+            {"package": "flashinfer-python"},
+        )
