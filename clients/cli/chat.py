@@ -5,6 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from radixmesh.cli.access import access_of, add_access_flags
 from radixmesh.cli.chat_commands import NAMES, ChatState
 from radixmesh.cli.chat_conversation import Conversation
 from radixmesh.cli.chat_input import ChatInput, default_history_file, open_input
@@ -23,7 +24,7 @@ def run(arguments: list[str]) -> int:
         routers = find_routers(options.router, options.project)
         history = None if options.no_history else options.history or default_history_file()
         return asyncio.run(_chat(routers, open_input(NAMES, history), options))
-    except (RadixMeshError, MeshError, NotRunningError, OSError) as error:
+    except (RadixMeshError, MeshError, NotRunningError, OSError, ValueError) as error:
         Terminal(sys.stderr).error(f"radixmesh chat: {error}")
         return 1
 
@@ -35,7 +36,8 @@ async def _chat(routers: list[str], input: ChatInput, options: argparse.Namespac
         temperature=options.temperature,
         max_tokens=options.max_tokens,
     )
-    async with AsyncClient(routers) as client:
+    access = access_of(options)
+    async with AsyncClient(routers, api_key=access.api_key, tls=access.tls) as client:
         models = await client.models()
         if options.model and options.model not in [model.name for model in models]:
             names = ", ".join(model.name for model in models) or "none"
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         help="repeatable; default: RADIXMESH_ROUTER, or the cluster that runs here",
     )
     parser.add_argument("-p", "--project", help="which cluster, if several run here")
+    add_access_flags(parser)
     parser.add_argument("--history", type=Path, metavar="FILE", help=f"default: {default_history_file()}")
     parser.add_argument("--no-history", action="store_true", help="keep no messages beyond this chat")
     return parser

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2
 
+from radixmesh.cli.access import Access, access_from_environment
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -26,14 +27,15 @@ async def ask_daemon(address: str, timeout_s: float) -> DaemonReport:
     """Asks the daemon at `address`; one that does not answer makes a report that says so. Never takes more than twice
     `timeout_s` seconds. The kind of daemon is found out by which of the services it has.
     """
-    async with open_channel(address) as channel:
+    access = access_from_environment()
+    async with open_channel(address, access.tls) as channel:
         health = await _ask_health(channel, timeout_s)
         if health in ("refused", "silent"):
             return DaemonReport(health=health)
         asked: tuple[Callable[[grpc.aio.Channel, float], Awaitable[tuple[str, str]]], ...] = (
             _ask_scheduler,
             _ask_worker,
-            _ask_router,
+            lambda channel, timeout_s: _ask_router(channel, timeout_s, access),
         )
         answers = await asyncio.gather(*(ask(channel, timeout_s) for ask in asked), return_exceptions=True)
     for answer in answers:
@@ -79,9 +81,10 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> tuple[str,
     return str(reply.highest_epoch), f"{what.backend}, {what.num_slots} slots, {what.num_pages} pages{rank}"
 
 
-async def _ask_router(channel: grpc.aio.Channel, timeout_s: float) -> tuple[str, str]:
+async def _ask_router(channel: grpc.aio.Channel, timeout_s: float, access: Access) -> tuple[str, str]:
     stub = router_pb2_grpc.RouterAdminServiceStub(channel)
-    schedulers = (await stub.ListSchedulers(router_pb2.ListSchedulersRequest(), timeout=timeout_s)).schedulers
+    request = router_pb2.ListSchedulersRequest()
+    schedulers = (await stub.ListSchedulers(request, timeout=timeout_s, metadata=access.metadata)).schedulers
     connected = sum(scheduler.is_connected for scheduler in schedulers)
     running = sum(scheduler.num_running for scheduler in schedulers)
     return "", f"{running} running, schedulers {connected} of {len(schedulers)} connected"

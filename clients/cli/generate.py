@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from radixmesh.cli.access import Access, access_from_environment, access_of, add_access_flags
 from radixmesh.cli.output_printer import OutputPrinter
 from radixmesh.cli.routers import find_routers
 from radixmesh.cli.terminal import Terminal
@@ -40,8 +41,9 @@ def run(arguments: list[str]) -> int:
     terminal = Terminal()
     try:
         router = find_routers([options.router] if options.router else [], options.project)[0]
-        figures = asyncio.run(stream_request(router, build_request(options, _read_prompt(options.prompt)), terminal))
-    except (MeshError, NotRunningError) as error:
+        request = build_request(options, _read_prompt(options.prompt))
+        figures = asyncio.run(stream_request(router, request, terminal, access_of(options)))
+    except (MeshError, NotRunningError, OSError, ValueError) as error:
         Terminal(sys.stderr).error(f"radixmesh generate: {error}")
         return 1
     if options.stats:
@@ -60,16 +62,20 @@ async def stream_completion(router: str, prompt: str, terminal: Terminal) -> Non
     terminal.line(terminal.colour(_describe(figures), "2"))
 
 
-async def stream_request(router: str, request: router_pb2.GenerateRequest, terminal: Terminal) -> StreamFigures:
+async def stream_request(
+    router: str, request: router_pb2.GenerateRequest, terminal: Terminal, access: Access | None = None
+) -> StreamFigures:
     """Sends `request` to the router and shows what comes back. Raises MeshError, also where a single output failed."""
+    access = access or access_from_environment()
     started = time.monotonic()
     first_text_s: float | None = None
     printer = OutputPrinter(terminal, request.n if request.HasField("n") else 1)
     usages: list[common_pb2.Usage] = []
     failure: MeshError | None = None
-    async with open_channel(router) as channel:
+    async with open_channel(router, access.tls) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
         try:
-            async for response in router_pb2_grpc.RouterServiceStub(channel).Generate(request):
+            async for response in stub.Generate(request, metadata=access.metadata):
                 for delta in response.deltas:
                     if delta.text:
                         first_text_s = time.monotonic() - started if first_text_s is None else first_text_s
@@ -137,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", default="", help="name of the model, where several are served")
     parser.add_argument("--router", metavar="ADDRESS", help="default: RADIXMESH_ROUTER, or the cluster that runs here")
     parser.add_argument("-p", "--project", help="which cluster, if several run here")
+    add_access_flags(parser)
     parser.add_argument("--stats", action="store_true", help="write tokens and times to standard error at the end")
     return parser
 

@@ -1,7 +1,12 @@
 """`radixmesh health ADDRESS`: one grpc.health.v1 check. Exit code 0 if it serves, 1 if not. Made to start fast."""
 
 import argparse
+import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import grpc
 
 
 def run(arguments: list[str]) -> int:
@@ -15,12 +20,35 @@ def run(arguments: list[str]) -> int:
     return 0 if answer == "SERVING" else 1
 
 
+def _open(address: str) -> "grpc.Channel":
+    """With the files of TLS that the daemon beside us has. Raises MeshError for those that cannot be used."""
+    import grpc
+
+    options: tuple[tuple[str, int | str], ...] = (("grpc.enable_http_proxy", 0),)
+    if not os.environ.get("RADIXMESH_TLS_CA_FILE"):
+        return grpc.insecure_channel(address, options=options)
+    from radixmesh.daemons.runtime.tls_credentials import channel_credentials
+    from radixmesh.daemons.runtime.tls_files import TlsFiles
+
+    tls = TlsFiles.from_environment(os.environ)
+    name = tls.verified_name(is_unix=address.startswith("unix:"))
+    if name is not None:
+        options = (*options, ("grpc.ssl_target_name_override", name))
+    return grpc.secure_channel(address, channel_credentials(tls), options=options)
+
+
 def _ask(address: str, timeout_s: float) -> str:
     # The sync API, and only what the check needs: this runs once a second in every container.
     import grpc
     from grpc_health.v1 import health_pb2
 
-    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+    from radixmesh.daemons.runtime.errors import MeshError
+
+    try:
+        opened = _open(address)
+    except MeshError as error:
+        return str(error)
+    with opened as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

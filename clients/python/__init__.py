@@ -10,6 +10,7 @@
 from radixmesh.client.async_client import AsyncClient, AsyncStream
 from radixmesh.client.errors import (
     AbortedError,
+    AuthenticationError,
     BrokenStreamError,
     ClientStalledError,
     DeadlineExceededError,
@@ -23,11 +24,13 @@ from radixmesh.client.errors import (
 )
 from radixmesh.client.results import Chunk, Completion, CompletionOutput, Finish, Logprobs, Model, Usage
 from radixmesh.client.sync_client import Client, Stream
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 
 __all__ = [
     "AbortedError",
     "AsyncClient",
     "AsyncStream",
+    "AuthenticationError",
     "BrokenStreamError",
     "Chunk",
     "Client",
@@ -44,6 +47,7 @@ __all__ = [
     "OverloadedError",
     "RadixMeshError",
     "Stream",
+    "TlsFiles",
     "UnavailableError",
     "UnsupportedError",
     "Usage",

@@ -26,6 +26,7 @@ from radixmesh.client.results import Chunk, Completion, CompletionOutput, Logpro
 from radixmesh.client.tracker import Tracker
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
@@ -45,13 +46,23 @@ class AsyncClient:
 
     routers: addresses, "host:port" or "unix:/path"; requests take turns. resume_timeout_s: how long a request may be
     without any router before it fails with the last error; what the router said of the request itself is never retried.
+    api_key: for routers that ask for one. tls: files for routers that serve under TLS (ca_file), and ask who their
+    clients are (cert_file, key_file); None = plain. Raises MeshError for files that cannot be used.
     """
 
-    def __init__(self, routers: Sequence[str], *, resume_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        routers: Sequence[str],
+        *,
+        resume_timeout_s: float = 120.0,
+        api_key: str = "",
+        tls: TlsFiles | None = None,
+    ) -> None:
         if isinstance(routers, str) or not routers:
             raise ValueError("routers is a sequence of at least one address")
         self.resume_timeout_s = resume_timeout_s
-        self._channels = [open_channel(address) for address in routers]
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
+        self._channels = [open_channel(address, tls) for address in routers]
         self._stubs: list[RouterServiceAsyncStub] = [
             router_pb2_grpc.RouterServiceStub(channel) for channel in self._channels
         ]
@@ -87,6 +98,7 @@ class AsyncClient:
             request_id=options.get("request_id", ""),
             deadline_s=options.get("deadline_s"),
             resume_timeout_s=self.resume_timeout_s,
+            metadata=self._metadata,
         )
 
     async def complete(
@@ -112,7 +124,7 @@ class AsyncClient:
     async def abort(self, request_id: str) -> str:
         """Ends a request, whoever runs it: "found", "finished" (shortly before) or "unknown"."""
         request = router_pb2.AbortRequest(request_id=request_id)
-        answer = await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S))
+        answer = await self._ask(lambda stub: stub.Abort(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata))
         return router_pb2.AbortOutcome.Name(answer.outcome).removeprefix("ABORT_OUTCOME_").lower()
 
     async def tokenize(self, text: str | None = None, *, messages: Sequence[Message] | None = None) -> list[int]:
@@ -123,7 +135,7 @@ class AsyncClient:
             item.chat.CopyFrom(chat_from(messages))
         else:
             item.text = text or ""
-        answer = await self._ask(lambda stub: stub.Tokenize(request, timeout=_CALL_TIMEOUT_S))
+        answer = await self._ask(lambda stub: stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata))
         if answer.items[0].HasField("error"):
             raise error_from_proto(answer.items[0].error)
         ids: list[int] = unpack_ints(answer.items[0].ids, "ids").tolist()
@@ -131,8 +143,9 @@ class AsyncClient:
 
     async def models(self) -> list[Model]:
         """The models that can be asked for."""
+        request = router_pb2.GetModelInfoRequest()
         answer = await self._ask(
-            lambda stub: stub.GetModelInfo(router_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S)
+            lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata)
         )
         return [
             Model(
@@ -175,7 +188,9 @@ class AsyncStream:
         request_id: str,
         deadline_s: float | None,
         resume_timeout_s: float,
+        metadata: tuple[tuple[str, str], ...],
     ) -> None:
+        self._metadata = metadata
         self._stubs = itertools.cycle(stubs)
         self._num_routers = len(stubs)
         self._request = request
@@ -223,7 +238,7 @@ class AsyncStream:
         num_lost, pause_s = 0, _MIN_PAUSE_S
         failure: RadixMeshError | None = None
         while True:
-            call = next(self._stubs).Generate(self._next_request())
+            call = next(self._stubs).Generate(self._next_request(), metadata=self._metadata)
             try:
                 async for response in call:
                     self._count_resumption(is_first=response.HasField("resolved"))

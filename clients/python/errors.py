@@ -41,6 +41,10 @@ class NotFoundError(RadixMeshError):
     """No such model or request."""
 
 
+class AuthenticationError(RadixMeshError):
+    """The API key is missing, unknown, or not for this verb."""
+
+
 class OverloadedError(RadixMeshError):
     """There is no room now, or never will be for a request of this size (NEVER_FITS)."""
 
@@ -90,6 +94,8 @@ _STATUS_TO_CLASS: Mapping[str, type[RadixMeshError]] = {
     "ABORTED": AbortedError,
     "FAILED_PRECONDITION": MismatchError,
     "UNIMPLEMENTED": UnsupportedError,
+    "UNAUTHENTICATED": AuthenticationError,
+    "PERMISSION_DENIED": AuthenticationError,
 }
 
 

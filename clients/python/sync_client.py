@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from radixmesh.client.async_client import AsyncClient, AsyncStream
 from radixmesh.client.options import Message, Options
 from radixmesh.client.results import Chunk, Completion, Logprobs, Model
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -21,12 +22,19 @@ _T = TypeVar("_T")
 class Client:
     """As AsyncClient; may be shared by threads. Use it as a context manager, or close() it."""
 
-    def __init__(self, routers: Sequence[str], *, resume_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        routers: Sequence[str],
+        *,
+        resume_timeout_s: float = 120.0,
+        api_key: str = "",
+        tls: TlsFiles | None = None,
+    ) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="radixmesh-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._wait(_make_client(routers, resume_timeout_s))
+            self._client = self._wait(_make_client(routers, resume_timeout_s, api_key, tls))
         except BaseException:
             self._end_loop()
             raise
@@ -141,9 +149,11 @@ class Stream:
         return self._stream.num_resumptions
 
 
-async def _make_client(routers: Sequence[str], resume_timeout_s: float) -> AsyncClient:
+async def _make_client(
+    routers: Sequence[str], resume_timeout_s: float, api_key: str, tls: TlsFiles | None
+) -> AsyncClient:
     # grpc binds a channel to the loop that runs when it is made.
-    return AsyncClient(routers, resume_timeout_s=resume_timeout_s)
+    return AsyncClient(routers, resume_timeout_s=resume_timeout_s, api_key=api_key, tls=tls)
 
 
 async def _next_or_none(stream: AsyncStream) -> Chunk | None:

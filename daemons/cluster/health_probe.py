@@ -8,6 +8,9 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from radixmesh.daemons.cluster.hang_detector import ProbeAnswer
+from radixmesh.daemons.runtime.channel import name_options
+from radixmesh.daemons.runtime.tls_credentials import channel_credentials
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 
 # The channel outlives the process it asks: after a restart it must reconnect as soon as the port is open again.
 _CHANNEL_OPTIONS = (
@@ -45,10 +48,14 @@ class HealthProbe(ABC):
 
 
 class GrpcHealthProbe(HealthProbe):
-    """`grpc.health.v1.Health/Check` of the whole server."""
+    """`grpc.health.v1.Health/Check` of the whole server, with the files of TLS that it has itself."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
+        if tls is None or not tls.has_client:
+            self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        else:
+            options = (*_CHANNEL_OPTIONS, *name_options(address, tls))
+            self._channel = grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
         self._check = self._channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -76,6 +83,17 @@ class AlwaysServing(HealthProbe):
     async def ask(self, timeout_s: float) -> ProbeAnswer:
         await asyncio.sleep(0)
         return ProbeAnswer.SERVING
+
+    async def close(self) -> None:
+        return None
+
+
+class NeverReached(HealthProbe):
+    """For services whose health cannot be asked for."""
+
+    async def ask(self, timeout_s: float) -> ProbeAnswer:
+        await asyncio.sleep(0)
+        return ProbeAnswer.REFUSED
 
     async def close(self) -> None:
         return None

@@ -13,9 +13,11 @@ from radixmesh.daemons.cluster.child_process import ChildProcess
 from radixmesh.daemons.cluster.compose import HealthCheck
 from radixmesh.daemons.cluster.errors import SpawnError
 from radixmesh.daemons.cluster.hang_detector import HangDetector, Verdict
-from radixmesh.daemons.cluster.health_probe import AlwaysServing, GrpcHealthProbe, HealthProbe
+from radixmesh.daemons.cluster.health_probe import AlwaysServing, GrpcHealthProbe, HealthProbe, NeverReached
 from radixmesh.daemons.cluster.plan import ProcessSpec
 from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 
 _RECENT_LINES = 200
 _STATES = {
@@ -161,7 +163,13 @@ class ProcessSupervisor:
 
     def _probe(self) -> HealthProbe:
         address = self.spec.address
-        return AlwaysServing() if self.spec.health is None or address is None else GrpcHealthProbe(address)
+        if self.spec.health is None or address is None:
+            return AlwaysServing()
+        try:
+            return GrpcHealthProbe(address, TlsFiles.from_environment(self.spec.environment))
+        except MeshError as error:  # The process has the same files: it is about to say the same, and leave.
+            self._take_line(f"no health check: {error}")
+            return NeverReached()
 
     def _take_line(self, line: str) -> None:
         self._recent.append(line)

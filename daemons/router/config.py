@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
@@ -26,6 +27,10 @@ class RouterSettings(CommonSettings):
     tokenizer_wait_s: float = setting(10.0, "seconds that a prompt waits for a tokenizer")
     tokenizer_hedge_s: float = setting(0.4, "seconds after which a second tokenizer is asked too")
     migrate_after_s: float = setting(1.0, "seconds after which requests leave a scheduler whose group does not serve")
+    api_keys_file: Path | None = setting(
+        None, "keys that clients must send, one a line, a tenant's name behind it or not; read again when it changes"
+    )
+    admin_keys_file: Path | None = setting(None, "keys that may also add, remove and drain schedulers")
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")

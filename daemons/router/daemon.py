@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from radixmesh.daemons.router.admin_service import RouterAdminService
 from radixmesh.daemons.router.composition import Peers, make_router
@@ -12,6 +13,8 @@ from radixmesh.daemons.router.http.edge import make_http_server
 from radixmesh.daemons.router.http.server import HttpServer
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.service import RouterService
+from radixmesh.daemons.runtime.api_keys import ApiKeys
+from radixmesh.daemons.runtime.key_guard import KeyGuard
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.router.v1 import router_pb2_grpc
@@ -22,20 +25,32 @@ _DRAIN_POLL_S = 0.05
 _HTTP_STOP_S = 3.0
 
 
+def guard_of(settings: RouterSettings) -> KeyGuard:
+    """Raises MeshError for a file of keys that cannot be used."""
+    keys, admin_keys = settings.api_keys_file, settings.admin_keys_file
+    return KeyGuard(ApiKeys(keys) if keys else None, ApiKeys(admin_keys) if admin_keys else None)
+
+
 class RouterDaemon(Daemon):
     """Serves clients from the start: what needs a peer waits for it."""
 
     def __init__(self, runtime: Runtime, settings: RouterSettings) -> None:
-        peers = Peers(dial_scheduler=dial_scheduler, dial_detokenizer=dial_detokenizer, open_tokenizer=GrpcTokenizer)
+        tls, guard = settings.tls, guard_of(settings)
+        peers = Peers(
+            dial_scheduler=partial(dial_scheduler, tls=tls),
+            dial_detokenizer=partial(dial_detokenizer, tls=tls),
+            open_tokenizer=partial(GrpcTokenizer, tls=tls),
+        )
         self._router = make_router(settings, peers, runtime.instance_id, runtime.progress, runtime.metrics)
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         if settings.http_listen:
             self._http = make_http_server(
-                settings.http_listen, settings, self._router, runtime.progress, runtime.metrics
+                settings.http_listen, settings, self._router, guard, runtime.progress, runtime.metrics
             )
         self._clock: asyncio.Task[None] | None = None
         self._runtime = runtime
+        runtime.server.guard(guard)
         runtime.server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, RouterService(self._router))
         runtime.server.add(
             router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdminService(self._router.schedulers)

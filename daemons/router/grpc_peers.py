@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 
@@ -12,12 +12,21 @@ from radixmesh.daemons.router.frame_stream import FrameStream, Req, Resp
 from radixmesh.daemons.router.tokenizer_pool import TokenizerReplica
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
+if TYPE_CHECKING:
+    from radixmesh.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceAsyncStub
+
+log = get_logger(__name__)
+
 _Call = grpc.aio.StreamStreamCall[Req, Resp]
+# For calls that still run on a channel that was replaced.
+_CLOSE_S = 5.0
 
 
 class GrpcFrameStream(FrameStream[Req, Resp]):
@@ -54,43 +63,65 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
         return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": self._address})
 
 
-def dial_scheduler(address: str) -> FrameStream[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]:
-    channel = open_channel(address)
+def dial_scheduler(
+    address: str, tls: TlsFiles | None = None
+) -> FrameStream[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]:
+    channel = open_channel(address, tls)
     return GrpcFrameStream(channel, scheduler_pb2_grpc.SchedulerServiceStub(channel).Serve(), address)
 
 
 def dial_detokenizer(
-    address: str,
+    address: str, tls: TlsFiles | None = None
 ) -> FrameStream[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]:
-    channel = open_channel(address)
+    channel = open_channel(address, tls)
     return GrpcFrameStream(channel, detokenizer_pb2_grpc.DetokenizerServiceStub(channel).Detokenize(), address)
 
 
 class GrpcTokenizer(TokenizerReplica):
-    """A tokenizer daemon."""
+    """A tokenizer daemon. The channel lasts, so it is replaced when the files of TLS are."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: TlsFiles | None = None) -> None:
         self.address = address
-        self._channel = open_channel(address)
-        self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+        self._tls = tls or TlsFiles()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._open()
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest, timeout_s: float) -> tokenizer_pb2.EncodeResponse:
         try:
-            return await self._stub.Encode(request, timeout=timeout_s)
+            return await self._current().Encode(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest, timeout_s: float) -> tokenizer_pb2.DecodeResponse:
         try:
-            return await self._stub.Decode(request, timeout=timeout_s)
+            return await self._current().Decode(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
 
     async def vocabulary(self, timeout_s: float) -> tokenizer_pb2.GetVocabularyResponse:
         try:
-            return await self._stub.GetVocabulary(tokenizer_pb2.GetVocabularyRequest(), timeout=timeout_s)
+            return await self._current().GetVocabulary(tokenizer_pb2.GetVocabularyRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
 
     async def close(self) -> None:
-        await self._channel.close()
+        await asyncio.gather(self._channel.close(), *self._closing)
+
+    def _open(self) -> None:
+        self._stamp = self._tls.stamp()
+        self._channel = open_channel(self.address, self._tls)
+        self._stub = tokenizer_pb2_grpc.TokenizerServiceStub(self._channel)
+
+    def _current(self) -> TokenizerServiceAsyncStub:
+        if self._tls.has_client and self._tls.stamp() != self._stamp:
+            former = self._channel
+            try:
+                self._open()
+            except MeshError as error:  # Files that are half replaced: the next call looks again.
+                self._stamp = ()
+                log.warning("certificates_not_reloaded", error=str(error))
+                return self._stub
+            task = asyncio.ensure_future(former.close(_CLOSE_S))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        return self._stub

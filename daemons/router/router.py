@@ -21,6 +21,7 @@ from radixmesh.daemons.router.request_stream import RequestStream
 from radixmesh.daemons.router.resolver import check_resume
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.turnstile import Turnstile
+from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.metrics import Metrics
@@ -118,6 +119,9 @@ class Router:
     def open(self, message: router_pb2.GenerateRequest) -> RequestStream:
         """A stream for one request; nothing runs before its first take(). Raises MeshError."""
         self._progress.require_serving()
+        tenant = current_caller().tenant
+        if tenant:  # The key says whose the request is, whatever its sender does.
+            (message.resume.resolved if message.HasField("resume") else message).tenant = tenant
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         stream = RequestStream(self, message, request_id, Delivery(self._journal, self._turnstile))
         live = self._streams.get(request_id)

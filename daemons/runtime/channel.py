@@ -7,8 +7,10 @@ import json
 import grpc
 from grpc_health.v1 import health_pb2
 
-from .addresses import parse_address
+from .addresses import UNIX_PREFIX, parse_address
 from .server import KEEPALIVE, MAX_MESSAGE_BYTES
+from .tls_credentials import channel_credentials
+from .tls_files import TlsFiles
 
 # Read-only verbs that any peer may be asked twice. Encode is not here: the router retries it on *another* replica.
 _IDEMPOTENT = (
@@ -51,14 +53,26 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to "host:port" or "unix:/path"; connects lazily. Raises MeshError INVALID_ARGUMENT for other text."""
-    return grpc.aio.insecure_channel(parse_address(address), options=_OPTIONS)
+def open_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
+    """A channel to "host:port" or "unix:/path"; connects lazily. tls: None or without authorities = plain.
+
+    Raises MeshError INVALID_ARGUMENT for other text, and for a file of TLS that cannot be used.
+    """
+    target = parse_address(address)
+    if tls is None or not tls.has_client:
+        return grpc.aio.insecure_channel(target, options=_OPTIONS)
+    return grpc.aio.secure_channel(target, channel_credentials(tls), options=(*_OPTIONS, *name_options(target, tls)))
 
 
-async def check_health(address: str, timeout_s: float = 1.0, service: str = "") -> str:
+def name_options(target: str, tls: TlsFiles) -> tuple[tuple[str, str], ...]:
+    """Options of a channel under TLS for the name that the server's certificate must have."""
+    name = tls.verified_name(is_unix=target.startswith(UNIX_PREFIX))
+    return () if name is None else (("grpc.ssl_target_name_override", name),)
+
+
+async def check_health(address: str, timeout_s: float = 1.0, service: str = "", tls: TlsFiles | None = None) -> str:
     """What grpc.health.v1 says there: "SERVING", "NOT_SERVING", or "UNREACHABLE" if nobody answers in time."""
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,

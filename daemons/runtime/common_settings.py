@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from .settings import setting
+from .tls_files import TlsFiles
 
 
 class LogLevel(StrEnum):
@@ -29,7 +30,30 @@ class CommonSettings:
     drain_s: float = setting(30.0, "seconds that running work gets to finish after SIGTERM")
     stall_s: float = setting(10.0, "seconds of pending work without progress after which health is NOT_SERVING")
 
+    tls_cert_file: Path | None = setting(
+        None, "PEM certificate chain of this daemon: serves under TLS, and shows it to servers that ask"
+    )
+    tls_key_file: Path | None = setting(None, "PEM private key of the certificate, without a password")
+    tls_client_ca_file: Path | None = setting(
+        None, "PEM authorities: only clients with a certificate of theirs come in"
+    )
+    tls_ca_file: Path | None = setting(None, "PEM authorities of the servers that this daemon dials: dials under TLS")
+    tls_peer_name: str | None = setting(None, "name in the certificates of all servers, instead of their addresses'")
+
+    @property
+    def tls(self) -> TlsFiles:
+        """The files of TLS, for servers and channels."""
+        return TlsFiles(
+            cert_file=self.tls_cert_file,
+            key_file=self.tls_key_file,
+            client_ca_file=self.tls_client_ca_file,
+            ca_file=self.tls_ca_file,
+            peer_name=self.tls_peer_name,
+        )
+
     def __post_init__(self) -> None:
+        if fault := self.tls.fault():
+            raise ValueError(fault)
         if not self.listen:
             raise ValueError("--listen (or RADIXMESH_LISTEN): name at least one address")
         if self.drain_s < 0:

@@ -48,6 +48,8 @@ _STATUS_TO_REASONS: Mapping[str, tuple[str, ...]] = {
     "INTERNAL": ("INTERNAL", "STEP_FAILED", "UNSPECIFIED"),
     "DATA_LOSS": ("BAD_CHECKPOINT",),
     "OUT_OF_RANGE": ("RESNAPSHOT",),
+    "UNAUTHENTICATED": ("UNAUTHENTICATED",),
+    "PERMISSION_DENIED": ("PERMISSION_DENIED",),
 }
 _REASON_TO_STATUS: Mapping[str, str] = {
     reason: status for status, reasons in _STATUS_TO_REASONS.items() for reason in reasons

@@ -135,13 +135,14 @@ async def _live(
         instance_id=instance_id,
         progress=progress,
         metrics=metrics,
-        server=MeshServer(HealthService(progress), metrics.count_error),
+        server=MeshServer(HealthService(progress), metrics.count_error, settings.tls),
         _failed=asyncio.get_running_loop().create_future(),
     )
     daemon: Daemon | None = None
     endpoint: MetricsServer | None = None
     try:
         try:
+            settings.tls.check()
             daemon = await build(runtime)
             endpoint = serve_metrics(metrics, settings.metrics_listen) if settings.metrics_listen else None
             await _announce(runtime, settings, endpoint)

@@ -25,7 +25,7 @@ class MetricInfo:
 class MetricMaker:
     """daemon: metrics that others serve are made, and may be set, but are in no registry; empty = all are served.
 
-    `by` of every method: the daemons that serve the metric, separated by blanks.
+    `by` of every method: the daemons that serve the metric, separated by blanks, or "all".
     """
 
     def __init__(self, daemon: str) -> None:
@@ -60,7 +60,7 @@ class MetricMaker:
         daemons = tuple(by.split())
         info = MetricInfo(name=name, kind=kind, labels=tuple(labels), daemons=daemons, help_text=help_text)
         self.infos.append(info)
-        return self.registry if self._daemon in ("", *daemons) else None
+        return self.registry if self._daemon in ("", *daemons) or "all" in daemons else None
 
 
 class FastHistogram(Collector):

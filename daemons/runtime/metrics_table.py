@@ -21,7 +21,7 @@ def metrics_table() -> str:
     rows = ["| name | kind | labels | served by | what |", "|---|---|---|---|---|"]
     for info in Metrics().infos:
         labels = ", ".join(f"`{label}`" for label in info.labels)
-        daemons = "all" if len(info.daemons) == 5 else ", ".join(info.daemons)
+        daemons = ", ".join(info.daemons)
         rows.append(f"| `{info.name}` | {info.kind} | {labels} | {daemons} | {info.help_text} |")
     return "\n".join(rows) + "\n"
 

@@ -44,6 +44,8 @@ _STATUS_TO_REASON = {
     grpc.StatusCode.CANCELLED: ErrorReason.ERROR_REASON_ABORTED,
     grpc.StatusCode.UNIMPLEMENTED: ErrorReason.ERROR_REASON_UNSUPPORTED,
     grpc.StatusCode.RESOURCE_EXHAUSTED: ErrorReason.ERROR_REASON_TOO_LARGE,
+    grpc.StatusCode.UNAUTHENTICATED: ErrorReason.ERROR_REASON_UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: ErrorReason.ERROR_REASON_PERMISSION_DENIED,
 }
 
 
@@ -94,7 +96,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 return await self._abort(context, _as_mesh_error(error, method))
 
         serialize = cast("Callable[[object], bytes] | None", handler.response_serializer)
-        return _FACTORIES[handler.request_streaming, handler.response_streaming](call, None, serialize)
+        return FACTORIES[handler.request_streaming, handler.response_streaming](call, None, serialize)
 
     async def _abort(self, context: _Context, error: MeshError) -> object:
         if self._on_error is not None:
@@ -211,7 +213,7 @@ def _request_id_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     return ""
 
 
-_FACTORIES = {
+FACTORIES = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
     (True, False): grpc.stream_unary_rpc_method_handler,

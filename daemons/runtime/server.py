@@ -12,9 +12,13 @@ from grpc_reflection.v1alpha import reflection
 from radixmesh.common.v1.common_pb2 import ErrorReason
 
 from .addresses import UNIX_PREFIX, parse_address
+from .auth_interceptor import AuthInterceptor
 from .errors import MeshError
 from .health import HealthService
+from .key_guard import KeyGuard
 from .rpc_errors import ErrorInterceptor
+from .tls_credentials import server_credentials
+from .tls_files import TlsFiles
 
 _Servicer = TypeVar("_Servicer")
 
@@ -47,11 +51,19 @@ class MeshServer:
     """Serves the services of one daemon on any number of addresses.
 
     health: its service is registered here, and closed first on stop. on_error: told of every typed error that leaves.
+    tls: what every address is served under; None or without a certificate = plain.
     """
 
-    def __init__(self, health: HealthService, on_error: Callable[[MeshError], None] | None = None) -> None:
+    def __init__(
+        self,
+        health: HealthService,
+        on_error: Callable[[MeshError], None] | None = None,
+        tls: TlsFiles | None = None,
+    ) -> None:
         self._health = health
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(on_error)], options=_OPTIONS)
+        self._tls = tls
+        self._auth = AuthInterceptor()
+        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(on_error), self._auth], options=_OPTIONS)
         self._service_names: list[str] = []
         self._addresses: tuple[str, ...] = ()
         self.add(health_pb2_grpc.add_HealthServicer_to_server, health)
@@ -69,15 +81,21 @@ class MeshServer:
             self._service_names.append(name)
             self._health.add_service(name)
 
+    def guard(self, guard: KeyGuard) -> None:
+        """From now on every call but health needs a key that the guard knows."""
+        self._auth.guard = guard
+
     async def start(self, listen: Sequence[str]) -> tuple[str, ...]:
         """Binds "host:port" (port 0: any free one) and "unix:/path" addresses and serves.
 
-        Returns the bound addresses, ports filled in. Raises MeshError INVALID_ARGUMENT if one cannot be bound.
+        Returns the bound addresses, ports filled in. Raises MeshError INVALID_ARGUMENT if one cannot be bound, or a
+        file of TLS cannot be used.
         """
         if not listen:
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, "name at least one address to listen on")
         reflection.enable_server_reflection((*self._service_names, reflection.SERVICE_NAME), self._server)
-        self._addresses = tuple(self._bind(address) for address in listen)
+        credentials = server_credentials(self._tls) if self._tls is not None and self._tls.has_server else None
+        self._addresses = tuple(self._bind(address, credentials) for address in listen)
         await self._server.start()
         return self._addresses
 
@@ -90,10 +108,13 @@ class MeshServer:
         """Returns when the server has stopped."""
         await self._server.wait_for_termination()
 
-    def _bind(self, address: str) -> str:
+    def _bind(self, address: str, credentials: grpc.ServerCredentials | None) -> str:
         target = parse_address(address)
         try:
-            port = self._server.add_insecure_port(target)
+            if credentials is None:
+                port = self._server.add_insecure_port(target)
+            else:
+                port = self._server.add_secure_port(target, credentials)
         except RuntimeError as error:
             message = f"cannot listen on {address} ({error}): is another process there, or the folder missing?"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "listen"}) from error

@@ -22,7 +22,7 @@ class SchedulerDaemon(Daemon):
     Serve answers NOT_SERVING). A group that is lost later is no illness of the scheduler: Load says so."""
 
     def __init__(self, runtime: Runtime, settings: SchedulerSettings) -> None:
-        group = GroupClient(settings.workers[0], runtime.instance_id, self._on_state)
+        group = GroupClient(settings.workers[0], runtime.instance_id, self._on_state, settings.tls)
         self.engine = Engine(settings, group, runtime.progress, runtime.metrics)
         self.servicer = SchedulerServicer(
             self.engine,

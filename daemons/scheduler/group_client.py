@@ -23,6 +23,7 @@ from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import make_hello
 from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.messages import group_from_proto, model_identity_of
 from radixmesh.daemons.scheduler.worker_stream import WorkerStream
@@ -64,10 +65,13 @@ class ClaimedGroup:
 class GroupClient:
     """Claims the worker at `address` whenever nobody else lives on it. on_state: told of every change of state."""
 
-    def __init__(self, address: str, instance_id: str, on_state: Callable[[GroupState], None]) -> None:
+    def __init__(
+        self, address: str, instance_id: str, on_state: Callable[[GroupState], None], tls: TlsFiles | None = None
+    ) -> None:
         self._address = address
         self._instance_id = instance_id
         self._on_state = on_state
+        self._tls = tls
         self.identity = common_pb2.ModelIdentity()
         """Of the model that the group serves, as last seen."""
 
@@ -75,7 +79,12 @@ class GroupClient:
         """Returns once the group is ours, however long that takes."""
         backoff = _FIRST_BACKOFF_S
         while True:
-            channel = open_channel(self._address)
+            try:
+                channel = open_channel(self._address, self._tls)
+            except MeshError as error:  # Files of TLS that are half replaced.
+                log.warning("group_not_claimed", worker=self._address, error=str(error))
+                await asyncio.sleep(_MAX_BACKOFF_S)
+                continue
             stream = WorkerStream(channel, make_hello(daemon="scheduler", instance_id=self._instance_id))
             try:
                 group = await self._try_claim(stream, channel)

@@ -12,6 +12,7 @@ import pytest
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 COMPOSE = Path(__file__).parents[2] / "compose"
@@ -58,11 +59,14 @@ async def running_mesh(
     router: Mapping[str, object] | None = None,
     tokenizer: Mapping[str, object] | None = None,
     detokenizer: Mapping[str, object] | None = None,
+    api_key: str = "",
+    tls: TlsFiles | None = None,
     timeout_s: float = 60.0,
 ) -> AsyncIterator[Mesh]:
     """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
 
     `model`: a folder of compose/models/; simulated meshes have the vocabulary of the tiny Llama only.
+    api_key, tls: how the mesh's client gets in, where daemons are told to ask.
     The scheduler checks the page invariant after every step; a breach ends its epoch, and is among the mesh's bugs.
     """
     environment = {
@@ -84,7 +88,7 @@ async def running_mesh(
     async with cluster:
         await cluster.wait_healthy(timeout_s)
         routers = [cluster.address("router", replica + 1) for replica in range((scale or {}).get("router", 1))]
-        async with AsyncClient(routers) as client:
+        async with AsyncClient(routers, api_key=api_key, tls=tls) as client:
             assert [served.name for served in await client.models()] == [model]
             yield Mesh(cluster=cluster, client=client, routers=routers, bugs=bugs)
 

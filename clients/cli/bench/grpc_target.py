@@ -23,7 +23,7 @@ class GrpcTarget(Target):
 
     def __init__(self, routers: Sequence[str], options: TargetOptions) -> None:
         try:
-            self._client = AsyncClient(routers)
+            self._client = AsyncClient(routers, api_key=options.api_key, tls=options.tls)
         except (MeshError, ValueError) as error:
             raise TargetError(str(error)) from error
         self._options = options

@@ -34,7 +34,9 @@ class OpenAITarget(Target):
         headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(
+                limit=0, ssl=options.tls.client_context() if options.tls.has_client else True
+            ),
             timeout=aiohttp.ClientTimeout(total=options.timeout_s),
             read_bufsize=_EVENT_BYTES,
         )

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from radixmesh.cli.access import access_of
 from radixmesh.cli.bench.datasets import make_turns, plain_turns
 from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, load_turns
@@ -64,12 +65,14 @@ async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 
 def _target_options(options: argparse.Namespace) -> TargetOptions:
+    access = access_of(options)
     return TargetOptions(
         model=options.model,
         temperature=options.temperature,
         ignores_eos=not options.respect_eos,
         timeout_s=options.timeout,
-        api_key=options.api_key,
+        api_key=access.api_key or options.api_key,
+        tls=access.tls,
         is_plain=options.plain,
         is_ids_only=options.ids_only,
     )

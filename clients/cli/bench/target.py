@@ -9,18 +9,20 @@ from urllib.parse import urlsplit
 
 from radixmesh.cli.bench.load_turn import Prompt
 from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.daemons.runtime.tls_files import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
     """How every request is sent. model: "" = the first. timeout_s: of one request. is_plain: nothing that OpenAI's API
-    does not know. is_ids_only: no text is made (gRPC)."""
+    does not know. is_ids_only: no text is made (gRPC). tls: authorities of the server, and who this client is."""
 
     model: str = ""
     temperature: float = 0.0
     ignores_eos: bool = True
     timeout_s: float = 600.0
     api_key: str = ""
+    tls: TlsFiles = TlsFiles()
     is_plain: bool = False
     is_ids_only: bool = False
 

@@ -1,4 +1,4 @@
-import { credentials } from "@grpc/grpc-js";
+import { Metadata, credentials } from "@grpc/grpc-js";
 
 import { unpackInts } from "./arrays.js";
 import { errorFromProto, errorFromRpc, isRetriable, isTransportError } from "./errors.js";
@@ -35,13 +35,16 @@ export class RadixMesh {
    * @param {string[]} config.routers addresses, "host:port" or "unix:/path"; requests take turns
    * @param {number} [config.resumeTimeoutMs] how long a request may be without any router before it fails with the last
    *   error; what the router said of the request itself is never retried
+   * @param {string} [config.apiKey] for routers that ask for one
+   * @param {Tls} [config.tls] for routers that serve under TLS; left out = plain
    */
-  constructor({ routers, resumeTimeoutMs = 120_000 }) {
+  constructor({ routers, resumeTimeoutMs = 120_000, apiKey = "", tls }) {
     if (!Array.isArray(routers) || routers.length === 0) throw new TypeError("routers is an array of at least one address");
     const RouterService = loadRouterService();
     this.#routers = routers.map((address) => ({
       address,
-      stub: /** @type {any} */ (new RouterService(address, credentials.createInsecure(), CHANNEL_OPTIONS)),
+      stub: /** @type {any} */ (new RouterService(address, credentialsOf(tls), { ...CHANNEL_OPTIONS, ...nameOptions(tls, address) })),
+      metadata: metadataOf(apiKey),
     }));
     this.#resumeTimeoutMs = resumeTimeoutMs;
   }
@@ -134,9 +137,9 @@ export class RadixMesh {
    */
   async #ask(method, request) {
     let last;
-    for (const { stub } of this.#inTurn()) {
+    for (const { stub, metadata } of this.#inTurn()) {
       try {
-        return await unary(stub, method, request);
+        return await unary(stub, method, request, metadata);
       } catch (rpcError) {
         last = errorFromRpc(rpcError);
         if (!isTransportError(rpcError) && !isRetriable(last)) break;
@@ -146,11 +149,39 @@ export class RadixMesh {
   }
 }
 
-/** @param {any} stub @param {string} method @param {object} request */
-function unary(stub, method, request) {
+/**
+ * Files of TLS, in PEM, as they were read.
+ *
+ * @typedef {object} Tls
+ * @property {Buffer} ca authorities of the routers
+ * @property {Buffer} [cert] certificate of this client, for routers that ask
+ * @property {Buffer} [key] its key
+ * @property {string} [peerName] name in the routers' certificates, instead of their addresses'
+ */
+
+/** @param {Tls | undefined} tls */
+function credentialsOf(tls) {
+  return tls ? credentials.createSsl(tls.ca, tls.key ?? null, tls.cert ?? null) : credentials.createInsecure();
+}
+
+/** The name that a router's certificate must have; behind a unix socket nobody has one. @param {Tls | undefined} tls @param {string} address */
+function nameOptions(tls, address) {
+  const name = tls?.peerName ?? (tls && address.startsWith("unix:") ? "localhost" : undefined);
+  return name ? { "grpc.ssl_target_name_override": name } : {};
+}
+
+/** @param {string} apiKey */
+function metadataOf(apiKey) {
+  const metadata = new Metadata();
+  if (apiKey) metadata.set("authorization", `Bearer ${apiKey}`);
+  return metadata;
+}
+
+/** @param {any} stub @param {string} method @param {object} request @param {Metadata} metadata */
+function unary(stub, method, request, metadata) {
   return new Promise((resolve, reject) => {
     const deadline = Date.now() + CALL_TIMEOUT_MS;
-    stub[method](request, { deadline }, (/** @type {any} */ error, /** @type {any} */ answer) =>
+    stub[method](request, metadata, { deadline }, (/** @type {any} */ error, /** @type {any} */ answer) =>
       error ? reject(error) : resolve(answer),
     );
   });

@@ -56,6 +56,9 @@ export class MismatchError extends RadixMeshError {}
 /** The mesh knows the option and does not offer it. */
 export class UnsupportedError extends RadixMeshError {}
 
+/** The API key is missing, unknown, or not for this verb. */
+export class AuthenticationError extends RadixMeshError {}
+
 /** The router sent a gap or a repetition: a bug. */
 export class BrokenStreamError extends RadixMeshError {}
 
@@ -70,6 +73,8 @@ const BY_STATUS = new Map([
   [Status.CANCELLED, [AbortedError, "ABORTED"]],
   [Status.ABORTED, [AbortedError, "ABORTED"]],
   [Status.FAILED_PRECONDITION, [MismatchError, "INTERNAL"]],
+  [Status.UNAUTHENTICATED, [AuthenticationError, "UNAUTHENTICATED"]],
+  [Status.PERMISSION_DENIED, [AuthenticationError, "PERMISSION_DENIED"]],
   [Status.UNIMPLEMENTED, [UnsupportedError, "UNSUPPORTED"]],
 ]);
 
@@ -82,6 +87,7 @@ const BY_REASON = {
   ...classOf(MismatchError, "STALE_ATTEMPT VERSION_MISMATCH MODEL_MISMATCH TOKENIZER_MISMATCH SAMPLER_MISMATCH"),
   ...classOf(MismatchError, "PROTOCOL_VIOLATION EPOCH_FENCED STEP_GAP SLOT_CONFLICT PAGE_CONFLICT GROUP_GENERATION"),
   ...classOf(UnsupportedError, "UNSUPPORTED"),
+  ...classOf(AuthenticationError, "UNAUTHENTICATED PERMISSION_DENIED"),
   ...classOf(OverloadedError, "NEVER_FITS OVERLOADED JOURNAL_FULL BLOB_TOO_LARGE TOO_LARGE"),
   ...classOf(UnavailableError, "NO_REPLICA NOT_SERVING GROUP_LOST"),
   ...classOf(DeadlineExceededError, "DEADLINE_EXCEEDED STEP_TIMEOUT"),

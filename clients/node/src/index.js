@@ -10,6 +10,7 @@
 export { RadixMesh } from "./client.js";
 export {
   AbortedError,
+  AuthenticationError,
   BrokenStreamError,
   ClientStalledError,
   DeadlineExceededError,

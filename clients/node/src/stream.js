@@ -36,7 +36,7 @@ export class GenerateStream {
   /**
    * Made by RadixMesh.generate.
    *
-   * @param {{address: string, stub: any}[]} routers in the order in which they are tried
+   * @param {{address: string, stub: any, metadata: any}[]} routers in the order in which they are tried
    * @param {Record<string, any>} request
    * @param {import("./options.js").Options} options
    * @param {number} resumeTimeoutMs
@@ -120,8 +120,8 @@ export class GenerateStream {
   /** Starts the next try at the next router. */
   #open() {
     this.#signal?.throwIfAborted();
-    const { address, stub } = this.#routers[this.#numTries % this.#routers.length];
-    const call = stub.generate(this.#nextRequest());
+    const { address, stub, metadata } = this.#routers[this.#numTries % this.#routers.length];
+    const call = stub.generate(this.#nextRequest(), metadata);
     // Cancelling a call that nobody reads any more still makes it emit its error.
     call.on("error", () => {});
     this.#signal?.addEventListener("abort", this.#cancel);

@@ -6,9 +6,12 @@ from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.body import BodyReader
 from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.key_check import KeyCheck
 from radixmesh.daemons.router.http.server import HttpServer
+from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.router.http.tokens import TokenTables
 from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.runtime.key_guard import KeyGuard
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress
 
@@ -17,9 +20,12 @@ _CUT_AFTER_S = 1.0
 
 
 def make_http_server(
-    address: str, settings: RouterSettings, router: Router, progress: Progress, metrics: Metrics
+    address: str, settings: RouterSettings, router: Router, guard: KeyGuard, progress: Progress, metrics: Metrics
 ) -> HttpServer:
-    """The server at "host:port", not started yet. Raises MeshError INVALID_ARGUMENT for other text."""
+    """The server at "host:port", not started yet.
+
+    Raises MeshError INVALID_ARGUMENT for other text, and for a file of TLS that cannot be used.
+    """
     context = HttpContext(
         router=router,
         tables=TokenTables(router),
@@ -27,10 +33,12 @@ def make_http_server(
         metrics=metrics,
         progress=progress,
     )
+    app = make_app(context)
     return HttpServer(
-        make_app(context),
+        app if guard.is_open else KeyCheck(app, guard, metrics),
         address,
         idle_s=settings.http_idle_s,
         stall_s=settings.client_stall_s + _CUT_AFTER_S,
         max_connections=settings.http_connections,
+        tls=FollowedContext(settings.tls) if settings.tls.has_server else None,
     )

@@ -24,6 +24,8 @@ _STATUS_TO_HTTP: Mapping[str, int] = {
     "UNAVAILABLE": 503,
     "DEADLINE_EXCEEDED": 408,
     "CANCELLED": CLIENT_CLOSED,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
 }
 _REASON_TO_HTTP: Mapping[str, int] = {
     # Retrying cannot help.
@@ -35,6 +37,8 @@ _REASON_TO_HTTP: Mapping[str, int] = {
     "STALE_ATTEMPT": 409,
 }
 _HTTP_TO_TYPE: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
     408: "timeout_error",
     409: "conflict_error",
     429: "rate_limit_error",
@@ -120,6 +124,8 @@ class RefusedBody(ErrorResponse):
 
 
 def _headers_of(error: MeshError) -> dict[str, str]:
+    if http_status(error) == 401:
+        return {"www-authenticate": "Bearer"}
     if http_status(error) not in (429, 503):
         return {}
     after_ms = error.metadata.get("retry_after_ms", "")

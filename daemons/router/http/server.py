@@ -15,6 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.errors import ErrorResponse
+from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.runtime.addresses import split_host_port
 from radixmesh.daemons.runtime.errors import MeshError
 
@@ -30,25 +31,36 @@ class HttpServer:
     """bind(), then serve() until stop().
 
     idle_s: how long a connection may be without a request, or with half of one's head. stall_s: how long a client may
-    read nothing of what is ready for it. max_connections: further ones are refused.
+    read nothing of what is ready for it. max_connections: further ones are refused. tls: None = plain HTTP.
     """
 
-    def __init__(self, app: ASGIApp, address: str, *, idle_s: float, stall_s: float, max_connections: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        address: str,
+        *,
+        idle_s: float,
+        stall_s: float,
+        max_connections: int,
+        tls: FollowedContext | None = None,
+    ) -> None:
         self._host, self._port = split_host_port(address)
-        self._server = _EmbeddedServer(
-            uvicorn.Config(
-                cast("uvicorn._types.ASGIApplication", app),
-                http=_protocol_class(idle_s, stall_s, max_connections),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_keep_alive=int(idle_s) or 1,
-                timeout_graceful_shutdown=_CLOSE_GRACE_S,
-            )
+        config = uvicorn.Config(
+            cast("uvicorn._types.ASGIApplication", app),
+            http=_protocol_class(idle_s, stall_s, max_connections),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=int(idle_s) or 1,
+            timeout_graceful_shutdown=_CLOSE_GRACE_S,
         )
+        config.load()
+        # uvicorn would read the files itself, once.
+        config.ssl = tls.context if tls is not None else None
+        self._server = _EmbeddedServer(config)
         self._listener: socket.socket | None = None
 
     def bind(self) -> str:

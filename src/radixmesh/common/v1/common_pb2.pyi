@@ -53,6 +53,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_BAD_CHECKPOINT: _ClassVar[ErrorReason]
     ERROR_REASON_INVALID_GRAMMAR: _ClassVar[ErrorReason]
     ERROR_REASON_RESNAPSHOT: _ClassVar[ErrorReason]
+    ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
+    ERROR_REASON_PERMISSION_DENIED: _ClassVar[ErrorReason]
 
 class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -112,6 +114,8 @@ ERROR_REASON_STEP_FAILED: ErrorReason
 ERROR_REASON_BAD_CHECKPOINT: ErrorReason
 ERROR_REASON_INVALID_GRAMMAR: ErrorReason
 ERROR_REASON_RESNAPSHOT: ErrorReason
+ERROR_REASON_UNAUTHENTICATED: ErrorReason
+ERROR_REASON_PERMISSION_DENIED: ErrorReason
 TASK_UNSPECIFIED: Task
 TASK_GENERATE: Task
 TASK_EMBED: Task

@@ -77,7 +77,7 @@ class OutputProgress(_message.Message):
     def __init__(self, output_ids: _Optional[bytes] = ..., text_bytes: _Optional[int] = ..., is_finished: bool = ...) -> None: ...
 
 class Resolved(_message.Message):
-    __slots__ = ("request_id", "model", "model_identity", "prompt_ids", "seeds", "sampling", "stop", "grammar", "ids_only", "cache_salt", "priority", "tenant", "task")
+    __slots__ = ("request_id", "model", "model_identity", "prompt_ids", "seeds", "sampling", "stop", "grammar", "ids_only", "cache_salt", "priority", "tenant", "task", "trace_context")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,7 @@ class Resolved(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     model_identity: _common_pb2.ModelIdentity
@@ -104,7 +105,8 @@ class Resolved(_message.Message):
     priority: int
     tenant: str
     task: _common_pb2.Task
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., prompt_ids: _Optional[bytes] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., ids_only: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ...) -> None: ...
+    trace_context: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., prompt_ids: _Optional[bytes] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., ids_only: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("resolved", "deltas", "prompt_logprobs", "finished")

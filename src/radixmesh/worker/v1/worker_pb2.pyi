@@ -286,7 +286,7 @@ class RankPlan(_message.Message):
     def __init__(self, release_slots: _Optional[bytes] = ..., release_generations: _Optional[bytes] = ..., admits: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ..., grants: _Optional[_Union[Grants, _Mapping]] = ..., page_copies: _Optional[_Union[PageCopies, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., decode_set: _Optional[_Union[DecodeSet, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("slot", "generation", "request_id", "index", "task", "prompt_ids", "output_ids", "cached_len", "cached_pages", "cached_page_generations", "max_total_len", "sampling", "min_tokens", "suppressed_ids", "logprobs_start", "cache_namespace", "grammar_hash", "adapter", "embeddings")
+    __slots__ = ("slot", "generation", "request_id", "index", "task", "prompt_ids", "output_ids", "cached_len", "cached_pages", "cached_page_generations", "max_total_len", "sampling", "min_tokens", "suppressed_ids", "logprobs_start", "cache_namespace", "grammar_hash", "adapter", "embeddings", "trace_context")
     SLOT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +306,7 @@ class Admit(_message.Message):
     GRAMMAR_HASH_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     slot: int
     generation: int
     request_id: str
@@ -325,7 +326,8 @@ class Admit(_message.Message):
     grammar_hash: str
     adapter: str
     embeddings: _containers.RepeatedCompositeFieldContainer[_common_pb2.EmbeddingSpan]
-    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ..., cached_len: _Optional[int] = ..., cached_pages: _Optional[bytes] = ..., cached_page_generations: _Optional[bytes] = ..., max_total_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_tokens: _Optional[int] = ..., suppressed_ids: _Optional[bytes] = ..., logprobs_start: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., adapter: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ...) -> None: ...
+    trace_context: str
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ..., cached_len: _Optional[int] = ..., cached_pages: _Optional[bytes] = ..., cached_page_generations: _Optional[bytes] = ..., max_total_len: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., min_tokens: _Optional[int] = ..., suppressed_ids: _Optional[bytes] = ..., logprobs_start: _Optional[int] = ..., cache_namespace: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., adapter: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class Grants(_message.Message):
     __slots__ = ("slots", "counts", "pages")

@@ -1,0 +1,36 @@
+"""HTTP under TLS, by files that may be replaced while the server runs."""
+
+from __future__ import annotations
+
+import ssl
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.tls_files import TlsFiles
+
+log = get_logger(__name__)
+
+
+class FollowedContext:
+    """context: what the server is given. Every handshake goes on in a context of the files as they are then."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises MeshError naming a file that cannot be used."""
+        self._files = files
+        self._stamp = files.stamp()
+        self._current = files.server_context()
+        self.context = files.server_context()
+        # Called whether or not the client names a server.
+        self.context.sni_callback = self._choose
+
+    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
+        stamp = self._files.stamp()
+        if stamp != self._stamp:
+            try:
+                self._current = self._files.server_context()
+            except MeshError as error:
+                log.warning("certificates_not_reloaded", error=str(error))
+            else:
+                self._stamp = stamp
+                log.info("certificates_reloaded", cert_file=self._files.cert_file)
+        connection.context = self._current

@@ -1,0 +1,60 @@
+"""API keys at the gRPC edge: a call is refused before its handler, or any byte of its request, is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import NoReturn, TypeVar, cast
+
+import grpc
+
+from .caller import set_caller
+from .errors import MeshError
+from .key_guard import KeyGuard
+from .rpc_errors import FACTORIES
+
+_Req = TypeVar("_Req")
+_Resp = TypeVar("_Resp")
+
+_AUTHORIZATION = "authorization"
+# Supervisors and load balancers have no key, and learn nothing here but a state.
+_OPEN = ("/grpc.health.v1.Health/",)
+_ADMIN = ("/radixmesh.router.v1.RouterAdminService/",)
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Asks the guard, once there is one. The ErrorInterceptor before it makes statuses of what it raises."""
+
+    def __init__(self) -> None:
+        self.guard: KeyGuard | None = None
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Req, _Resp] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[_Req, _Resp] | None:
+        handler = await continuation(handler_call_details)
+        method = handler_call_details.method
+        if self.guard is None or handler is None or method.startswith(_OPEN):
+            return handler
+        authorization = _header(handler_call_details.invocation_metadata)
+        try:
+            set_caller(self.guard.check(authorization, method, is_admin=method.startswith(_ADMIN)))
+        except MeshError as error:
+            return cast("grpc.RpcMethodHandler[_Req, _Resp]", _refusal(handler, error))
+        return handler
+
+
+def _refusal(handler: grpc.RpcMethodHandler[_Req, _Resp], error: MeshError) -> grpc.RpcMethodHandler[object, object]:
+    """A handler of the same shape that only refuses. It takes any bytes for a request: they are not looked at."""
+
+    async def refuse(request: object, context: object) -> NoReturn:
+        raise error
+
+    return FACTORIES[handler.request_streaming, handler.response_streaming](refuse, None, None)
+
+
+def _header(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    for key, value in metadata or ():
+        if key == _AUTHORIZATION and isinstance(value, str):
+            return value
+    return None

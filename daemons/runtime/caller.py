@@ -1,0 +1,28 @@
+"""Who makes the call that the current task works for, as far as an API key tells."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """tenant: named beside the key; empty = none is."""
+
+    tenant: str = ""
+
+
+_NOBODY = Caller()
+# A context variable is per task, not global state: each handler sees its own.
+_caller: ContextVar[Caller] = ContextVar("radixmesh_caller", default=_NOBODY)
+
+
+def set_caller(caller: Caller) -> None:
+    """Binds the caller for the rest of the current task."""
+    _caller.set(caller)
+
+
+def current_caller() -> Caller:
+    """The bound caller; one without a tenant where no key was asked for."""
+    return _caller.get()

@@ -1,0 +1,166 @@
+"""Servers and channels of the runtime under TLS, mutual TLS and API keys: who gets in, and what the others are told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.certificates import make_certificates, tls_of
+from support.runtime_servicers import serving
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.api_keys import ApiKeys
+from radixmesh.daemons.runtime.channel import check_health, open_channel
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.key_guard import KeyGuard
+from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
+
+KEY = "key-0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_certificates(tmp_path_factory.mktemp("tls") / "theirs")
+
+
+async def answer(address: str, tls: TlsFiles | None, *, key: str = "") -> str:
+    """OK, or the status and reason that a unary call gets."""
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    async with open_channel(address, tls) as channel:
+        stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        try:
+            # Not one of the verbs that are retried: a refused handshake is told at once.
+            request = tokenizer_pb2.EncodeRequest()
+            await stub.Encode(request, timeout=5, metadata=metadata)
+        except grpc.aio.AioRpcError as error:
+            reason = mesh_error_from_rpc(error).reason_name
+            # EMPTY_PROMPT: the handler was reached.
+            return "OK" if reason == "EMPTY_PROMPT" else error.code().name
+    return "OK"
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "unix"])
+async def test_mutual_tls_lets_in_who_has_our_certificate_alone(
+    ours: Path, theirs: Path, tmp_path: Path, listen: str
+) -> None:
+    listen = f"unix:{tmp_path}/s" if listen == "unix" else listen
+    client = tls_of(ours, "client")
+    async with serving(listen, tls=tls_of(ours, "tokenizer", asks_clients=True)) as bench:
+        assert await answer(bench.address, client) == "OK"
+        assert await answer(bench.address, tls_of(ours, "router")) == "OK"
+        assert await check_health(bench.address, tls=client) == "SERVING"
+        assert await answer(bench.address, replace(client, peer_name="tokenizer")) == "OK"
+        refused = {
+            "plain": None,
+            "no certificate": replace(client, cert_file=None, key_file=None),
+            "another authority's certificate": replace(tls_of(theirs, "client"), ca_file=client.ca_file),
+            "believes another authority": replace(client, ca_file=theirs / "ca.pem"),
+            "another name": replace(client, peer_name="worker"),
+        }
+        for what, tls in refused.items():
+            assert await answer(bench.address, tls) == "UNAVAILABLE", what
+            assert await check_health(bench.address, tls=tls) == "UNREACHABLE", what
+    assert bench.errors == [] or {error.reason_name for error in bench.errors} == {"EMPTY_PROMPT"}
+
+
+async def test_tls_alone_lets_in_clients_without_certificates(ours: Path) -> None:
+    async with serving(tls=tls_of(ours, "tokenizer")) as bench:
+        assert await answer(bench.address, TlsFiles(ca_file=ours / "ca.pem")) == "OK"
+        assert await answer(bench.address, None) == "UNAVAILABLE"
+    async with serving() as bench:
+        assert await answer(bench.address, tls_of(ours, "client")) == "UNAVAILABLE", "a plain server is no TLS server"
+
+
+async def test_certificates_are_renewed_in_place(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "live"
+    shutil.copytree(ours, folder)
+    moment = 1_000_000_000
+
+    def install(name: str, source: Path) -> None:
+        nonlocal moment
+        moment += 10
+        shutil.copy(source / name, folder / "new")
+        os.utime(folder / "new", (moment, moment))
+        (folder / "new").replace(folder / name)
+
+    async with serving(tls=tls_of(folder, "tokenizer", asks_clients=True)) as bench:
+        assert await answer(bench.address, tls_of(ours, "client")) == "OK"
+        install("tokenizer.pem", theirs)
+        assert await answer(bench.address, tls_of(ours, "client")) == "OK", "half replaced: the former ones stay"
+        install("tokenizer.key", theirs)
+        install("ca.pem", theirs)
+        assert await answer(bench.address, tls_of(theirs, "client")) == "OK"
+        assert await answer(bench.address, tls_of(ours, "client")) == "UNAVAILABLE"
+
+
+async def test_files_that_cannot_be_used_are_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    (tmp_path / "rubbish").write_text("no certificate")
+    good = tls_of(ours, "tokenizer", asks_clients=True)
+    for broken, named in (
+        (replace(good, key_file=theirs / "tokenizer.key"), "tokenizer.key"),
+        (replace(good, cert_file=tmp_path / "rubbish"), "rubbish"),
+        (replace(good, client_ca_file=tmp_path / "nowhere"), "nowhere"),
+        (replace(good, ca_file=tmp_path / "rubbish"), "rubbish"),
+    ):
+        with pytest.raises(MeshError, match=named) as refused:
+            broken.check()
+        assert refused.value.reason == ErrorReason.ERROR_REASON_INVALID_ARGUMENT
+    with pytest.raises(MeshError, match="rubbish"):
+        open_channel("127.0.0.1:1", TlsFiles(ca_file=tmp_path / "rubbish"))
+    assert "together" in TlsFiles(cert_file=tmp_path).fault() and "needs" in TlsFiles(client_ca_file=tmp_path).fault()
+    assert good.fault() == TlsFiles().fault() == ""
+
+
+async def test_every_call_but_health_needs_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(KEY)
+    async with serving() as bench:
+        bench.server.guard(KeyGuard(ApiKeys(tmp_path / "keys"), None))
+        assert await answer(bench.address, None, key=KEY) == "OK"
+        num_errors = len(bench.errors)
+        for wrong in ("", KEY[:-1], "x" * 5000):
+            assert await answer(bench.address, None, key=wrong) == "UNAUTHENTICATED"
+        assert [e.reason_name for e in bench.errors[num_errors:]] == ["UNAUTHENTICATED"] * 3
+        assert await check_health(bench.address) == "SERVING"
+        async with open_channel(bench.address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=5)
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+            watch.cancel()
+            # Streams, and reflection, the same: nothing of what is sent is looked at.
+            stream = detokenizer_pb2_grpc.DetokenizerServiceStub(channel).Detokenize(frames(), timeout=5)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stream.read()
+            assert mesh_error_from_rpc(refused.value).reason_name == "UNAUTHENTICATED"
+            assert "Bearer" in (refused.value.details() or "") and bench.detokenizer.num_closed == 0
+            assert await services(channel, "") == "UNAUTHENTICATED"
+            assert "radixmesh.tokenizer.v1.TokenizerService" in await services(channel, KEY)
+
+
+async def frames() -> AsyncIterator[detokenizer_pb2.DetokenizeRequest]:
+    yield detokenizer_pb2.DetokenizeRequest(opens=[detokenizer_pb2.Open(handle=1)])
+
+
+async def services(channel: grpc.aio.Channel, key: str) -> str:
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(
+        iter([reflection_pb2.ServerReflectionRequest(list_services="")]), timeout=5, metadata=metadata
+    )
+    try:
+        return str(await call.read())
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
