@@ -1,0 +1,206 @@
+"""One token from each row of logits, as the CPU sampler draws it (version 1: `daemons/worker/sampling`).
+
+T rows, V vocabulary, S splits of a row. All parameters are read from device memory by the row's slot, so that one
+captured graph serves whatever its slots ask for; static flags leave out the launches that no row needs.
+
+    adjust (penalise.py)   logits -> float32, penalties, biases, suppressed ids become NaN   only with has_penalties
+    highest                the best (value, lowest id) of each split
+    cut off (cutoff.py)    the last (value, id) in rank that top-k, top-p and min-p keep       only with has_filters
+    gumbel                 the best (score + noise, lowest id) of each split                   only with has_sampled
+    finish                 the best of the splits
+
+Values are compared as packed integers, (order of the value, lower ids first): a maximum of those is exact and decides
+ties as the reference does. Noise and scores are float64, as there. What may differ from the CPU: logarithms and
+exponentials of another library by a rounding (a draw changes where two sums are that close), and top-p's border, whose
+sums are float32 here (an id at the border is in or out wrongly where the sum meets top_p within about 1e-6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from radixmesh.kernels.cutoff import NO_CUT, cut_off
+from radixmesh.kernels.penalise import adjust
+from radixmesh.kernels.sample_params import SampleParams, packed_order, value_of
+
+_BLOCK = 1024
+_MAX_SPLITS = 128
+_PROGRAMS = 1024  # As many programs as fill the device; more rows need fewer splits.
+
+
+class DrawScratch:
+    """Device memory that `draw` works in, for up to `max_rows` rows; may be shared by all graphs of one stream."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, *, has_penalties: bool) -> None:
+        """With penalties, 8 bytes a row and id of the vocabulary, else next to nothing."""
+        self.highest_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int64, device=device)
+        self.best_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.float64, device=device)
+        self.best_ids_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int32, device=device)
+        self.cut_T = torch.full((max_rows,), NO_CUT, dtype=torch.int64, device=device)
+        rows = max_rows if has_penalties else 0
+        self.adjusted_TV = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
+        # All zero between draws: whoever reads a count clears it.
+        self.counts_TV = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How rows are cut: `splits` programs a row, of `width` ids each."""
+
+    splits: int
+    width: int
+
+
+@triton.jit
+def _highest_kernel(
+    logits_ptr, highest_ptr, V, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    best = tl.full((BLOCK,), -(2**63), tl.int64)
+    for start in range(0, WIDTH, BLOCK):
+        ids = split * WIDTH + start + tl.arange(0, BLOCK)
+        mask = ids < V
+        x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=0.0).to(tl.float32)
+        best = tl.maximum(best, tl.where(mask, packed_order(x, ids, IS_ADJUSTED), -(2**63)))
+    tl.store(highest_ptr + row * MAX_SPLITS + split, tl.max(best, axis=0))
+
+
+@triton.jit
+def _gumbel_kernel(
+    logits_ptr, highest_ptr, cut_ptr, row_slots_ptr, positions_ptr, temperature_ptr, seed_ptr, best_ptr, best_id_ptr,
+    V, stride, num_splits, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    splits = tl.arange(0, MAX_SPLITS)
+    packed = tl.load(highest_ptr + row * MAX_SPLITS + splits, mask=splits < num_splits, other=-(2**63))
+    highest = value_of(tl.max(packed, axis=0))
+    if (temperature > 0.0) & (highest > float("-inf")):
+        seed = tl.load(seed_ptr + slot)
+        position = tl.load(positions_ptr + row)
+        is_infinite = highest == float("inf")
+        if HAS_CUT:
+            cut = tl.load(cut_ptr + row)
+        best = tl.full((), float("-inf"), tl.float64)
+        best_id = tl.full((), 2**31 - 1, tl.int32)
+        for start in range(0, WIDTH, BLOCK):
+            first = split * WIDTH + start
+            ids = first + tl.arange(0, BLOCK)
+            mask = ids < V
+            x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
+            # +inf - +inf is NaN: with +inf in the row, only the ids that have it are candidates.
+            score = tl.where(is_infinite, 0.0, x.to(tl.float64) - highest.to(tl.float64)) / temperature
+            is_kept = mask & tl.where(is_infinite, x == highest, x == x)
+            if HAS_CUT:
+                is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
+            total = tl.where(is_kept, score + _gumbel(seed, position, first, BLOCK), float("-inf"))
+            block_best = tl.max(total, axis=0)
+            block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
+            # Blocks come in the order of ids: an equal sum later on is a higher id.
+            best_id = tl.where(block_best > best, block_id, best_id)
+            best = tl.maximum(block_best, best)
+        tl.store(best_ptr + row * MAX_SPLITS + split, best)
+        tl.store(best_id_ptr + row * MAX_SPLITS + split, best_id)
+
+
+@triton.jit
+def _gumbel(seed, position, first, BLOCK: tl.constexpr):
+    """float64 noise of ids [first, first + BLOCK), `first` a multiple of four: Philox4x32-10, four ids a counter."""
+    quads = first // 4 + tl.arange(0, BLOCK // 4)
+    zeros = quads * 0
+    x0, x1, x2, x3 = tl.philox(seed, quads, zeros + position, zeros, zeros)
+    bits = tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3))
+    uniform = (bits.to(tl.float64) + 0.5) * (2.0**-32)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _finish_kernel(
+    highest_ptr, best_ptr, best_id_ptr, row_slots_ptr, temperature_ptr, tokens_ptr, num_splits,
+    MAX_SPLITS: tl.constexpr, HAS_SAMPLED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, MAX_SPLITS)
+    mask = splits < num_splits
+    packed = tl.max(tl.load(highest_ptr + row * MAX_SPLITS + splits, mask=mask, other=-(2**63)), axis=0)
+    token = (0xFFFFFFFF - (packed & 0xFFFFFFFF)).to(tl.int32)
+    if HAS_SAMPLED:
+        temperature = tl.load(temperature_ptr + tl.load(row_slots_ptr + row).to(tl.int64))
+        if (temperature > 0.0) & (value_of(packed) > float("-inf")):
+            best = tl.load(best_ptr + row * MAX_SPLITS + splits, mask=mask, other=float("-inf"))
+            ids = tl.load(best_id_ptr + row * MAX_SPLITS + splits, mask=mask, other=2**31 - 1)
+            token = tl.min(tl.where(best == tl.max(best, axis=0), ids, 2**31 - 1), axis=0)
+    tl.store(tokens_ptr + row, token)
+
+
+def draw(
+    logits_TV: torch.Tensor,
+    params: SampleParams,
+    row_slots_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    scratch: DrawScratch,
+    *,
+    has_sampled: bool,
+    has_filters: bool = False,
+    has_penalties: bool = False,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The token of each row, int32 [T]. Can be captured in a graph.
+
+    logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified. row_slots int32 [T] name the rows'
+    slots in `params`; positions int32 [T] are the indexes of the drawn tokens in prompt + output. What the flags leave
+    out is ignored: without `has_sampled` every row is greedy, without `has_filters` no row has top-k, top-p or min-p,
+    without `has_penalties` no row has penalties, biases or suppressed ids. `scratch` made without penalties refuses
+    `has_penalties`.
+    """
+    num_rows, vocab_size = logits_TV.shape
+    assert logits_TV.stride(1) == 1 and vocab_size < 2**31, (logits_TV.shape, logits_TV.stride())
+    assert row_slots_T.dtype == positions_T.dtype == torch.int32, (row_slots_T.dtype, positions_T.dtype)
+    assert row_slots_T.shape == positions_T.shape == (num_rows,), (row_slots_T.shape, positions_T.shape)
+    assert num_rows <= len(scratch.cut_T), (num_rows, len(scratch.cut_T))
+    out = row_slots_T.new_empty(num_rows) if out is None else out
+    assert out.shape == (num_rows,) and out.dtype == torch.int32 and out.is_contiguous(), (out.shape, out.dtype)
+    if num_rows == 0:
+        return out
+    if has_penalties:
+        assert num_rows <= len(scratch.counts_TV), "the scratch was made without penalties"
+        adjust(logits_TV, params, row_slots_T, positions_T, scratch.counts_TV, scratch.adjusted_TV)
+        logits_TV = scratch.adjusted_TV[:num_rows]
+    cut = _cut(num_rows, vocab_size)
+    grid = (cut.splits, num_rows)
+    _highest_kernel[grid](
+        logits_TV, scratch.highest_TS, vocab_size, logits_TV.stride(0), WIDTH=cut.width, BLOCK=_BLOCK,
+        MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, num_warps=4,
+    )  # fmt: skip
+    if has_sampled and has_filters:
+        highest_T = scratch.highest_TS[:num_rows, : cut.splits].amax(dim=1)
+        cut_off(logits_TV, params, row_slots_T, highest_T, scratch.cut_T, is_adjusted=has_penalties)
+    if has_sampled:
+        _gumbel_kernel[grid](
+            logits_TV, scratch.highest_TS, scratch.cut_T, row_slots_T, positions_T, params.temperature_S, params.seed_S,
+            scratch.best_TS, scratch.best_ids_TS, vocab_size, logits_TV.stride(0), cut.splits, WIDTH=cut.width,
+            BLOCK=_BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, HAS_CUT=has_filters, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    _finish_kernel[(num_rows,)](
+        scratch.highest_TS, scratch.best_TS, scratch.best_ids_TS, row_slots_T, params.temperature_S, out, cut.splits,
+        MAX_SPLITS=_MAX_SPLITS, HAS_SAMPLED=has_sampled, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def _cut(num_rows: int, vocab_size: int) -> _Cut:
+    blocks = triton.cdiv(vocab_size, _BLOCK)
+    splits = min(max(_PROGRAMS // num_rows, 1), blocks, _MAX_SPLITS)
+    # A power of two of blocks a split, so that few variants of the kernels are compiled.
+    width = triton.next_power_of_2(triton.cdiv(blocks, splits)) * _BLOCK
+    return _Cut(triton.cdiv(vocab_size, width), width)
