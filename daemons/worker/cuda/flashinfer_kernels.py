@@ -20,6 +20,7 @@ from .paged_rows import PagedRows
 _NHD = 0
 _SEES_ALL, _CAUSAL = 0, 1
 _HEAD_DIMS = (64, 128, 256)
+_CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -47,14 +48,23 @@ class PlannedKernel(ABC):
 def create_kernel(kind: KernelKind, config: KernelConfig) -> PlannedKernel:
     """Loads the kernel's module, which FlashInfer compiles (minutes, with nvcc) where it is not there compiled.
 
-    Raises MeshError UNSUPPORTED for a dtype or head_dim without kernels, and where FlashInfer is not installed.
+    Raises MeshError UNSUPPORTED for a shape or dtype without kernels, where FlashInfer is not installed, and where it
+    may not compile.
     """
-    if config.dtype not in _DTYPES or config.shape.head_dim not in _HEAD_DIMS:
+    shape = config.shape
+    if config.dtype not in _DTYPES or shape.head_dim not in _HEAD_DIMS:
         raise MeshError(
             common_pb2.ERROR_REASON_UNSUPPORTED,
-            f"FlashInfer has no kernel for {config.dtype} with head_dim {config.shape.head_dim}: "
+            f"FlashInfer has no kernel for {config.dtype} with head_dim {shape.head_dim}: "
             "choose the triton attention backend",
-            {"dtype": str(config.dtype), "head_dim": str(config.shape.head_dim)},
+            {"dtype": str(config.dtype), "head_dim": str(shape.head_dim)},
+        )
+    if kind is KernelKind.CUDA_CORES and shape.group_size not in _CUDA_CORE_GROUPS:
+        raise MeshError(
+            common_pb2.ERROR_REASON_UNSUPPORTED,
+            f"FlashInfer's decode on CUDA cores has no kernel for {shape.num_heads} heads over {shape.num_kv_heads} "
+            f"KV heads: choose {KernelKind.TENSOR_CORES.value}",
+            {"group_size": str(shape.group_size)},
         )
     return _KERNELS[kind](config)
 

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.attention.backend import AttentionShape
+
+Module = TypeVar("Module", covariant=True)
 
 _NO_POSITION_ENCODING = 0
 
@@ -69,39 +71,54 @@ class ExtendModule(Protocol):
 
 
 def decode_module(config: KernelConfig) -> DecodeModule:
+    """Raises as `create_kernel` does."""
     _check_installed()
     from flashinfer.jit import gen_batch_decode_module
 
-    head_dim = config.shape.head_dim
-    module: DecodeModule = gen_batch_decode_module(
-        *(config.dtype,) * 3,
-        torch.int32,
-        head_dim,
-        head_dim,
-        _NO_POSITION_ENCODING,
-        config.window is not None,
-        False,
-    ).build_and_load()
+    module: DecodeModule = _load(gen_batch_decode_module(*_variant(config)), config)
     return module
 
 
 def extend_module(template: str, config: KernelConfig) -> ExtendModule:
+    """template: "fa2" or "fa3". Raises as `create_kernel` does."""
     _check_installed()
     from flashinfer.jit import gen_batch_prefill_module
 
-    head_dim = config.shape.head_dim
-    module: ExtendModule = gen_batch_prefill_module(
-        template,
+    is_half_product = False  # Products of queries and keys are summed in float32.
+    module: ExtendModule = _load(gen_batch_prefill_module(template, *_variant(config), is_half_product), config)
+    return module
+
+
+class _Spec(Protocol[Module]):
+    def build_and_load(self) -> Module: ...
+
+
+def _variant(config: KernelConfig) -> tuple[object, ...]:
+    """dtypes of queries, keys and values, and outputs; of indices; head dims; what the kernel does to the scores."""
+    head_dim, has_soft_cap = config.shape.head_dim, False
+    return (
         *(config.dtype,) * 3,
         torch.int32,
         head_dim,
         head_dim,
         _NO_POSITION_ENCODING,
         config.window is not None,
-        False,
-        False,
-    ).build_and_load()
-    return module
+        has_soft_cap,
+    )
+
+
+def _load(spec: _Spec[Module], config: KernelConfig) -> Module:
+    from flashinfer.jit.core import MissingJITCacheError
+
+    try:
+        return spec.build_and_load()
+    except MissingJITCacheError as error:
+        raise MeshError(
+            common_pb2.ERROR_REASON_UNSUPPORTED,
+            f"FlashInfer's kernel for {config.dtype}, head_dim {config.shape.head_dim}, window {config.window} is not "
+            "among the compiled ones: unset FLASHINFER_DISABLE_JIT to compile it, or choose triton",
+            {"dtype": str(config.dtype), "head_dim": str(config.shape.head_dim)},
+        ) from error
 
 
 def _check_installed() -> None:
