@@ -10,10 +10,14 @@ of the chunks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import overload
 
-from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.worker.v1 import worker_pb2
@@ -71,6 +75,47 @@ class Grant:
     pages: IntArray
 
 
+class Grants(Sequence[Grant]):
+    """Many grants as columns: slots and counts int32 [grants], pages int32 [sum(counts)] grant after grant."""
+
+    __slots__ = ("counts", "pages", "slots")
+
+    def __init__(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
+        self.slots = slots
+        self.counts = counts
+        self.pages = pages
+
+    @classmethod
+    def of(cls, grants: Iterable[Grant]) -> Grants:
+        """Grants as columns; those that are columns already come back as they are."""
+        if isinstance(grants, Grants):
+            return grants
+        parts = tuple(grants)
+        return cls(
+            as_ints([grant.slot for grant in parts]),
+            as_ints([len(grant.pages) for grant in parts]),
+            np.concatenate([grant.pages for grant in parts]) if parts else empty_ints(),
+        )
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @overload
+    def __getitem__(self, index: int) -> Grant: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Grant]: ...
+
+    def __getitem__(self, index: int | slice) -> Grant | Sequence[Grant]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Grant]:
+        start = 0
+        for slot, count in zip(self.slots.tolist(), self.counts.tolist(), strict=True):
+            yield Grant(slot=slot, pages=self.pages[start : start + count])
+            start += count
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageCopy:
     """Copies the KV of the first `num_tokens` tokens of a page into a granted one."""
@@ -99,7 +144,7 @@ class StepPlan:
     expected_us: int = 0
     releases: tuple[Release, ...] = ()
     admits: tuple[Admit, ...] = ()
-    grants: tuple[Grant, ...] = ()
+    grants: Sequence[Grant] = ()
     page_copies: tuple[PageCopy, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decode_set: IntArray | None = None

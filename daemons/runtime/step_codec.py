@@ -14,7 +14,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan, Task
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Grants, PageCopy, Release, StepPlan, Task
 from radixmesh.worker.v1 import worker_pb2
 
 _MAX_INT32 = 2**31 - 1
@@ -27,14 +27,17 @@ _UINT32_FIELDS = ("cached_len", "max_total_len", "min_tokens", "logprobs_start")
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Bytes of the `ExecuteRequest` that carries `plan`: header and rank section, one after the other."""
-    return encode_header(plan) + encode_rank(plan)
+    """Bytes of the `ExecuteRequest` that carries `plan` to the only rank: encode_header() and encode_rank() in one."""
+    message = worker_pb2.ExecuteRequest()
+    _fill_header(message.plan.header, plan)
+    _fill_rank(message.plan.rank, plan)
+    return message.SerializeToString()
 
 
 def encode_header(plan: StepPlan) -> bytes:
     """The part of an `ExecuteRequest` that is equal for all ranks: encode it once, append each rank's section."""
     message = worker_pb2.ExecuteRequest()
-    message.plan.header.CopyFrom(_header_to_proto(plan))
+    _fill_header(message.plan.header, plan)
     return message.SerializeToString()
 
 
@@ -42,15 +45,14 @@ def encode_rank(plan: StepPlan) -> bytes:
     """One rank's section of an `ExecuteRequest`, to be appended to the header's bytes: protobuf merges the two."""
     message = worker_pb2.ExecuteRequest()
     _fill_rank(message.plan.rank, plan)
-    message.plan.rank.SetInParent()
     return message.SerializeToString()
 
 
 def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
     """The plan as one message."""
-    message = worker_pb2.StepPlan(header=_header_to_proto(plan))
+    message = worker_pb2.StepPlan()
+    _fill_header(message.header, plan)
     _fill_rank(message.rank, plan)
-    message.rank.SetInParent()
     return message
 
 
@@ -110,30 +112,30 @@ def missing_field(field: str) -> MeshError:
     return MeshError(common_pb2.ERROR_REASON_MISSING_FIELD, f"{field} is missing: set it", {"field": field})
 
 
-def _header_to_proto(plan: StepPlan) -> worker_pb2.PlanHeader:
-    header = worker_pb2.PlanHeader(
-        epoch=plan.epoch,
-        step_id=plan.step_id,
-        group_generation=plan.group_generation,
-        barrier_ops=plan.barrier_ops,
-        expected_us=plan.expected_us,
-    )
+def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
+    header.SetInParent()
+    header.epoch = plan.epoch
+    header.step_id = plan.step_id
+    header.group_generation = plan.group_generation
+    header.expected_us = plan.expected_us
+    header.barrier_ops.extend(plan.barrier_ops)
     if plan.has_forward:
         # Whether slots decode is known from an earlier plan: with chunks, MIXED holds in either case.
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
-    return header
 
 
 def _fill_rank(rank: worker_pb2.RankPlan, plan: StepPlan) -> None:
+    rank.SetInParent()
     if plan.releases:
         rank.release_slots = pack_ints([release.slot for release in plan.releases])
         rank.release_generations = pack_ints([release.generation for release in plan.releases])
     for admit in plan.admits:
         rank.admits.append(_admit_to_proto(admit))
     if plan.grants:
-        rank.grants.slots = pack_ints([grant.slot for grant in plan.grants])
-        rank.grants.counts = pack_ints([len(grant.pages) for grant in plan.grants])
-        rank.grants.pages = pack_ints(np.concatenate([grant.pages for grant in plan.grants]))
+        grants = Grants.of(plan.grants)
+        rank.grants.slots = pack_ints(grants.slots)
+        rank.grants.counts = pack_ints(grants.counts)
+        rank.grants.pages = pack_ints(grants.pages)
     if plan.page_copies:
         rank.page_copies.source_pages = pack_ints([copy.source_page for copy in plan.page_copies])
         rank.page_copies.target_pages = pack_ints([copy.target_page for copy in plan.page_copies])

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from radixmesh.daemons.runtime.step import Grant
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.request import Request
 
@@ -29,13 +28,8 @@ def grant_decodes(
         return
     table, page_size = state.table, state.group.page_size
     # The last token of an output is never computed: it needs no page.
-    most = -(-(table.max_total_len[short] - 1) // page_size) - table.num_pages[short]
-    counts = np.clip(most, 1, ahead_pages).astype(np.int32)
-    if int(counts.sum()) > state.pages.num_available:
+    most = (table.max_total_len.take(short) + (page_size - 2)) // page_size - table.num_pages.take(short)
+    counts = np.maximum(np.minimum(most, ahead_pages), 1)
+    if len(short) * ahead_pages > state.pages.num_available < counts.sum():
         counts[:] = 1
-    pages = state.pages.grant(short, counts)
-    ends = np.cumsum(counts).tolist()
-    start = 0
-    for slot, end in zip(short.tolist(), ends, strict=True):
-        draft.grants.append(Grant(slot=slot, pages=pages[start:end]))
-        start = end
+    draft.add_grants(short, counts, state.pages.grant(short, counts))

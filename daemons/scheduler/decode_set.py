@@ -41,9 +41,9 @@ class DecodeSet:
         """
         table, rows = self._table, self.rows
         slots = rows.slots
-        stays = table.planned_len[slots] + 2 <= table.max_total_len[slots]
+        stays = table.planned_len.take(slots) + 2 <= table.max_total_len.take(slots)
         if self._is_dirty:
-            stays &= table.live[slots] == rows.generations
+            stays &= table.live.take(slots) == rows.generations
             self._is_dirty = False
         joining = as_ints([s for s in self._joining if table.live[s] and _has_room(table, s)])
         self._joining.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grants, Release
 from radixmesh.daemons.scheduler.decode_set import DecodeSet
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.in_flight import InFlight, PlannedChunk
@@ -64,7 +64,8 @@ class EpochState:
     def short_of_pages(self, slots: IntArray) -> IntArray:
         """Of these slots, those without a page for the token after their planned length."""
         table = self.table
-        return slots[table.planned_len[slots] >= table.num_pages[slots] * self.group.page_size]
+        is_short = table.planned_len.take(slots) >= table.num_pages.take(slots) * self.group.page_size
+        return slots[is_short]
 
 
 class PlanDraft:
@@ -72,24 +73,40 @@ class PlanDraft:
 
     def __init__(self, token_budget: int) -> None:
         self.admits: list[Admit] = []
-        self.grants: list[Grant] = []
         self.chunks: list[Chunk] = []
         self.planned_chunks: list[PlannedChunk] = []
         self.finishing: list[int] = []
         """Slots whose prefill this plan finishes, in the order of their chunks."""
         self.token_budget = token_budget
         self.has_retracted = False
+        self.num_chunk_tokens = 0
         self.num_admit_tokens = 0
         """Tokens, cached ones included, of the admitted requests."""
+        self._grants: list[Grants] = []
 
-    @property
-    def num_chunk_tokens(self) -> int:
-        return sum(chunk.length for chunk in self.chunks)
+    def add_grants(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
+        """Pages for slots that have no grant in this plan yet; see Grants."""
+        self._grants.append(Grants(slots, counts, pages))
+
+    def grants(self) -> Grants | tuple[()]:
+        """All of them."""
+        parts = self._grants
+        if len(parts) < 2:
+            return parts[0] if parts else ()
+        return Grants(
+            np.concatenate([part.slots for part in parts]),
+            np.concatenate([part.counts for part in parts]),
+            np.concatenate([part.pages for part in parts]),
+        )
+
+    def granted_slots(self) -> set[int]:
+        return {slot for part in self._grants for slot in part.slots.tolist()}
 
     def add_chunk(self, slot: int, generation: int, length: int, *, is_last: bool) -> None:
         self.chunks.append(Chunk(slot=slot, length=length))
         self.planned_chunks.append(PlannedChunk(slot, generation, length))
         self.token_budget -= length
+        self.num_chunk_tokens += length
         if is_last:
             self.finishing.append(slot)
 

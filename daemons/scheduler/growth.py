@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
 _MOST = 65_536.0
@@ -35,11 +33,16 @@ class GrowthEstimate:
         self._has_grown = False
         self.num_tokens = max(self._least, self.num_tokens * _DECAY)
 
-    def reserved_pages(self, table: SlotTable, page_size: int, slots: IntArray | None = None) -> npt.NDArray[np.int64]:
-        """Pages that requests in these slots (None: all that run) are expected to ask for still, int64 [slots]."""
-        where = np.flatnonzero(table.live) if slots is None else slots
-        known = np.maximum(table.planned_len[where], table.target_len[where])
-        expected = np.minimum(table.max_total_len[where] - 1, known + int(self.num_tokens))
-        pages = -(-expected // page_size) - table.num_pages[where]
-        reserved: npt.NDArray[np.int64] = np.maximum(pages, 0).astype(np.int64)
-        return reserved
+    def reserved_pages(self, table: SlotTable, page_size: int) -> int:
+        """Pages that all requests in slots are expected to ask for still."""
+        # A free slot's max_total_len is 0: nothing is expected of it.
+        known = np.maximum(table.planned_len, table.target_len)
+        expected = np.minimum(table.max_total_len - 1, known + int(self.num_tokens))
+        pages = (expected + (page_size - 1)) // page_size - table.num_pages
+        return int(np.maximum(pages, 0).sum())
+
+    def reserved_of(self, table: SlotTable, page_size: int, slot: int) -> int:
+        """Of them, those of one slot."""
+        known = max(table.planned_len.item(slot), table.target_len.item(slot))
+        expected = min(table.max_total_len.item(slot) - 1, known + int(self.num_tokens))
+        return max(0, (expected + page_size - 1) // page_size - table.num_pages.item(slot))

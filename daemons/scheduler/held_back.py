@@ -79,6 +79,8 @@ class HeldBack:
     def ahead_of(self, state: EpochState, request: Request, num_cached: int) -> Ahead | None:
         """Who computes what comes next of a waiting request with so many tokens in the cache; None = nobody, or it was
         held often enough."""
+        if not self._by_front:
+            return None
         ids = request.token_ids()[: request.max_cached_len()]
         if request.num_holds >= _MAX_HOLDS or len(ids) - num_cached < self._least_tokens:
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,23 +19,21 @@ _NUM_REMEMBERED = 4
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Result rows: slots and generations int32 [rows], and the outputs that they extend."""
+    """Result rows: slots and generations int32 [rows]."""
 
     slots: IntArray
     generations: IntArray
-    outputs: list[array[int]]
 
     @classmethod
     def of(cls, table: SlotTable, slots: IntArray) -> Rows:
         """Rows of the requests that are in these slots now."""
-        generations = table.live[slots]
+        generations = table.live.take(slots)
         assert generations.all(), slots[generations == 0]
-        outputs = table.outputs
-        return cls(slots, generations, [outputs[slot] for slot in slots.tolist()])
+        return cls(slots, generations)
 
     @classmethod
     def none(cls) -> Rows:
-        return cls(empty_ints(), empty_ints(), [])
+        return cls(empty_ints(), empty_ints())
 
     def plus(self, other: Rows) -> Rows:
         if not len(other.slots):
@@ -44,7 +41,6 @@ class Rows:
         return Rows(
             np.concatenate([self.slots, other.slots]),
             np.concatenate([self.generations, other.generations]),
-            self.outputs + other.outputs,
         )
 
     def __len__(self) -> int:
@@ -110,12 +106,19 @@ class InFlight:
                 ErrorReason.ERROR_REASON_STEP_GAP, message, {"expected": str(expected), "got": str(result.step_id)}
             )
         step = self._steps[0]
-        counts = result.counts
-        if len(counts) != len(step.rows) or (len(counts) and counts.min() < 0) or counts.sum() != len(result.ids):
+        if len(result.counts) != len(step.rows) or not _fits(result.counts, result.ids):
             message = (
-                f"result {result.step_id} has {len(counts)} rows and {len(result.ids)} ids, its plan {len(step.rows)}"
+                f"result {result.step_id} has {len(result.counts)} rows and {len(result.ids)} ids,"
+                f" its plan {len(step.rows)} rows"
             )
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
         self._answered.append(self._steps.popleft())
         self.last_processed = result.step_id
         return step
+
+
+def _fits(counts: IntArray, ids: IntArray) -> bool:
+    """Whether rows of so many ids make up all ids. Nearly always every row has one."""
+    if len(counts) == len(ids) == np.count_nonzero(counts == 1):
+        return True
+    return bool(counts.min(initial=0) >= 0 and counts.sum() == len(ids))

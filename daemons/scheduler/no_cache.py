@@ -20,7 +20,7 @@ class NoCache(PrefixCache):
     def num_evictable(self) -> int:
         return 0
 
-    def match(self, namespace: Namespace, ids: IntArray) -> Match:
+    def match(self, namespace: Namespace, ids: IntArray, probe: Probe | None = None) -> Match:
         return Match(empty_ints(), 0)
 
     def probe(self, namespace: Namespace, ids: IntArray) -> Probe:

@@ -92,9 +92,7 @@ class Outbox:
 def merge_rows(parts: Sequence[TokenRows]) -> tuple[TokenRows, dict[int, list[TokenLogprobs]]]:
     """Rows of several steps as one row per handle, in the order of the steps; logprobs by merged row."""
     if len(parts) == 1:
-        only = parts[0]
-        if len(set(only.handles.tolist())) == len(only.handles):
-            return only, {row: [value] for row, value in only.logprobs.items()}
+        return parts[0], {row: [value] for row, value in parts[0].logprobs.items()}
     handles = np.concatenate([part.handles for part in parts])
     counts = np.concatenate([part.counts for part in parts])
     ids = np.concatenate([part.ids for part in parts])

@@ -15,7 +15,10 @@ from radixmesh.daemons.scheduler.stop_conditions import FinishReason
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRows:
-    """New output tokens: int32 [rows] columns, ids [sum(counts)] row after row. `logprobs` by row."""
+    """New output tokens: int32 [rows] columns, ids [sum(counts)] row after row. `logprobs` by row.
+
+    No two rows are of one output.
+    """
 
     owners: IntArray
     handles: IntArray
@@ -117,7 +120,7 @@ class Outputs:
         """Streams that something here is for."""
         owners: set[int] = set()
         for rows in self.rows:
-            owners.update(rows.owners.tolist())
+            owners.update(np.unique(rows.owners).tolist())
         for events in (self.finished, self.rejected, self.prompt_logprobs, self.vectors):
             owners.update(event.owner for event in events)
         return owners

@@ -27,8 +27,8 @@ class PageState(IntEnum):
     QUARANTINED = 4
 
 
-# Looking up a member of an enum costs more than what is done with it here.
-_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED = PageState
+# Looking up a member of an enum costs more than what is done with it here, and so does storing one in an array.
+_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED = (int(state) for state in PageState)
 
 
 class PagePool:
@@ -70,7 +70,7 @@ class PagePool:
 
     def states_of(self, pages: IntArray) -> npt.NDArray[np.uint8]:
         """State of each page, a copy."""
-        return self._states[pages]
+        return self._states.take(pages)
 
     def take(self, num: int) -> IntArray:
         """`num` free pages, int32 [num], owned from now on; their generations go up by one. There must be as many."""
@@ -120,7 +120,7 @@ class PagePool:
         counted = np.bincount(self._states, minlength=len(PageState))
         return {state: int(counted[state]) for state in PageState}
 
-    def pages_in(self, state: PageState) -> IntArray:
+    def pages_in(self, state: int) -> IntArray:
         """All pages of a state, ascending; O(num_pages)."""
         return np.flatnonzero(self._states == state).astype(np.int32)
 
@@ -128,10 +128,10 @@ class PagePool:
         """Whether the five counts add up to the total and the free list agrees; O(1)."""
         return sum(self._counts) == self.num_pages and self._num_free == self.num_free
 
-    def _move(self, pages: IntArray, old: PageState, new: PageState) -> IntArray:
+    def _move(self, pages: IntArray, old: int, new: int) -> IntArray:
         """Moves those pages that are in state `old` and returns them; the others are quarantined."""
-        right = self._states[pages] == old
-        if not right.all():
+        right = self._states.take(pages) == old
+        if np.count_nonzero(right) != len(pages):
             wrong, pages = pages[~right], pages[right]
             self.num_breaches += len(wrong)
             self.quarantine(wrong)

@@ -21,7 +21,7 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
         expected_us=expected_us,
         releases=releases,
         admits=tuple(draft.admits),
-        grants=tuple(draft.grants),
+        grants=draft.grants(),
         chunks=tuple(draft.chunks),
         decode_set=decode_set,
         has_forward=has_forward,

@@ -173,6 +173,7 @@ class Planner:
         """A stop string ended an output at that length; unknown handles have ended already."""
         request = self._submissions.by_handle(owner, handle)
         if request is not None:
+            self._settle(request)
             self._finish(request, Ending(FinishReason.STOP), num_output=min(num_output, len(request.output)))
 
     # -- the worker group
@@ -223,6 +224,7 @@ class Planner:
         self._queue.unhold_all()
         admitted = {a.slot for s in state.in_flight.steps() if s.plan.step_id == refused_step for a in s.plan.admits}
         blamed = [request for request in state.table.running() if request.slot in admitted]
+        state.table.settle_all()
         for request in (*state.table.running(), *state.retracting.values()):
             request.slot = -1
             request.lifecycle = Lifecycle.WAITING
@@ -332,6 +334,7 @@ class Planner:
         check_same_prompt(live, submission)
         if not is_continued_alike(live, submission):
             return False
+        self._settle(live)
         known = submission.resumed_output_ids
         output = live.output_ids()
         if len(known) > len(output) or (output[: len(known)] != known).any():
@@ -375,6 +378,11 @@ class Planner:
                 error=error,
             )
         )
+
+    def _settle(self, request: Request) -> None:
+        """Brings all tokens of a live request into its output."""
+        if self._state is not None and request.slot >= 0:
+            self._state.table.settle(request.slot)
 
     def _expire(self, now: float) -> None:
         for request in self._deadlines.due(now):

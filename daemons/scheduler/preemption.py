@@ -39,7 +39,7 @@ class Preemption:
         if request is None or draft.has_retracted or prefill.has_room(state, request):
             return
         # Pages granted in this very plan would go to whoever gets the slot next: their owners stay for now.
-        granted = {grant.slot for grant in draft.grants}
+        granted = draft.granted_slots()
         victims = [victim for victim in self._victims(state, request) if victim.slot not in granted]
         page_size = state.group.page_size
         missing_pages = prefill.missing_pages(state, request)

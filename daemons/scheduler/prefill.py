@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixmesh.daemons.runtime.arrays import as_ints, empty_ints
-from radixmesh.daemons.runtime.step import Admit, Grant, Task
+from radixmesh.daemons.runtime.step import Admit, Task
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
 from radixmesh.daemons.scheduler.held_back import HeldBack
@@ -80,13 +80,13 @@ class Prefill:
 
     def reserved_pages(self, state: EpochState, slot: int, page_size: int) -> int:
         """Pages that are kept for a running request."""
-        return int(self._growth.reserved_pages(state.table, page_size, as_ints([slot]))[0])
+        return self._growth.reserved_of(state.table, page_size, slot)
 
     def _add_chunk(self, state: EpochState, draft: PlanDraft, request: Request) -> bool:
         """Adds the next chunk of a request in a slot; False if there is no page for a single token."""
         table, page_size, slot = state.table, state.group.page_size, request.slot
-        planned, target = int(table.planned_len[slot]), int(table.target_len[slot])
-        num_pages, available = int(table.num_pages[slot]), state.pages.num_available
+        planned, target = table.planned_len.item(slot), table.target_len.item(slot)
+        num_pages, available = table.num_pages.item(slot), state.pages.num_available
         length = min(target - planned, draft.token_budget, self._limits.chunk_tokens)
         length = min(length, (num_pages + available) * page_size - planned)
         if length <= 0:
@@ -97,10 +97,10 @@ class Prefill:
             most = pages_for(request.max_total_len - 1, page_size) - num_pages
             missing = max(missing, min(missing + self._limits.ahead_pages, most, available))
         if missing:
-            pages = state.pages.grant(as_ints([slot]), as_ints([missing]))
-            draft.grants.append(Grant(slot=slot, pages=pages))
+            slots, counts = as_ints([slot]), as_ints([missing])
+            draft.add_grants(slots, counts, state.pages.grant(slots, counts))
         draft.add_chunk(slot, request.generation, length, is_last=is_last)
-        table.planned_len[slot] += length
+        table.planned_len[slot] = planned + length
         if is_last and request.submission.task is Task.GENERATE:
             state.decode_set.join(slot)
         return True
@@ -116,7 +116,7 @@ class Prefill:
             return self._held_back.hold(request, ahead)
         if not self._has_pages(state, request, probe.num_pages):
             return False
-        match = pages.match(request, request.token_ids())
+        match = pages.match(request, probe)
         # What it found is locked now, and cannot be evicted for it any more.
         if not self._has_pages(state, request, len(match.pages)):
             pages.cache.unlock(match)
@@ -160,7 +160,7 @@ class Prefill:
 
     def _reserved(self, state: EpochState) -> int:
         if self._num_reserved is None:
-            self._num_reserved = int(self._growth.reserved_pages(state.table, state.group.page_size).sum())
+            self._num_reserved = self._growth.reserved_pages(state.table, state.group.page_size)
         return self._num_reserved
 
 

@@ -73,8 +73,10 @@ class PrefixCache(ABC):
         """Of them, those that evict() could free now: unlocked, and so is everything below them."""
 
     @abstractmethod
-    def match(self, namespace: Namespace, ids: IntArray) -> Match:
+    def match(self, namespace: Namespace, ids: IntArray, probe: Probe | None = None) -> Match:
         """The longest cached prefix of `ids` (int32 [any length]) in whole pages; possibly of no page.
+
+        probe: what probe() said of just these ids, if nothing has changed since: saves looking again.
 
         Modifies neither the content nor locks; marks what it found as used. The pages stay where they are until the
         next evict() or reset(), so lock() what is kept beyond that. `ids` is not kept.
@@ -94,6 +96,16 @@ class PrefixCache(ABC):
         page); from the first unknown page on the cache takes the caller's pages, which must not be in the cache.
         Locks nothing and changes no lock. Copies what it keeps of `ids` and `pages`.
         """
+
+    def extend(
+        self, held: Match, namespace: Namespace, ids: IntArray, pages: IntArray, *, priority: int = 0
+    ) -> Inserted:
+        """insert() of a prefix that begins with a locked match's tokens; the lock moves to the returned match, which
+        is never shorter than `held`."""
+        inserted = self.insert(namespace, ids, pages, priority=priority)
+        self.lock(inserted.match)
+        self.unlock(held)
+        return inserted
 
     @abstractmethod
     def lock(self, match: Match) -> None:

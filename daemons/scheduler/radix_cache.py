@@ -60,8 +60,8 @@ class RadixCache(PrefixCache):
     def content(self) -> CacheContent:
         return self._tree.content()
 
-    def match(self, namespace: Namespace, ids: IntArray) -> Match:
-        path, num = self._tree.find(namespace, ids)
+    def match(self, namespace: Namespace, ids: IntArray, probe: Probe | None = None) -> Match:
+        path, num = self._tree.find(namespace, ids) if probe is None else (list(probe.branch), probe.num_pages)
         self._tree.cut(path, num)
         self._touch(path)
         hits = self._tree.nodes.hits
@@ -78,27 +78,30 @@ class RadixCache(PrefixCache):
 
         Declines, with all pages "known", where it would have to take a page that it holds already.
         """
-        assert len(ids) == len(pages) * self.page_size, (len(ids), len(pages), self.page_size)
-        tree, nodes = self._tree, self._tree.nodes
-        path, num_known = tree.find(namespace, ids)
-        tree.cut(path, num_known)
-        added = pages[num_known:]
-        is_declined = bool(self._is_cached[added].any())
-        if len(added) and not is_declined:
-            parent = path[-1] if path else NO_NODE
-            leaf = tree.append(namespace, parent, ids[num_known * self.page_size :], added)
-            nodes.created[leaf] = self._tick + 1
-            nodes.priority[leaf] = priority
-            self._is_cached[added] = True
-            self._num_cached += len(added)
-            path.append(leaf)
+        path, num_known, is_declined = self._add(namespace, NO_NODE, ids, pages, priority)
         self._touch(path)
-        for node in path:
-            if nodes.priority[node] < priority:
-                nodes.priority[node] = priority
         if path:
             self._queue.offer(path[-1])
         return Inserted(self._match_of(path), len(pages) if is_declined else num_known)
+
+    def extend(
+        self, held: Match, namespace: Namespace, ids: IntArray, pages: IntArray, *, priority: int = 0
+    ) -> Inserted:
+        """See PrefixCache.extend. Looks, and locks, only below the held node: what is above is locked already."""
+        if not len(held.pages):
+            return super().extend(held, namespace, ids, pages, priority=priority)
+        self._check(held)
+        path, num_known, is_declined = self._add(namespace, held.node, ids, pages, priority)
+        nodes = self._tree.nodes
+        for node in path:
+            if not nodes.locks[node]:
+                self._num_locked += nodes.num[node]
+            nodes.locks[node] += 1
+        self._touch(path)
+        match = held
+        if path:
+            match = Match(np.concatenate([held.pages, *(nodes.pages[node] for node in path)]), path[-1])
+        return Inserted(match, len(pages) if is_declined else num_known)
 
     def lock(self, match: Match) -> None:
         locks, num = self._tree.nodes.locks, self._tree.nodes.num
@@ -109,11 +112,13 @@ class RadixCache(PrefixCache):
 
     def unlock(self, match: Match) -> None:
         nodes = self._tree.nodes
+        locks = nodes.locks
         path = self._path_of(match)
         for node in path:
-            assert nodes.locks[node] > 0, (node, nodes.end[node])
-            nodes.locks[node] -= 1
-            if not nodes.locks[node]:
+            left = locks[node] - 1
+            assert left >= 0, (node, nodes.end[node])
+            locks[node] = left
+            if not left:
                 self._num_locked -= nodes.num[node]
         self._touch(path)
         if path:
@@ -183,13 +188,50 @@ class RadixCache(PrefixCache):
     def _match_of(self, path: Sequence[int]) -> Match:
         return Match(self._tree.pages_of(path), path[-1] if path else NO_NODE)
 
+    def _add(
+        self, namespace: Namespace, above: int, ids: IntArray, pages: IntArray, priority: int
+    ) -> tuple[list[int], int, bool]:
+        """Adds what is unknown of a prefix whose first part ends at the node `above`; NO_NODE = it has no such part.
+
+        Returns the nodes below `above`, the number of pages known before, and whether the rest is declined: it has a
+        page that the cache holds already.
+        """
+        assert len(ids) == len(pages) * self.page_size, (len(ids), len(pages), self.page_size)
+        tree, nodes = self._tree, self._tree.nodes
+        path, num_known = tree.find(namespace, ids, above)
+        tree.cut(path, num_known)
+        parent = path[-1] if path else above
+        self._raise_priority(parent, priority)
+        added = pages[num_known:]
+        if not len(added):
+            return path, num_known, False
+        if self._is_cached[added].any():
+            return path, num_known, True
+        leaf = tree.append(namespace, parent, ids[num_known * self.page_size :], added)
+        nodes.created[leaf] = self._tick + 1
+        nodes.priority[leaf] = priority
+        self._is_cached[added] = True
+        self._num_cached += len(added)
+        path.append(leaf)
+        return path, num_known, False
+
+    def _raise_priority(self, node: int, priority: int) -> None:
+        """From a node upwards. No node has a lower priority than one below it."""
+        nodes = self._tree.nodes
+        while node != NO_NODE and nodes.num[node] and nodes.priority[node] < priority:
+            nodes.priority[node] = priority
+            node = nodes.parent[node]
+
     def _path_of(self, match: Match) -> list[int]:
         """Nodes of a match, its last first."""
-        num, node, nodes = len(match.pages), match.node, self._tree.nodes
-        if not num:
+        if not len(match.pages):
             return []
+        self._check(match)
+        return self._tree.path_to(match.node)
+
+    def _check(self, match: Match) -> None:
+        num, node, nodes = len(match.pages), match.node, self._tree.nodes
         is_valid = 0 <= node < nodes.num_numbers and nodes.end[node] == num and nodes.num[node] > 0
-        assert is_valid and nodes.pages[node][-1] == match.pages[-1], (
+        assert is_valid and nodes.pages[node].item(-1) == match.pages.item(-1), (
             f"no such match any more: node {node}, {num} pages"
         )
-        return self._tree.path_to(node)

@@ -52,34 +52,38 @@ class RadixTree:
         """Those that have something cached."""
         return list(self._roots)
 
-    def find(self, namespace: Namespace, ids: IntArray) -> tuple[list[int], int]:
+    def find(self, namespace: Namespace, ids: IntArray, above: int = NO_NODE) -> tuple[list[int], int]:
         """Longest known prefix of `ids` (int32 [any length]) in whole pages; changes nothing.
 
-        Returns its nodes from the top and its number of pages, which may end within the last node's edge.
+        above: a node at whose end `ids` are known to be as in the tree; NO_NODE = begins at the top. Returns the nodes
+        below it, from the top, and the prefix's number of pages, which may end within the last node's edge.
         """
         path: list[int] = []
-        root = self._roots.get(namespace)
-        if root is None:
-            return path, 0
         nodes, children, page_size = self.nodes, self._children, self.page_size
-        node, num, most = root, 0, len(ids) // self.page_size
+        node, num, most = above, 0, len(ids) // self.page_size
+        if above != NO_NODE:
+            num = nodes.end[above]
+        else:
+            root = self._roots.get(namespace)
+            if root is None:
+                return path, 0
+            node = root
         data = b""
         while num < most:
-            child = children.get(self._key(node, ids, num * page_size))
+            start = num * page_size
+            child = children.get(self._key(node, ids, start))
             if child is None:
                 break
             path.append(child)
-            length = nodes.num[child]
-            known = min(length, most - num) * page_size
-            start = num * page_size
-            edge = nodes.ids[child]
-            if length * page_size == known <= _AS_BYTES:
+            length, edge = nodes.num[child], nodes.ids[child]
+            if length <= most - num and len(edge) <= _AS_BYTES:
                 # Most edges are passed whole: comparing bytes costs a tenth of comparing arrays.
                 data = data or ids.tobytes()
-                if edge.tobytes() == data[4 * start : 4 * (start + known)]:
+                if data.startswith(edge.tobytes(), 4 * start):
                     num += length
                     node = child
                     continue
+            known = min(length, most - num) * page_size
             equal = _num_equal(edge[:known], ids[start : start + known]) // page_size
             num += equal
             if equal < length:
@@ -213,7 +217,7 @@ class RadixTree:
         Bytes, whose hash is salted, wherever a client could otherwise choose pages of equal hashes.
         """
         if self.page_size == 1:
-            return parent << _KEY_BITS | (int(ids[start]) & _KEY_MASK)
+            return parent << _KEY_BITS | (ids.item(start) & _KEY_MASK)
         return parent.to_bytes(4, "little") + ids[start : start + self.page_size].tobytes()
 
     def _keys(self, parents: np.ndarray[tuple[int, ...], np.dtype[np.int64]], edges: Edges) -> list[int | bytes]:

@@ -76,6 +76,7 @@ class Request:
     """Ids that end the output: EOS unless ignored, and stop ids."""
     logprobs_start: int
     output: array[int] = field(default_factory=lambda: array("i"))
+    """While RUNNING the newest tokens may still be in the slot table: SlotTable.settle() brings them here."""
     lifecycle: Lifecycle = Lifecycle.WAITING
     slot: int = -1
     generation: int = 0
@@ -117,7 +118,7 @@ class Request:
 
     def output_ids(self) -> IntArray:
         """Output so far, resumed tokens included; a copy, since an array that is viewed cannot grow."""
-        return np.array(self.output, np.int32)
+        return np.frombuffer(self.output.tobytes(), np.int32) if self.output else empty_ints()
 
     def max_cached_len(self) -> int:
         """Longest prefix that may come from the cache.

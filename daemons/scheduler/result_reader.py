@@ -38,7 +38,8 @@ class ResultReader:
         Raises TOKEN_OUT_OF_VOCABULARY, before anything is changed, for ids that no sampler can have drawn.
         """
         ids = result.ids
-        if len(ids) and (ids.min() < 0 or ids.max() >= state.group.vocab_size):
+        # Negative ids are large ones without a sign.
+        if len(ids) and ids.view(np.uint32).max() >= state.group.vocab_size:
             message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
             raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
         _advance_chunks(state, step)
@@ -52,15 +53,15 @@ class ResultReader:
     ) -> None:
         table, rows, counts, ids = state.table, step.rows, result.counts, result.ids
         logprobs = {(entry.slot, entry.generation): entry.logprobs for entry in result.logprobs}
-        is_plain = (table.live[rows.slots] == rows.generations) & (counts == 1)
+        is_plain = (table.live.take(rows.slots) == rows.generations) & (counts == 1)
         odd: list[tuple[int, IntArray]] = []
         num_decodes = step.num_decodes
-        if not is_plain.all():
+        if np.count_nonzero(is_plain) != len(rows):
             plain = np.flatnonzero(is_plain)
             starts = np.cumsum(counts) - counts
             odd = [(row, ids[starts[row] : starts[row] + counts[row]]) for row in np.flatnonzero(~is_plain).tolist()]
             num_decodes = int(np.count_nonzero(is_plain[: step.num_decodes]))
-            rows = Rows(rows.slots[plain], rows.generations[plain], [rows.outputs[i] for i in plain.tolist()])
+            rows = Rows(rows.slots[plain], rows.generations[plain])
             ids = ids[starts[plain]]
         if len(rows):
             self._take_plain(state, rows, num_decodes, ids, logprobs, watch, outputs)
@@ -79,27 +80,29 @@ class ResultReader:
     ) -> None:
         """One token each for requests in their slots; the first num_decodes rows are decodes."""
         table, slots = state.table, rows.slots
-        for output, token in zip(rows.outputs, ids.tolist(), strict=True):
-            output.append(token)
-        lengths = table.total_len[slots]
+        table.append_tokens(slots, ids)
+        lengths = table.total_len.take(slots)
         outputs.rows.append(
             TokenRows(
-                owners=table.owner[slots],
-                handles=table.handle[slots],
-                attempts=table.attempt[slots],
-                firsts=lengths - table.prompt_len[slots],
+                owners=table.owner.take(slots),
+                handles=table.handle.take(slots),
+                attempts=table.attempt.take(slots),
+                firsts=lengths - table.prompt_len.take(slots),
                 counts=np.ones(len(slots), np.int32),
                 ids=ids,
                 logprobs=_by_row(rows, logprobs) if logprobs else {},
             )
         )
-        table.total_len[slots] = lengths + 1
-        table.computed_len[slots[:num_decodes]] += 1
-        may_end = watch.is_watched(ids) | (lengths + 1 >= table.max_total_len[slots])
-        if may_end.any():
+        # A decode computes the token that was the last one.
+        table.computed_len[slots[:num_decodes]] = lengths[:num_decodes]
+        lengths += 1
+        table.total_len[slots] = lengths
+        may_end = watch.is_watched(ids) | (lengths >= table.max_total_len.take(slots))
+        if np.count_nonzero(may_end):
             for slot in slots[may_end].tolist():
                 request = table.requests[slot]
                 assert request is not None, slot
+                table.settle(slot)
                 ending = ending_of(request)
                 if ending is not None:
                     self._finish(request, ending)
@@ -118,6 +121,8 @@ class ResultReader:
         if request is None:
             return
         is_running = request.lifecycle is Lifecycle.RUNNING
+        if is_running:
+            table.settle(slot)
         if is_running and is_decode:  # Planned as one token.
             table.computed_len[slot] += len(ids)
             table.planned_len[slot] += len(ids) - 1

@@ -10,7 +10,7 @@ from radixmesh.daemons.scheduler.prefix_cache import Match, Namespace, PrefixCac
 from radixmesh.daemons.scheduler.request import Request
 from radixmesh.daemons.scheduler.slot_table import SlotTable
 
-_OWNED, _QUARANTINED = PageState.OWNED, PageState.QUARANTINED
+_OWNED, _QUARANTINED = int(PageState.OWNED), int(PageState.QUARANTINED)
 
 
 class SlotPages:
@@ -33,6 +33,7 @@ class SlotPages:
         self.cache = cache
         self._table = table
         self._weights_version = weights_version
+        self._common = Namespace("", weights_version)
         self.num_evicted = 0
 
     @property
@@ -41,15 +42,20 @@ class SlotPages:
         return self.pool.num_free + self.cache.num_evictable
 
     def namespace_of(self, request: Request) -> Namespace:
-        return Namespace(request.cache_name, self._weights_version)
+        name = request.cache_name
+        return Namespace(name, self._weights_version) if name else self._common
 
     def probe(self, request: Request) -> Probe:
         """What match() would find for a request's tokens; changes nothing."""
         return self.cache.probe(self.namespace_of(request), request.token_ids()[: request.max_cached_len()])
 
-    def match(self, request: Request, ids: IntArray) -> Match:
-        """The usable cached prefix of a request's tokens, locked: attach() or unlock it."""
-        match = self.cache.match(self.namespace_of(request), ids[: request.max_cached_len()])
+    def match(self, request: Request, probe: Probe | None = None) -> Match:
+        """The usable cached prefix of a request's tokens, locked: attach() or unlock it.
+
+        probe: what probe() said of it just now.
+        """
+        ids = request.token_ids()[: request.max_cached_len()]
+        match = self.cache.match(self.namespace_of(request), ids, probe)
         self.cache.lock(match)
         return match
 
@@ -74,13 +80,7 @@ class SlotPages:
 
     def share(self, request: Request) -> None:
         """Gives the computed full pages of a request that runs on to the cache, so that others find them."""
-        slot = request.slot
-        match = self._insert(request)
-        if match is None:
-            return
-        self.cache.lock(match)
-        self._unlock(slot)
-        self._table.locks[slot] = match
+        self._insert(request)
 
     def leave(self, request: Request) -> None:
         """Takes a request out of its slot: computed full pages go to the cache, all else is free at once.
@@ -90,8 +90,9 @@ class SlotPages:
         """
         slot = request.slot
         self._insert(request)
-        pages = self._table.pages_of(slot)
-        self.pool.give_back(pages[self.pool.states_of(pages) == _OWNED])
+        if self._table.num_owned.item(slot):
+            pages = self._table.pages_of(slot)
+            self.pool.give_back(pages[self.pool.states_of(pages) == _OWNED])
         self._unlock(slot)
         self._table.free(slot)
 
@@ -102,25 +103,28 @@ class SlotPages:
         self.pool.bump_generations()
         return len(pages)
 
-    def _insert(self, request: Request) -> Match | None:
-        """Offers full computed pages to the cache; None = there were none."""
-        slot, table = request.slot, self._table
-        num_full = self.cache.longest_full(int(table.computed_len[slot]))
-        locked = table.locks[slot]
-        if num_full <= (len(locked.pages) if locked is not None else 0):
-            return None
+    def _insert(self, request: Request) -> None:
+        """Gives full computed pages to the cache, and keeps locked what the slot holds of it."""
+        slot, table, cache = request.slot, self._table, self.cache
+        num_full = cache.longest_full(table.computed_len.item(slot))
+        held = table.locks[slot]
+        num_held = len(held.pages) if held is not None else 0
+        if num_full <= num_held:
+            return
         pages = table.pages_of(slot)[:num_full]
         # A quarantined page must not become findable: cut before it.
-        sound = np.flatnonzero(self.pool.states_of(pages) == _QUARANTINED)
-        pages = pages[: sound[0]] if len(sound) else pages
-        ids = request.token_ids()[: len(pages) * self.cache.page_size]
-        match, num_known = self.cache.insert(
-            self.namespace_of(request), ids, pages, priority=request.submission.priority
+        unsound = np.flatnonzero(self.pool.states_of(pages[num_held:]) == _QUARANTINED)
+        if len(unsound):
+            pages = pages[: num_held + unsound[0]]
+        table.settle(slot)
+        ids = request.token_ids()[: len(pages) * cache.page_size]
+        table.locks[slot], num_known = cache.extend(
+            held or empty_match(), self.namespace_of(request), ids, pages, priority=request.submission.priority
         )
         taken = pages[num_known:]
-        self.pool.cache(taken)
-        table.num_owned[slot] -= len(taken)
-        return match
+        if len(taken):
+            self.pool.cache(taken)
+            table.num_owned[slot] -= len(taken)
 
     def _unlock(self, slot: int) -> None:
         match = self._table.locks[slot]

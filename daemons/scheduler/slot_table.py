@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
-
 import numpy as np
 import numpy.typing as npt
 
@@ -12,6 +10,7 @@ from radixmesh.daemons.scheduler.prefix_cache import Match
 from radixmesh.daemons.scheduler.request import Request
 
 _FIRST_PAGE_COLUMNS = 64
+_FRESH_COLUMNS = 256
 
 
 class SlotTable:
@@ -48,10 +47,11 @@ class SlotTable:
         self.pages: npt.NDArray[np.int32] = np.zeros((num_slots, _FIRST_PAGE_COLUMNS), np.int32)
         """Page table: row s holds num_pages[s] pages."""
         self.requests: list[Request | None] = [None] * num_slots
-        self.outputs: list[array[int]] = [array("i")] * num_slots
-        """Output of each slot's request; a leftover where none is."""
         self.locks: list[Match | None] = [None] * num_slots
         """What each slot holds locked in the prefix cache."""
+        self._fresh: npt.NDArray[np.int32] = np.zeros((num_slots, _FRESH_COLUMNS), np.int32)
+        """Output tokens that are not in their requests yet: row s holds the last num_fresh[s] of its request."""
+        self._num_fresh = column()
         self._generation = column()
         self._free = list(range(num_slots - 1, -1, -1))
 
@@ -90,15 +90,15 @@ class SlotTable:
         self.max_total_len[slot] = request.max_total_len
         self.num_pages[slot] = self.num_owned[slot] = 0
         self.requests[slot] = request
-        self.outputs[slot] = request.output
         return slot
 
     def free(self, slot: int) -> None:
         """Forgets the slot's request; results that name its generation are stale from now on."""
         request = self.requests[slot]
         assert request is not None, slot
+        self.settle(slot)
         request.slot = -1
-        self.live[slot] = 0
+        self.live[slot] = self.max_total_len[slot] = 0
         self.num_pages[slot] = self.num_owned[slot] = 0
         self.requests[slot] = None
         self.locks[slot] = None
@@ -106,12 +106,40 @@ class SlotTable:
 
     def append_pages(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
         """Appends counts[i] of `pages`, in order, to the page table of slots[i]; slots are distinct."""
-        ends = self.num_pages[slots] + counts
+        if len(slots) == 1:
+            slot = slots.item()
+            start = self.num_pages.item(slot)
+            self._reserve_columns(start + len(pages))
+            self.pages[slot, start : start + len(pages)] = pages
+            self.num_pages[slot] = start + len(pages)
+            return
+        starts = self.num_pages.take(slots)
+        ends = starts + counts
         self._reserve_columns(int(ends.max(initial=0)))
-        firsts = np.cumsum(counts) - counts
-        columns = np.arange(len(pages)) + np.repeat(self.num_pages[slots] - firsts, counts)
-        self.pages[np.repeat(slots, counts), columns] = pages
+        columns = np.arange(len(pages)) + (starts + counts - counts.cumsum()).repeat(counts)
+        self.pages[slots.repeat(counts), columns] = pages
         self.num_pages[slots] = ends
+
+    def append_tokens(self, slots: IntArray, ids: IntArray) -> None:
+        """One more output token for each of these slots, which are distinct."""
+        num = self._num_fresh.take(slots)
+        self._fresh[slots, num] = ids
+        num += 1
+        self._num_fresh[slots] = num
+        if num.max(initial=0) == _FRESH_COLUMNS:
+            for slot in slots[num == _FRESH_COLUMNS].tolist():
+                self.settle(slot)
+
+    def settle(self, slot: int) -> None:
+        """Brings all output tokens of a slot into its request."""
+        num, request = self._num_fresh.item(slot), self.requests[slot]
+        if num and request is not None:
+            request.output.frombytes(self._fresh[slot, :num].tobytes())
+            self._num_fresh[slot] = 0
+
+    def settle_all(self) -> None:
+        for slot in np.flatnonzero(self._num_fresh).tolist():
+            self.settle(slot)
 
     def pages_of(self, slot: int) -> IntArray:
         """View of a slot's pages, valid until the next append_pages."""

@@ -56,7 +56,7 @@ class TrieCache(PrefixCache):
     def num_evictable(self) -> int:
         return len(self._children) - self._num_locked
 
-    def match(self, namespace: Namespace, ids: IntArray) -> Match:
+    def match(self, namespace: Namespace, ids: IntArray, probe: Probe | None = None) -> Match:
         root = self._roots.get(namespace)
         if root is None:
             return Match(empty_ints(), -1)

@@ -1,6 +1,7 @@
 """Bytes of the step contract as its version 1 writes them: peers of that version read exactly these."""
 
 import numpy as np
+import pytest
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import as_ints
@@ -25,10 +26,18 @@ from radixmesh.daemons.runtime.step import (
     StepResult,
     TokenLogprobs,
 )
-from radixmesh.daemons.runtime.step_codec import encode_plan, plan_from_proto
+from radixmesh.daemons.runtime.step_codec import encode_header, encode_plan, encode_rank, plan_from_proto
 from radixmesh.worker.v1 import worker_pb2
 
 PLAN = (
+    "22e2010a0b080310092a02080330c41312d2010a04020000001204040000001a7e080110051a02723720012801320c0b0000"
+    "000c0000000d0000003a040e00000040024a04070000005204030000005840623b0d0000803f15000000001d000000002204"
+    "030000002a040000c0bf350000003f3828450000403f4d0000803e5080808080808080808001580060006802720401000000"
+    "780382010473616c7422160a04010000001204020000001a0814000000150000002a120a04080000001204140000001a0401"
+    "000000320c0a04010000001204020000003a0a0a080000000005000000"
+)
+# Header and rank section apart, as for several ranks.
+PLAN_IN_PARTS = (
     "220d0a0b080310092a02080330c41322d50112d2010a04020000001204040000001a7e080110051a02723720012801320c0b"
     "0000000c0000000d0000003a040e00000040024a04070000005204030000005840623b0d0000803f15000000001d00000000"
     "2204030000002a040000c0bf350000003f3828450000403f4d0000803e508080808080808080800158006000680272040100"
@@ -48,10 +57,12 @@ RECORDS = (
 
 def test_plan_bytes():
     assert encode_plan(_plan()).hex() == PLAN
+    assert (encode_header(_plan()) + encode_rank(_plan())).hex() == PLAN_IN_PARTS
 
 
-def test_plan_is_read_from_golden_bytes():
-    plan = plan_from_proto(worker_pb2.ExecuteRequest.FromString(bytes.fromhex(PLAN)).plan)
+@pytest.mark.parametrize("golden", [PLAN, PLAN_IN_PARTS], ids=["whole", "in parts"])
+def test_plan_is_read_from_golden_bytes(golden: str):
+    plan = plan_from_proto(worker_pb2.ExecuteRequest.FromString(bytes.fromhex(golden)).plan)
     assert (plan.epoch, plan.step_id, plan.expected_us, plan.has_forward) == (3, 9, 2500, True)
     assert plan.releases == (Release(slot=2, generation=4),)
     assert plan.admits[0].prompt_ids.tolist() == [11, 12, 13]

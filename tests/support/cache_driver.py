@@ -19,9 +19,13 @@ class CacheDriver:
         self.mirror = mirror
         self.locked: list[tuple[Match, Namespace, IntArray]] = []
         self._free = list(range(cache.num_pages))
+        self._num_matches = 0
 
     def match(self, namespace: Namespace, ids: IntArray, *, locks: int = 0) -> None:
-        found = self.cache.match(namespace, ids)
+        self._num_matches += 1
+        # Every second one by what a probe has found: the same.
+        probe = self.cache.probe(namespace, ids) if self._num_matches % 2 else None
+        found = self.cache.match(namespace, ids, probe)
         assert found.pages.dtype == np.int32
         assert found.pages.tolist() == self.oracle.match(namespace, ids)
         for _ in range(locks):
@@ -44,6 +48,27 @@ class CacheDriver:
         self._free.extend(pages[:num_known].tolist())
         for _ in range(locks):
             self._lock(match, namespace, ids)
+
+    def extend(self, index: int, more: IntArray, *, priority: int = 0) -> None:
+        """Continues a locked prefix with pages of its own."""
+        held, namespace, known = self.locked.pop(index)
+        size, num_held = self.cache.page_size, len(held.pages)
+        num = min(len(more) // size, len(self._free))
+        ids = np.concatenate([known[: num_held * size], more[: num * size]])
+        added = [self._free.pop() for _ in range(num)]
+        pages = np.concatenate([held.pages, np.array(added, np.int32)])
+        scratch_ids, scratch_pages = ids.copy(), pages.copy()
+        if priority:
+            match, num_known = self.cache.extend(held, namespace, scratch_ids, scratch_pages, priority=priority)
+        else:
+            match, num_known = self.cache.extend(held, namespace, scratch_ids, scratch_pages)
+        scratch_ids[:], scratch_pages[:] = -7, -7
+        expected, expected_known = self.oracle.insert(namespace, ids, pages, priority)
+        assert (match.pages.tolist(), num_known) == (expected, expected_known)
+        self._free.extend(pages[num_held:num_known].tolist())
+        self.oracle.lock(namespace, ids, 1)
+        self.oracle.lock(namespace, known, -1)
+        self.locked.append((match, namespace, ids))
 
     def unlock(self, index: int) -> None:
         match, namespace, ids = self.locked.pop(index)
@@ -96,7 +121,10 @@ def run_random(driver: CacheDriver, rng: np.random.Generator, num_steps: int, ma
         elif step < 60:
             tail = np.full(int(rng.integers(0, size)), 9, np.int32)
             driver.match(namespace, np.concatenate([ids, tail]), locks=locks)
-        elif step < 80 and driver.locked:
+        elif step < 68 and driver.locked:
+            priority = int(rng.integers(0, max_priority + 1))
+            driver.extend(int(rng.integers(len(driver.locked))), ids, priority=priority)
+        elif step < 82 and driver.locked:
             driver.unlock(int(rng.integers(len(driver.locked))))
         elif step < 99:
             driver.evict(int(rng.integers(0, 15)))

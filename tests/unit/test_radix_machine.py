@@ -51,6 +51,11 @@ class RadixMachine(RuleBasedStateMachine):
     def unlock(self, choice: int) -> None:
         self.driver.unlock(choice % len(self.driver.locked))
 
+    @precondition(lambda self: self.driver.locked)
+    @rule(choice=st.integers(0, 1000), pages=PAGES, priority=st.integers(-2, 2))
+    def extend(self, choice: int, pages: list[int], priority: int) -> None:
+        self.driver.extend(choice % len(self.driver.locked), self._ids(pages), priority=priority)
+
     @rule(num=st.integers(0, 12))
     def evict(self, num: int) -> None:
         self.driver.evict(num)

@@ -23,6 +23,7 @@ from radixmesh.daemons.runtime.step import (
     Admit,
     Chunk,
     Grant,
+    Grants,
     PageCopy,
     PageRecords,
     Refusal,
@@ -161,6 +162,21 @@ def test_a_header_takes_any_ranks_section(ours, theirs):
     merged = worker_pb2.ExecuteRequest.FromString(encode_header(ours) + encode_rank(theirs))
     assert merged.plan.header == plan_to_proto(ours).header
     assert merged.plan.rank == plan_to_proto(theirs).rank
+
+
+def test_grants_are_the_same_as_columns():
+    apart = (
+        Grant(slot=4, pages=as_ints([7, 9])),
+        Grant(slot=1, pages=as_ints([3])),
+        Grant(slot=2, pages=as_ints([5, 6, 8])),
+    )
+    columns = Grants.of(apart)
+    assert Grants.of(columns) is columns and len(columns) == 3
+    assert [(g.slot, g.pages.tolist()) for g in columns] == [(4, [7, 9]), (1, [3]), (2, [5, 6, 8])]
+    assert columns[-1].pages.tolist() == [5, 6, 8] and [g.slot for g in columns[:2]] == [4, 1]
+    plans = [StepPlan(epoch=1, step_id=1, grants=grants) for grants in (apart, columns)]
+    assert encode_plan(plans[0]) == encode_plan(plans[1])
+    assert not len(Grants.of(())) and not plan_from_proto(plan_to_proto(StepPlan(epoch=1, step_id=1))).grants
 
 
 def test_a_plan_that_only_changes_state_has_no_forward():
