@@ -13,7 +13,7 @@ from radixmesh.daemons.scheduler.group_client import ClaimedGroup, GroupClient
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.daemons.worker.executor import StepExecutor
-from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.daemons.worker.step_queue import DoneJob, StepQueue
 
 # What worker and scheduler agree on by default over gRPC.
 _PLANS_IN_FLIGHT = 4
@@ -79,11 +79,11 @@ class ThreadLink(StepLink):
     async def close(self) -> None:
         self._queue.close()
 
-    def _run(self, plan: StepPlan, ready_ns: int) -> StepResult | Exception:
+    def _run(self, plan: StepPlan, ready_ns: int) -> DoneJob[StepResult | Exception]:
         try:
-            return self._executor.run(plan, ready_ns=ready_ns)
+            return DoneJob(self._executor.run(plan, ready_ns=ready_ns))
         except Exception as error:  # A job of the queue must not raise; the planner's side says what becomes of it.
-            return error
+            return DoneJob(error)
 
 
 class ExecuteLink(StepLink):

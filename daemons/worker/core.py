@@ -182,7 +182,7 @@ class WorkerCore:
         assert self._executor is not None
         ready_ns = self._executor.runner.now_ns()
         self._queue.submit(
-            lambda: runner.run(plan, ready_ns, refuse), lambda answer: self._answered(holder, header.epoch, answer)
+            lambda: runner.launch(plan, ready_ns, refuse), lambda answer: self._answered(holder, header.epoch, answer)
         )
 
     def check_complete(self, plan: worker_pb2.StepPlan) -> None:

@@ -1,11 +1,17 @@
 """Runs plans: checks one whole, applies it in contract order, has the runner compute, and writes down what came out.
 
+With a runner that is asynchronous the next plan is launched while this one runs: lengths advance at the launch, tokens
+and page records at its end.
+
 One thread calls it. It knows no streams and no epochs' order: whoever feeds it does.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,8 +24,63 @@ from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.page_records import PageRecordTable
 from radixmesh.daemons.worker.plan_check import check_plan
 from radixmesh.daemons.worker.result_builder import ResultBuilder
-from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
-from radixmesh.daemons.worker.slot_table import SlotTable
+from radixmesh.daemons.worker.runner import ModelRunner, RunningStep, StepOutput
+from radixmesh.daemons.worker.slot_table import BoolArray, SlotTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. With what tells whether slots and pages
+    are still those of the launch. segment_ids: copies of the segments' ids; None where the step is done by now."""
+
+    pages: IntArray
+    page_generations: IntArray
+    offsets: IntArray
+    segment_ids: list[IntArray] | None
+    row_generations: IntArray
+    is_known: BoolArray
+    """Of each row: whether its token was known at the launch."""
+
+
+class ForwardStep(NamedTuple):
+    """A launched forward, and what was known at its launch."""
+
+    batch: ForwardBatch
+    running: RunningStep
+    written: Written
+
+
+class LaunchedStep:
+    """A plan that was launched. finish() is called on the thread that launched it, in the order of the launches."""
+
+    def __init__(
+        self, executor: StepExecutor, builder: ResultBuilder, ready_ns: int, forward: ForwardStep | None = None
+    ) -> None:
+        self._executor = executor
+        self._builder = builder
+        self._ready_ns = ready_ns
+        self._forward = forward
+        self._result: StepResult | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether finish() will not wait."""
+        return self._result is not None or self._forward is None or self._forward.running.is_done
+
+    def wait(self) -> None:
+        """Blocks until the device is done, on any thread. Raises what the device says of a step that died."""
+        if self._forward is not None:
+            self._forward.running.wait()
+
+    def finish(self) -> StepResult:
+        """The result; the same one if asked again."""
+        if self._result is None:
+            if self._forward is None:
+                self._result = self._builder.build(at_ns=self._ready_ns)
+            else:
+                output = self._executor.settle(self, self._forward)
+                self._result = self._builder.build_forward(self._forward.batch, output)
+        return self._result
 
 
 class StepExecutor:
@@ -45,17 +106,24 @@ class StepExecutor:
         self._epoch = 0
         self._group_generation = 0
         self._last_step = 0
+        self._launched: deque[LaunchedStep] = deque()
+        self._last_drawn = np.zeros(num_slots, np.int32)
 
     def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
+        self.finish_all()
         self.table.clear()
         self._epoch, self._group_generation, self._last_step = epoch, group_generation, 0
 
     def run(self, plan: StepPlan, *, ready_ns: int = 0) -> StepResult:
-        """Runs one plan whole, or raises the MeshError that refuses it with nothing changed.
+        """Launches one plan and waits for it."""
+        return self.launch(plan, ready_ns=ready_ns).finish()
 
-        `ready_ns`: when the plan was there, on the runner's clock. Any other exception: the step died half-way, the
-        tables and KV are undefined from then on.
+    def launch(self, plan: StepPlan, *, ready_ns: int = 0) -> LaunchedStep:
+        """Starts one plan whole, or raises the MeshError that refuses it with nothing changed.
+
+        `ready_ns`: when the plan was there, on the runner's clock. Any other exception, here or of the step's finish():
+        a step died half-way, the tables and KV are undefined from then on.
         """
         self._check_order(plan)
         check_plan(plan, self.limits, self.table, self.records)
@@ -63,14 +131,24 @@ class StepExecutor:
         self._last_step = plan.step_id
         builder = ResultBuilder(plan, self.weights_version)
         if not plan.has_forward:
-            return builder.build(at_ns=ready_ns)
+            return LaunchedStep(self, builder, ready_ns)
         batch = ForwardBatch.of(plan, self.table, self.limits.page_size)
-        output = self.runner.step(batch.rows, batch.segments, ready_ns)
-        self._complete(batch, output)
-        return builder.build_forward(batch, output, self.table)
+        if self._launched and self._needs_tokens(batch):
+            self.finish_all()
+        running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        step = LaunchedStep(self, builder, ready_ns, ForwardStep(batch, running, self._written(batch)))
+        self._advance(batch)
+        self._launched.append(step)
+        return step
+
+    def finish_all(self) -> None:
+        """Waits for every launched step; their results stay with them."""
+        while self._launched:
+            self._launched[0].finish()
 
     def snapshot(self) -> tuple[Sequence[PageRecords], Sequence[str]]:
-        """Records of all pages in ascending ranges, and the namespaces they index."""
+        """Records of all pages in ascending ranges, and the namespaces they index, after all launched steps."""
+        self.finish_all()
         return list(self.records.snapshot()), self.records.namespaces
 
     def _check_order(self, plan: StepPlan) -> None:
@@ -103,6 +181,7 @@ class StepExecutor:
             table.release(release.slot, release.generation)
         for admit in plan.admits:
             table.admit(admit, can_batch=self.runner.can_batch(admit.sampling))
+            self.runner.admitted(admit)
         if plan.grants:
             self._grant(plan.grants)
         for copy in plan.page_copies:
@@ -124,29 +203,71 @@ class StepExecutor:
         )
         self.table.append_pages(slots, counts, pages)
 
-    def _complete(self, batch: ForwardBatch, output: StepOutput) -> None:
-        """Lengths, tokens and records take in what the step computed."""
-        rows = batch.rows
-        if len(rows.slots):
-            self._record(
-                rows.page_tables[rows.slots, rows.positions // self.limits.page_size], rows.positions, rows.ids
-            )
-            self.table.tokens[rows.slots, rows.positions + 1] = output.tokens
-            self.table.computed_len[rows.slots] = rows.positions + 1
-            self.table.total_len[rows.slots] = rows.positions + 2
+    def _needs_tokens(self, batch: ForwardBatch) -> bool:
+        """Whether a segment begins with a token, or is sampled after tokens, that the host does not know yet."""
+        slots = [segment.slot for segment in batch.segments]
+        return bool((self.table.known_len[slots] < self.table.total_len[slots]).any())
+
+    def _written(self, batch: ForwardBatch) -> Written:
+        """Where the step's tokens go: segments first, rows after them. Their ids are known once it is done."""
+        size, rows = self.limits.page_size, batch.rows
+        pages, positions = [], []
+        for segment in batch.segments:
+            at = np.arange(segment.start, segment.start + len(segment.ids), dtype=np.int32)
+            pages.append(segment.pages[at // size])
+            positions.append(at)
+        pages.append(rows.page_tables[rows.slots, rows.positions // size])
+        positions.append(rows.positions)
+        all_pages = np.concatenate(pages)
+        return Written(
+            pages=all_pages,
+            page_generations=self.records.generations[all_pages],
+            offsets=np.concatenate(positions) % np.int32(size),
+            segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
+            row_generations=self.table.generations[rows.slots],
+            is_known=self.table.known_len[rows.slots] > rows.positions,
+        )
+
+    def _advance(self, batch: ForwardBatch) -> None:
+        """Lengths, as the step will leave them."""
+        table, rows = self.table, batch.rows
+        table.computed_len[rows.slots] = rows.positions + 1
+        table.total_len[rows.slots] = rows.positions + 2
+        for segment in batch.segments:
+            table.computed_len[segment.slot] = segment.start + len(segment.ids)
+            if segment.sample is not None:
+                table.total_len[segment.slot] = segment.sample.position + 1
+
+    def settle(self, step: LaunchedStep, forward: ForwardStep) -> StepOutput:
+        """Tokens and records take in what the step computed; those of slots and pages that moved on do not.
+
+        Steps settle in the order of their launches.
+        """
+        assert self._launched and self._launched[0] is step, "steps settle in the order of their launches"
+        self._launched.popleft()
+        output, batch, written = forward.running.output(), forward.batch, forward.written
+        # A row that did not know its token at the launch computed the one that the step before drew for its slot. The
+        # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
+        rows, table = batch.rows, self.table
+        ids = np.where(written.is_known, rows.ids, self._last_drawn[rows.slots])
+        segment_ids = written.segment_ids or [segment.ids for segment in batch.segments]
+        self.records.extend_if(
+            written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
+        )
+        self._last_drawn[rows.slots] = output.tokens
+        is_same = table.generations[rows.slots] == written.row_generations
+        slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
+        table.tokens[slots, positions] = output.tokens[is_same]
+        table.known_len[slots] = positions + 1
         for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
-            positions = np.arange(segment.start, segment.start + len(segment.ids), dtype=np.int32)
-            self._record(segment.pages[positions // self.limits.page_size], positions, segment.ids)
-            self.table.computed_len[row.slot] = segment.start + len(segment.ids)
             if segment.sample is not None:
                 assert got.token is not None, f"the runner drew no token for slot {row.slot}"
-                self._append(row, got.token)
+                self._learn(row, segment.sample.position, got.token)
+        return output
 
-    def _record(self, pages: IntArray, positions: IntArray, ids: IntArray) -> None:
-        self.records.extend(pages, positions % self.limits.page_size, ids)
-
-    def _append(self, row: Row, token: int) -> None:
+    def _learn(self, row: Row, position: int, token: int) -> None:
         assert 0 <= token < self.limits.vocab_size, f"the runner drew {token} for slot {row.slot}"
-        total_len = int(self.table.total_len[row.slot])
-        self.table.tokens[row.slot, total_len] = token
-        self.table.total_len[row.slot] = total_len + 1
+        self._last_drawn[row.slot] = token
+        if self.table.generations[row.slot] == row.generation:
+            self.table.tokens[row.slot, position] = token
+            self.table.known_len[row.slot] = position + 1

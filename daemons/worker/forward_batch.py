@@ -15,10 +15,15 @@ from radixmesh.daemons.worker.slot_table import SlotTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Where a segment's output goes: `index` is its result row, -1 for a chunk that does not finish its prefill."""
+    """Where a segment's output goes: `index` is its result row, -1 for a chunk that does not finish its prefill.
+
+    `generation` is the slot's; logprobs of positions before `logprobs_start` were delivered by an earlier attempt.
+    """
 
     slot: int
     index: int
+    generation: int
+    logprobs_start: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,7 @@ class ForwardBatch:
 
     @classmethod
     def of(cls, plan: StepPlan, table: SlotTable, page_size: int) -> ForwardBatch:
-        """The batch of a checked and applied plan. Segments hold views of the table's arrays."""
+        """The batch of a checked and applied plan. Segments hold views of the table's arrays, rows hold copies."""
         decode_set = table.decode_set
         has_room = table.has_room(decode_set)
         is_batched = has_room & (table.total_len[decode_set] >= table.batch_from_len[decode_set])
@@ -45,7 +50,7 @@ class ForwardBatch:
         for index in np.flatnonzero(has_room & ~is_batched).tolist():
             slot = int(decode_set[index])
             segments.append(_segment(table, slot, 1, page_size))
-            segment_rows.append(Row(slot=slot, index=index))
+            segment_rows.append(_row(table, slot, index))
         num_results = len(decode_set)
         for chunk in plan.chunks:
             is_last = table.computed_len[chunk.slot] + chunk.length == table.total_len[chunk.slot]
@@ -54,7 +59,7 @@ class ForwardBatch:
             if is_last and not _can_finish(table, chunk.slot):
                 continue
             segments.append(_segment(table, chunk.slot, chunk.length, page_size))
-            segment_rows.append(Row(slot=chunk.slot, index=index))
+            segment_rows.append(_row(table, chunk.slot, index))
         row_indexes = np.flatnonzero(is_batched).astype(np.int32)
         return cls(
             rows=_decode_rows(table, decode_set[row_indexes]),
@@ -65,6 +70,11 @@ class ForwardBatch:
         )
 
 
+def _row(table: SlotTable, slot: int, index: int) -> Row:
+    generation, logprobs_start = int(table.generations[slot]), table.occupant(slot).logprobs_start
+    return Row(slot=slot, index=index, generation=generation, logprobs_start=logprobs_start)
+
+
 def _decode_rows(table: SlotTable, slots: IntArray) -> DecodeRows:
     positions = table.total_len[slots] - 1
     return DecodeRows(
@@ -72,6 +82,7 @@ def _decode_rows(table: SlotTable, slots: IntArray) -> DecodeRows:
         ids=table.tokens[slots, positions],
         positions=positions,
         page_tables=table.page_tables,
+        num_pages=table.num_pages,
         seeds=table.seeds[slots],
         is_sampled=table.is_sampled[slots],
     )

@@ -78,6 +78,14 @@ class PageRecordTable:
         # With repeated pages the last assignment stays: the highest offset.
         self.filled[pages] = offsets + 1
 
+    def extend_if(self, pages: IntArray, generations: IntArray, offsets: IntArray, ids: IntArray) -> None:
+        """As extend(), for those pages that still have the generation that the writing step saw."""
+        is_same = self.generations[pages] == generations
+        if is_same.all():
+            self.extend(pages, offsets, ids)
+        else:
+            self.extend(pages[is_same], offsets[is_same], ids[is_same])
+
     def copy(self, source: int, target: int, num_tokens: int) -> None:
         """The first `num_tokens` of `source` were copied to `target`."""
         self.ids[target, :num_tokens] = self.ids[source, :num_tokens]

@@ -1,4 +1,4 @@
-"""From a plan's message to its answer: decode, run, encode. Runs on the step thread only."""
+"""From a plan's message to its answer: decode, launch, wait, encode. Runs on the step thread only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.result_codec import records_to_proto, refusal_to_proto, result_to_proto
 from radixmesh.daemons.runtime.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.step_codec import plan_from_proto
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.step_queue import DoneJob, RunningJob
 from radixmesh.worker.v1 import worker_pb2
 
 # Of a few hundred bytes at most: well below the largest message.
@@ -28,6 +29,25 @@ class Answer:
     result: StepResult | None = None
     refusal: MeshError | None = None
     died: BaseException | None = None
+
+
+class RunningPlan(RunningJob[Answer]):
+    """A plan whose forward runs."""
+
+    def __init__(self, runner: PlanRunner, plan: worker_pb2.StepPlan, step: LaunchedStep) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._step = step
+
+    @property
+    def is_done(self) -> bool:
+        return self._step.is_done
+
+    def wait(self) -> None:
+        self._step.wait()
+
+    def finish(self) -> Answer:
+        return self._runner.finish(self._plan, self._step)
 
 
 class PlanRunner:
@@ -46,18 +66,31 @@ class PlanRunner:
             self._executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
-    def run(self, plan: worker_pb2.StepPlan, ready_ns: int, refuse: MeshError | None) -> Answer:
-        """Answers one plan. `refuse`: an error that refuses it unseen."""
+    def launch(
+        self, plan: worker_pb2.StepPlan, ready_ns: int, refuse: MeshError | None
+    ) -> DoneJob[Answer] | RunningPlan:
+        """Starts one plan; its answer comes by finish(). `refuse`: an error that refuses it unseen."""
         epoch, step_id = plan.header.epoch, plan.header.step_id
         if self._is_epoch_over:
-            return Answer(step_id=step_id)
+            return DoneJob(Answer(step_id=step_id))
         try:
             if refuse is not None:
                 raise refuse
-            result = self._executor.run(plan_from_proto(plan), ready_ns=ready_ns)
+            step = self._executor.launch(plan_from_proto(plan), ready_ns=ready_ns)
         except MeshError as error:
             self._is_epoch_over = True
-            return Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error)
+            return DoneJob(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
+        except Exception as error:
+            return DoneJob(self._died(plan, error))
+        return RunningPlan(self, plan, step)
+
+    def finish(self, plan: worker_pb2.StepPlan, step: LaunchedStep) -> Answer:
+        """The answer to a launched plan; waits for it. None of its own if a step before it died."""
+        step_id = plan.header.step_id
+        if self._is_dead:
+            return Answer(step_id=step_id)
+        try:
+            result = step.finish()
         except Exception as error:
             return self._died(plan, error)
         self._on_step()

@@ -6,9 +6,8 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.step import SlotLogprobs, SlotVector, StepPlan, StepResult, TokenLogprobs
-from radixmesh.daemons.worker.forward_batch import ForwardBatch
+from radixmesh.daemons.worker.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.runner import StepOutput
-from radixmesh.daemons.worker.slot_table import SlotTable
 
 
 class ResultBuilder:
@@ -22,8 +21,8 @@ class ResultBuilder:
         """The result of a plan without a forward: no rows, no device time."""
         return self._result(counts=empty_ints(), ids=empty_ints(), start_ns=at_ns, end_ns=at_ns)
 
-    def build_forward(self, batch: ForwardBatch, output: StepOutput, table: SlotTable) -> StepResult:
-        """The result of a forward, whose tokens are in `table` already."""
+    def build_forward(self, batch: ForwardBatch, output: StepOutput) -> StepResult:
+        """The result of a forward."""
         counts = np.zeros(batch.num_results, np.int32)
         ids = np.zeros(batch.num_results, np.int32)
         counts[batch.row_indexes] = 1
@@ -32,7 +31,7 @@ class ResultBuilder:
             if got.token is not None:
                 counts[row.index] = 1
                 ids[row.index] = got.token
-        logprobs, prompt_logprobs = _logprobs(batch, output, table)
+        logprobs, prompt_logprobs = _logprobs(batch, output)
         return self._result(
             counts=counts,
             ids=ids[counts > 0],
@@ -40,7 +39,7 @@ class ResultBuilder:
             end_ns=output.end_ns,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            vectors=_vectors(batch, output, table),
+            vectors=_vectors(batch, output),
         )
 
     def _result(
@@ -68,34 +67,27 @@ class ResultBuilder:
         )
 
 
-def _logprobs(
-    batch: ForwardBatch, output: StepOutput, table: SlotTable
-) -> tuple[tuple[SlotLogprobs, ...], tuple[SlotLogprobs, ...]]:
+def _logprobs(batch: ForwardBatch, output: StepOutput) -> tuple[tuple[SlotLogprobs, ...], tuple[SlotLogprobs, ...]]:
     """Of output tokens and of prompt tokens; those before logprobs_start were delivered by an earlier attempt."""
     of_output: list[SlotLogprobs] = []
     of_prompt: list[SlotLogprobs] = []
-    for segment, got in zip(batch.segments, output.segments, strict=True):
+    for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
         sample = segment.sample
         is_wanted = sample is not None and sample.sampling.num_top_logprobs is not None
-        if sample is not None and got.logprobs is not None and is_wanted:
-            is_delivered = sample.position < table.occupant(segment.slot).logprobs_start
-            if not is_delivered:
-                of_output.append(_slot_logprobs(segment.slot, sample.position, got.logprobs, table))
+        if sample is not None and got.logprobs is not None and is_wanted and sample.position >= row.logprobs_start:
+            of_output.append(_slot_logprobs(row, sample.position, got.logprobs))
         if got.prompt_logprobs is not None and segment.prompt_logprobs is not None:
-            first = segment.prompt_logprobs.start
-            of_prompt.append(_slot_logprobs(segment.slot, first, got.prompt_logprobs, table))
+            of_prompt.append(_slot_logprobs(row, segment.prompt_logprobs.start, got.prompt_logprobs))
     return tuple(of_output), tuple(of_prompt)
 
 
-def _slot_logprobs(slot: int, first_position: int, logprobs: TokenLogprobs, table: SlotTable) -> SlotLogprobs:
-    return SlotLogprobs(
-        slot=slot, generation=int(table.generations[slot]), first_position=first_position, logprobs=logprobs
-    )
+def _slot_logprobs(row: Row, first_position: int, logprobs: TokenLogprobs) -> SlotLogprobs:
+    return SlotLogprobs(slot=row.slot, generation=row.generation, first_position=first_position, logprobs=logprobs)
 
 
-def _vectors(batch: ForwardBatch, output: StepOutput, table: SlotTable) -> tuple[SlotVector, ...]:
+def _vectors(batch: ForwardBatch, output: StepOutput) -> tuple[SlotVector, ...]:
     return tuple(
-        SlotVector(slot=segment.slot, generation=int(table.generations[segment.slot]), values=got.vector)
-        for segment, got in zip(batch.segments, output.segments, strict=True)
+        SlotVector(slot=row.slot, generation=row.generation, values=got.vector)
+        for row, got in zip(batch.segment_rows, output.segments, strict=True)
         if got.vector is not None
     )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Task, TokenLogprobs
+from radixmesh.daemons.runtime.step import Admit, Task, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +74,17 @@ class DecodeRows:
     """Decodes of one token each as arrays [rows], for runners whose `can_batch` took the slots' sampling.
 
     Row i computes token `ids[i]` at `positions[i]` of slot `slots[i]` and draws the one after it, at positions[i] + 1.
-    `page_tables` int32 [num_slots, max_pages] of all slots: position p lives in page_tables[slot, p // page_size].
-    `seeds` uint64 and `is_sampled` bool (temperature > 0) say how. All are valid until step() returns.
+    `page_tables` int32 [num_slots, max_pages] of all slots: position p lives in page_tables[slot, p // page_size];
+    `num_pages` int32 [num_slots]: how many of them a slot has. `seeds` uint64 and `is_sampled` bool (temperature > 0)
+    say how. All are valid until step() or launch() returns. A runner that is asynchronous has drawn the ids itself and
+    may not have told them yet: where it has not, `ids` hold anything.
     """
 
     slots: IntArray
     ids: IntArray
     positions: IntArray
     page_tables: IntArray
+    num_pages: IntArray
     seeds: npt.NDArray[np.uint64]
     is_sampled: npt.NDArray[np.bool_]
 
@@ -96,8 +99,46 @@ class StepOutput:
     end_ns: int
 
 
+class RunningStep(ABC):
+    """A forward that was launched."""
+
+    is_done: bool
+    """Whether wait() returned, or nothing has to be waited for."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Blocks until the device is done, without the interpreter's lock. Any thread may wait, and again.
+
+        Raises what the device says of a step that died.
+        """
+
+    @abstractmethod
+    def output(self) -> StepOutput:
+        """What the step computed; waits for it. To be called once, on the thread that launched."""
+
+
+class DoneStep(RunningStep):
+    """A step of a runner that computes where it is called."""
+
+    is_done = True
+
+    def __init__(self, output: StepOutput) -> None:
+        self._output = output
+
+    def wait(self) -> None:
+        return
+
+    def output(self) -> StepOutput:
+        return self._output
+
+
 class ModelRunner(ABC):
-    """Runs forwards over a paged KV pool. One thread calls it; calls do not overlap."""
+    """Runs forwards over a paged KV pool. One thread calls it; calls do not overlap.
+
+    is_asynchronous: launch() returns before the forward has run, and the next one may be launched by then.
+    """
+
+    is_asynchronous: bool = False
 
     page_size: int
     num_pages: int
@@ -128,6 +169,14 @@ class ModelRunner(ABC):
     def can_batch(self, sampling: Sampling) -> bool:
         """Whether decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
         return False
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took a slot: what its decode rows will need of it. Default: nothing is kept by slot."""
+        return
+
+    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
+        """Starts one forward of rows and segments; steps run in the order of their launches. Default: runs it whole."""
+        return DoneStep(self.step(rows, segments, ready_ns))
 
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
         """One forward of rows and segments, times included; `ready_ns`: when its plan was there, same clock.

@@ -7,6 +7,9 @@ Token ranges of an occupied slot, cached_len <= computed_len <= total_len <= max
     0 ........ cached_len ........ computed_len ........ total_len
     | adopted pages | computed here     | known, no KV yet    |
     |----- prompt_ids -----|------ output_ids ----------------|
+
+Lengths count what was launched. The tokens from known_len to total_len are drawn by steps that still run: their values
+are on the device alone.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class SlotTable:
         self.prompt_len = np.zeros(num, np.int32)
         self.computed_len = np.zeros(num, np.int32)
         self.total_len = np.zeros(num, np.int32)
+        self.known_len = np.zeros(num, np.int32)
         self.max_total_len = np.zeros(num, np.int32)
         self.num_pages = np.zeros(num, np.int32)
         self.seeds = np.zeros(num, np.uint64)
@@ -91,7 +95,7 @@ class SlotTable:
         self.is_occupied[slot] = True
         self.prompt_len[slot] = prompt_len
         self.computed_len[slot] = admit.cached_len
-        self.total_len[slot] = total_len
+        self.total_len[slot] = self.known_len[slot] = total_len
         self.max_total_len[slot] = admit.max_total_len
         self.seeds[slot] = sampling.seed or 0
         self.is_sampled[slot] = not sampling.is_greedy

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import threading
 import time
 
 import numpy as np
@@ -22,7 +23,7 @@ from radixmesh.daemons.worker.simulated.clock import RealClock, VirtualClock
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind
 from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
-from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.daemons.worker.step_queue import DoneJob, RunningJob, StepQueue
 from radixmesh.worker.v1 import worker_pb2
 
 
@@ -239,7 +240,7 @@ def test_every_token_of_the_prefix_counts(ids, data):
 
 async def test_jobs_run_in_order_and_hand_back_results_and_errors():
     queue, ran = StepQueue(), []
-    queue.submit(lambda: "first", ran.append)
+    queue.submit(lambda: DoneJob("first"), ran.append)
 
     def fail():
         raise ValueError("second")
@@ -248,6 +249,50 @@ async def test_jobs_run_in_order_and_hand_back_results_and_errors():
         await queue.run(fail)
     assert await queue.run(lambda: 3) == 3
     assert ran == ["first"]
+    queue.close()
+
+
+async def test_jobs_start_while_earlier_ones_run_and_finish_in_order():
+    class Device(RunningJob):
+        def __init__(self, name):
+            self.name, self.event = name, threading.Event()
+
+        @property
+        def is_done(self):
+            return self.event.is_set()
+
+        def wait(self):
+            self.event.wait()
+
+        def finish(self):
+            self.event.wait()
+            return self.name
+
+    queue, ran, started = StepQueue(), [], []
+    jobs = [Device(name) for name in "abc"]
+    for job in jobs:
+        queue.submit(lambda job=job: started.append(job.name) or job, ran.append)
+    while len(started) < 3:
+        await asyncio.sleep(0.001)
+    jobs[1].event.set()
+    await asyncio.sleep(0.02)
+    assert ran == [], "b is over, but a is not"
+    jobs[0].event.set()
+    while len(ran) < 2:
+        await asyncio.sleep(0.001)
+    assert ran == ["a", "b"]
+    # What has to come after everything waits for c.
+    after = asyncio.ensure_future(queue.run(lambda: list(ran)))
+    await asyncio.sleep(0.02)
+    assert not after.done()
+    jobs[2].event.set()
+    await after
+    while len(ran) < 3:
+        await asyncio.sleep(0.001)
+    queue.submit(lambda: DoneJob("d"), ran.append)
+    while len(ran) < 4:
+        await asyncio.sleep(0.001)
+    assert ran == ["a", "b", "c", "d"]
     queue.close()
 
 
