@@ -61,15 +61,47 @@ def _load_cpu(settings: WorkerSettings) -> LoadedModel:
         page_size=settings.page_size,
         num_pages=settings.num_pages,
         threads=settings.cpu_threads,
-        is_deterministic=settings.deterministic,
-        attention_backend=settings.attention_backend,
-        dtype=settings.dtype,
+        is_deterministic=settings.deterministic is not False,
+        attention_backend="paged_torch" if settings.attention_backend == "auto" else settings.attention_backend,
+        dtype="float32" if settings.dtype == "auto" else settings.dtype,
         max_total_len=settings.max_total_len,
         embed_pooling=settings.embed_pooling,
     )
+    return _loaded(folder, runner, model_fingerprint(folder))
+
+
+def _load_cuda(settings: WorkerSettings) -> LoadedModel:
+    from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+
+    folder = settings.model
+    assert folder is not None, "settings see to it"
+    runner = load_cuda_runner(
+        folder,
+        DeviceSettings(
+            dtype=settings.dtype,
+            attention_backend=settings.attention_backend,
+            load_format=settings.load_format,
+            page_size=settings.page_size,
+            num_pages=settings.num_pages,
+            num_slots=settings.num_slots,
+            max_tokens_per_step=settings.max_tokens_per_step,
+            max_total_len=settings.max_total_len,
+            mem_fraction=settings.mem_fraction,
+            cuda_graphs=settings.cuda_graphs,
+            use_pdl=settings.cuda_pdl,
+            deterministic=settings.deterministic is True,
+        ),
+    )
+    if settings.load_format == "dummy":
+        # No weights are there to be told apart; nobody else's tokens may be continued by these.
+        return _loaded(folder, runner, hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest())
+    return _loaded(folder, runner, model_fingerprint(folder))
+
+
+def _loaded(folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:
     identity = identity_to_proto(
         read_model_identity(folder),
-        model_fingerprint=model_fingerprint(folder),
+        model_fingerprint=fingerprint,
         tokenizer_fingerprint=_tokenizer_fingerprint(folder),
         sampler_version=SAMPLER_VERSION,
     )
@@ -140,5 +172,6 @@ def _unspeakable_ids(folder: Path | None, vocab_size: int) -> tuple[int, ...]:
 
 _LOADERS: Mapping[Backend, Callable[[WorkerSettings], LoadedModel]] = {
     Backend.CPU: _load_cpu,
+    Backend.CUDA: _load_cuda,
     Backend.SIMULATED: _load_simulated,
 }

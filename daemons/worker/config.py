@@ -40,9 +40,16 @@ class WorkerSettings(CommonSettings):
         Path(tempfile.gettempdir()) / "radixmesh", "folder for plans of died steps and for profiler traces"
     )
     cpu_threads: int | None = setting(None, "threads per operation of the CPU backend; none: one a core")
-    deterministic: bool = setting(True, "CPU: a token depends on neither batch nor chunking (off: faster)")
-    attention_backend: str = setting("paged_torch", "CPU: how attention is computed")
-    dtype: str = setting("float32", "CPU: of weights and KV, float32 or bfloat16")
+    deterministic: bool | None = setting(None, "a token depends on neither batch nor chunking, which costs speed; none: "
+        "yes on a CPU, no on a GPU")  # fmt: skip
+    attention_backend: str = setting("auto", "how attention is computed; cpu: paged_torch, naive; cuda: triton, "
+        "flashinfer, torch")  # fmt: skip
+    dtype: str = setting("auto", "of weights and KV: float32, bfloat16 or (cuda) float16; auto: float32 on a CPU, "
+        "bfloat16 on a GPU")  # fmt: skip
+    mem_fraction: float = setting(0.88, "CUDA: share of the GPU's memory for weights, work space and KV together")
+    cuda_graphs: bool = setting(True, "CUDA: decode steps are captured and replayed")
+    cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
+    load_format: str = setting("auto", "auto: weights from the folder; dummy: random ones of its config's shapes")
     embed_pooling: str = setting("mean", "CPU: what embed tasks give of hidden states, their mean or the last")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
     simulated_base_us: float = setting(2000.0, "microseconds of any step")
@@ -74,8 +81,14 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('simulated_vocab_size')} must be >= 1, not {self.simulated_vocab_size}")
         if not all(text.strip().isdigit() for text in self.simulated_eos_ids):
             raise ValueError(f"{_flag('simulated_eos_ids')} are token ids, not {','.join(self.simulated_eos_ids)}")
-        if self.backend is Backend.CPU and self.model is None:
-            raise ValueError(f"{_flag('model')}: the CPU backend needs the folder of a model")
+        if self.backend is not Backend.SIMULATED and self.model is None:
+            raise ValueError(f"{_flag('model')}: the {self.backend} backend needs the folder of a model")
+        if self.load_format not in ("auto", "dummy"):
+            raise ValueError(f"{_flag('load_format')} must be auto or dummy, not {self.load_format}")
+        if self.load_format == "dummy" and self.backend is not Backend.CUDA:
+            raise ValueError(f"{_flag('load_format')} dummy is for --backend cuda: others load the folder's weights")
+        if not 0.0 < self.mem_fraction <= 1.0:
+            raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
         _ = self.latency, self.parsed_faults  # They say what is wrong with themselves.
 
     @property

@@ -180,7 +180,11 @@ class StepExecutor:
         for release in plan.releases:
             table.release(release.slot, release.generation)
         for admit in plan.admits:
-            table.admit(admit, can_batch=self.runner.can_batch(admit.sampling))
+            table.admit(
+                admit,
+                can_batch=self.runner.can_batch(admit.sampling),
+                is_suppressed_by_runner=self.runner.suppresses_rows,
+            )
             self.runner.admitted(admit)
         if plan.grants:
             self._grant(plan.grants)

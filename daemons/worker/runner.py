@@ -139,6 +139,8 @@ class ModelRunner(ABC):
     """
 
     is_asynchronous: bool = False
+    suppresses_rows: bool = False
+    """Whether decode rows may come while ids are suppressed (min_tokens), not only segments."""
 
     page_size: int
     num_pages: int

@@ -86,8 +86,9 @@ class SlotTable:
         """View of the slot's pages, in the order of its tokens."""
         return self.page_tables[slot, : self.num_pages[slot]]
 
-    def admit(self, admit: Admit, *, can_batch: bool) -> None:
-        """Fills a free slot. `can_batch`: the runner takes its decodes as DecodeRows once min_tokens are reached."""
+    def admit(self, admit: Admit, *, can_batch: bool, is_suppressed_by_runner: bool = False) -> None:
+        """Fills a free slot. `can_batch`: the runner takes its decodes as DecodeRows; once min_tokens are reached, or
+        at once if it suppresses ids itself."""
         slot, sampling = admit.slot, admit.sampling
         prompt_len = len(admit.prompt_ids)
         total_len = prompt_len + len(admit.output_ids)
@@ -100,7 +101,8 @@ class SlotTable:
         self.seeds[slot] = sampling.seed or 0
         self.is_sampled[slot] = not sampling.is_greedy
         self.is_generating[slot] = admit.task is Task.GENERATE
-        suppressed_len = prompt_len + admit.min_tokens if len(admit.suppressed_ids) else 0
+        is_suppressed = len(admit.suppressed_ids) and not is_suppressed_by_runner
+        suppressed_len = prompt_len + admit.min_tokens if is_suppressed else 0
         self.batch_from_len[slot] = min(suppressed_len, 2**31 - 1) if can_batch else 2**31 - 1
         self.tokens[slot, :prompt_len] = admit.prompt_ids
         self.tokens[slot, prompt_len:total_len] = admit.output_ids

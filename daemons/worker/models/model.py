@@ -20,11 +20,15 @@ from .kv_layout import KvLayout, KvPlanes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a model lives: device, dtype of weights and KV, and the ranks that share it."""
+    """Where a model lives: device, dtype of weights and KV, and the ranks that share it.
+
+    is_out_first: projections lie in memory as [out, in], whichever way round the model sees them.
+    """
 
     device: torch.device
     dtype: torch.dtype
     group: Group
+    is_out_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,12 @@ class RopeTable:
             self._grow()
         return self._cos_Ph[positions_T].unsqueeze(1), self._sin_Ph[positions_T].unsqueeze(1)
 
+    def all(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of at least that many positions from 0, [positions, head_dim / 2] each."""
+        while self._cos_Ph.shape[0] < num_positions:
+            self._grow()
+        return self._cos_Ph, self._sin_Ph
+
     def _grow(self) -> None:
         first = self._cos_Ph.shape[0]
         positions = torch.arange(first, first + _BLOCK, device=self._cos_Ph.device, dtype=torch.float32)

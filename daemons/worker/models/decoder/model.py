@@ -38,16 +38,16 @@ class DecoderModel(Model):
             scale=config.head_dim**-0.5,
         )
         self.tasks = frozenset({Task.EMBED, Task.SCORE if config.is_scoring else Task.GENERATE})
-        self._config = config
-        self._weights = weights
+        self.config = config
+        self.weights = weights
         self._rope = RopeTable(config.head_dim, config.rope, placement.device)
         self._blocks = tuple(create_block(config, layer, placement) for layer in weights.layers)
         self._group = placement.group
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
-        x_TD = functional.embedding(batch.ids_T, self._weights.embedding_VD)
+        x_TD = functional.embedding(batch.ids_T, self.weights.embedding_VD)
         cos_T1h, sin_T1h = self._rope.at(batch.positions_T)
-        for index, (block, window) in enumerate(zip(self._blocks, self._config.windows, strict=True)):
+        for index, (block, window) in enumerate(zip(self._blocks, self.config.windows, strict=True)):
             q_THd, k_TKd, v_TKd = batch.tiles.map(block.attention.project, (x_TD, cos_T1h, sin_T1h))
             keys_SKd, values_SKd = batch.kv.tokens("keys", index), batch.kv.tokens("values", index)
             keys_SKd.index_copy_(0, batch.kv_slots_N, k_TKd[: batch.num_rows])
@@ -57,12 +57,12 @@ class DecoderModel(Model):
         return x_TD
 
     def logits(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
-        assert not self._config.is_scoring, "a model that scores has no logits of tokens"
+        assert not self.config.is_scoring, "a model that scores has no logits of tokens"
         (logits_TV,) = tiles.map(self._head, (hidden_TD,))
         return logits_TV
 
     def scores(self, hidden_TD: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
-        assert self._config.is_scoring, "a model that generates has no scores"
+        assert self.config.is_scoring, "a model that generates has no scores"
         (scores_T1,) = tiles.map(self._head, (hidden_TD,))
         return scores_T1[:, 0]
 
@@ -71,7 +71,7 @@ class DecoderModel(Model):
         return final_TD
 
     def row_probes(self) -> tuple[RowProbe, ...]:
-        config, dtype = self._config, self._weights.head_DO.dtype
+        config, dtype = self.config, self.weights.head_DO.dtype
         hidden = RowInput((config.hidden_size,), dtype)
         angles = RowInput((1, config.head_dim // 2), torch.float32)
         heads = RowInput((config.num_heads, config.head_dim), dtype)
@@ -87,10 +87,10 @@ class DecoderModel(Model):
         )
 
     def _head(self, inputs: Tensors) -> Tensors:
-        return (self._group.all_gather(self._normed(inputs[0]) @ self._weights.head_DO).float(),)
+        return (self._group.all_gather(self._normed(inputs[0]) @ self.weights.head_DO).float(),)
 
     def _final(self, inputs: Tensors) -> Tensors:
         return (self._normed(inputs[0]).float(),)
 
     def _normed(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x_TD, self._weights.final_norm_D, self._config.norm_eps)
+        return rms_norm(x_TD, self.weights.final_norm_D, self.config.norm_eps)

@@ -70,7 +70,7 @@ class DecoderWeights:
         new = _Memory(placement)
         head_DO = new(config.hidden_size, 1 if config.is_scoring else config.vocab_size)
         return cls(
-            embedding_VD=head_DO.t() if config.is_tied else new(config.vocab_size, config.hidden_size),
+            embedding_VD=head_DO.t() if config.is_tied else new.table(config.vocab_size, config.hidden_size),
             layers=tuple(
                 DecoderLayer(
                     attention=_attention(config, new),
@@ -89,6 +89,13 @@ class _Memory:
         self._placement = placement
 
     def __call__(self, *shape: int) -> torch.Tensor:
+        """[features], or a projection [in, out]."""
+        if len(shape) == 2 and self._placement.is_out_first:
+            return self.table(shape[1], shape[0]).t()
+        return self.table(*shape)
+
+    def table(self, *shape: int) -> torch.Tensor:
+        """As it is seen, so it lies."""
         return torch.empty(*shape, dtype=self._placement.dtype, device=self._placement.device)
 
 

@@ -1,0 +1,1 @@
+"""The worker on a GPU: dense decoders over a paged KV pool, launched ahead of their tokens."""

@@ -1,0 +1,85 @@
+"""The seam between the decoder and attention over the paged pool on a device, for one step: decode rows, then chunks.
+
+plan() is called for every step on the host, and may copy to the device; begin() prepares what layers share on the device
+and is part of what a CUDA graph records, so it depends on nothing but shapes and the contents of device tensors.
+
+Legend: T rows, B decode rows (padding included), C chunks, H heads, K kv heads, d head_dim, S tokens of the pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostStep:
+    """A step's lengths on the host, int32. `num_rows`: decode rows with padding, as the device step has them.
+
+    decode_slots, decode_kv_lens [decode rows without padding]; chunk_slots, chunk_lens, chunk_kv_lens [chunks], the
+    chunk's own tokens counted.
+    """
+
+    num_rows: int
+    decode_slots: IntArray
+    decode_kv_lens: IntArray
+    chunk_slots: IntArray
+    chunk_lens: IntArray
+    chunk_kv_lens: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStep:
+    """The same on the device, int32, beside the page tables [slots + 1, pages].
+
+    decode_slots, decode_kv_lens [B]: padding is the dummy slot, with length 0. chunk_row_starts [C + 1]: rows of the
+    chunks counted from the first row behind the decode rows. num_chunk_rows, max_chunk_len: known on the host.
+    """
+
+    page_tables: torch.Tensor
+    decode_slots: torch.Tensor
+    decode_kv_lens: torch.Tensor
+    chunk_slots: torch.Tensor
+    chunk_row_starts: torch.Tensor
+    chunk_kv_lens: torch.Tensor
+    num_chunk_rows: int
+    max_chunk_len: int
+
+    @property
+    def num_decodes(self) -> int:
+        return self.decode_slots.shape[0]
+
+    @property
+    def num_chunks(self) -> int:
+        return self.chunk_slots.shape[0]
+
+
+class StepAttention(ABC):
+    """Attention of one step, for any of its layers."""
+
+    @abstractmethod
+    def attend(
+        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """[T, H, d] in the dtype of the query. The step's own keys and values are in the pool.
+
+        window: a token sees itself and the `window - 1` before it; None = all. Rows of padding hold finite numbers.
+        """
+
+
+class DeviceAttention(ABC):
+    """An implementation. is_batch_invariant: a row's bits depend on its own sequence alone."""
+
+    is_batch_invariant: bool
+
+    @abstractmethod
+    def plan(self, step: HostStep) -> None:
+        """Called before the step's work is launched or replayed; never waits for the device."""
+
+    @abstractmethod
+    def begin(self, step: DeviceStep) -> StepAttention:
+        """Prepares a step; valid until the next begin()."""

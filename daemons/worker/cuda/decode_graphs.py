@@ -1,0 +1,46 @@
+"""Captured decode steps, by number of rows: one launch for some hundreds of kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from radixmesh.daemons.worker.cuda.device import Device
+
+
+class _Captured(NamedTuple):
+    replay: Callable[[], None]
+    result: torch.Tensor
+
+
+class DecodeGraphs:
+    """Graphs for `sizes` rows (ascending). A step of fewer rows runs in the next larger one, with rows of padding."""
+
+    def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
+        self.sizes = sizes if device.can_capture else ()
+        self._device = device
+        self._graphs: dict[int, _Captured] = {}
+
+    def bucket(self, num_rows: int) -> int | None:
+        """Rows of the graph for a step, None if it is too large for all."""
+        return next((size for size in self.sizes if size >= num_rows and size in self._graphs), None)
+
+    def capture(self, num_rows: int, work: Callable[[], torch.Tensor]) -> None:
+        """Runs `work`, which compiles what it needs, then records it."""
+        work()
+        replay, result = self._device.capture(work)
+        self._graphs[num_rows] = _Captured(replay, result)
+
+    def replay(self, num_rows: int) -> torch.Tensor:
+        """Launches a graph; its result, which the next replay of any graph overwrites."""
+        captured = self._graphs[num_rows]
+        captured.replay()
+        return captured.result
+
+
+def default_graph_rows(max_rows: int) -> tuple[int, ...]:
+    """Sizes up to max_rows: close where a row of padding costs much, 32 apart where it costs little."""
+    sizes = {1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, *range(160, 1025, 32), max_rows}
+    return tuple(sorted(size for size in sizes if size <= max_rows))

@@ -1,0 +1,112 @@
+"""The maths of a dense decoder on a device, in fused operations over the weights of `models/decoder`.
+
+Legend: T rows, D hidden size, H heads, K kv heads, d head_dim, V vocabulary, S tokens of the pool.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cuda.attention import StepAttention
+from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, RopeAngles
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
+from radixmesh.daemons.worker.models.kv_layout import KvPlanes
+from radixmesh.daemons.worker.models.rope import RopeTable
+
+
+class DeviceDecoder:
+    """Rows in, final hidden states out. Weights are [in, out] views of tensors that lie [out, in] in memory.
+
+    Raises MeshError UNSUPPORTED for what only the CPU backend computes: routed experts, scores.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, kv: KvPlanes, ops: Ops, *, max_total_len: int
+    ) -> None:
+        _check(config)
+        self.config = config
+        self._weights = weights
+        self._kv = kv
+        self._ops = ops
+        self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        rope = RopeTable(config.head_dim, config.rope, weights.final_norm_D.device)
+        self._angles = RopeAngles(*rope.all(max_total_len))
+
+    def forward(self, ids_T: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        """Writes the KV of all rows; [T, D] after the last layer, before the final norm. ids int32."""
+        x_TD = functional.embedding(ids_T, self._weights.embedding_VD)
+        if x_TD.shape[0] <= self._ops.max_fused_rows:
+            return self._forward_few(x_TD, target, attention)
+        return self._forward_many(x_TD, target, attention)
+
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, V] of rows of forward()'s result, in the model's dtype."""
+        weights, eps = self._weights, self.config.norm_eps
+        head_VD = weights.head_DO.t()
+        if hidden_TD.shape[0] <= self._ops.max_fused_rows:
+            return self._ops.linear_fused(hidden_TD, head_VD, norm_K=weights.final_norm_D, eps=eps)
+        return self._ops.linear(self._ops.rms_norm(hidden_TD, weights.final_norm_D, eps), head_VD)
+
+    def _forward_many(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        """Through cuBLAS; residual additions are fused with the norms that follow them."""
+        ops, eps, layers = self._ops, self.config.norm_eps, self._weights.layers
+        normed_TD = ops.rms_norm(x_TD, layers[0].attention.norm_D, eps)
+        for index, layer in enumerate(layers):
+            weights, mlp = layer.attention, _mlp(layer)
+            qkv_TX = ops.linear(normed_TD, weights.w_qkv_DX.t(), weights.b_qkv_X)
+            o_TQ = self._attend(index, qkv_TX, weights, target, attention)
+            added_TD = ops.linear(o_TQ, weights.w_o_QD.t(), weights.b_o_D)
+            normed_TD = ops.add_rms_norm(added_TD, x_TD, layer.mlp_norm_D, eps)
+            gate_up_T2F = ops.linear(normed_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2)
+            added_TD = ops.linear(ops.silu_mul(gate_up_T2F), mlp.w_down_FD.t(), mlp.b_down_D)
+            if index + 1 < len(layers):
+                normed_TD = ops.add_rms_norm(added_TD, x_TD, layers[index + 1].attention.norm_D, eps)
+            else:
+                x_TD = x_TD + added_TD
+        return x_TD
+
+    def _forward_few(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        """Through kernels that read weights at the memory's speed, norms and additions inside."""
+        ops, eps = self._ops, self.config.norm_eps
+        for index, layer in enumerate(self._weights.layers):
+            weights, mlp = layer.attention, _mlp(layer)
+            qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=weights.norm_D, eps=eps)
+            o_TQ = self._attend(index, qkv_TX, weights, target, attention)
+            x_TD = ops.linear_fused(o_TQ, weights.w_o_QD.t(), weights.b_o_D, add_to_TN=x_TD)
+            if mlp.b_gate_up_F2 is None:
+                gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), layer.mlp_norm_D, eps)
+            else:
+                gated_TF = ops.silu_mul(
+                    ops.linear_fused(
+                        x_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2, norm_K=layer.mlp_norm_D, eps=eps
+                    )
+                )
+            x_TD = ops.linear_fused(gated_TF, mlp.w_down_FD.t(), mlp.b_down_D, add_to_TN=x_TD)
+        return x_TD
+
+    def _attend(
+        self, layer: int, qkv_TX: torch.Tensor, weights: AttentionWeights, target: KvTarget, attention: StepAttention
+    ) -> torch.Tensor:
+        keys_SKd, values_SKd = self._kv.tokens("keys", layer), self._kv.tokens("values", layer)
+        norms = HeadNorms(weights.q_norm_d, weights.k_norm_d, self.config.norm_eps)
+        q_THd = self._ops.rope_write_kv(qkv_TX, self._angles, target, keys_SKd, values_SKd, self._heads, norms)
+        return attention.attend(q_THd, keys_SKd, values_SKd, self.config.windows[layer]).flatten(1)
+
+
+def _mlp(layer: DecoderLayer) -> MlpWeights:
+    assert isinstance(layer.mlp, MlpWeights)
+    return layer.mlp
+
+
+def _check(config: DecoderConfig) -> None:
+    what = "routed experts" if config.experts is not None else "a score head" if config.is_scoring else ""
+    if what:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"the model has {what}, which the cuda backend does not compute yet: use --backend cpu",
+            {"feature": what},
+        )

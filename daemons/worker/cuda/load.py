@@ -1,0 +1,203 @@
+"""From a folder and settings to a runner on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.worker.attention.backend import AttentionShape
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
+from radixmesh.daemons.worker.cpu.kv_pool import KvPool
+from radixmesh.daemons.worker.cuda.attention import DeviceAttention
+from radixmesh.daemons.worker.cuda.decode_graphs import default_graph_rows
+from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
+from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
+from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
+from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
+from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.models.decoder.model import DecoderModel
+from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.models.registry import model_families
+
+_log = get_logger(__name__)
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSettings:
+    """What the worker's flags of the same names say; num_pages None = as many as fit."""
+
+    dtype: str
+    attention_backend: str
+    load_format: str
+    page_size: int
+    num_pages: int | None
+    num_slots: int
+    max_tokens_per_step: int
+    max_total_len: int | None
+    mem_fraction: float
+    cuda_graphs: bool
+    use_pdl: bool
+    deterministic: bool
+
+
+def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
+    """Loads, sizes, compiles and captures. Raises MeshError UNSUPPORTED without a GPU, BAD_CHECKPOINT, INVALID_ARGUMENT."""
+    if not torch.cuda.is_available():
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            "the cuda backend needs an NVIDIA GPU and a CUDA build of torch, and finds none here: use --backend cpu",
+            {"feature": "cuda"},
+        )
+    runner = load_device_runner(folder, settings, CudaDevice())
+    started = time.monotonic()
+    with fitting("captured graphs", "--mem-fraction or --num-slots"):
+        runner.warm_up()
+    _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))
+    return runner
+
+
+def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -> DeviceRunner:
+    """The same on any device, not warmed up."""
+    dtype = _dtype(settings.dtype)
+    where = device.torch_device
+    placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
+    with fitting("weights", "the model, or --dtype"):
+        model = _load_decoder(folder, placement, settings.load_format)
+    length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
+    memory = MemorySettings(
+        mem_fraction=settings.mem_fraction,
+        num_pages=settings.num_pages,
+        page_size=settings.page_size,
+        num_slots=settings.num_slots,
+        max_tokens_per_step=settings.max_tokens_per_step,
+        max_total_len=length,
+    )
+    if where.type == "cuda":
+        num_pages = choose_num_pages(memory, model.config, model.kv_layout, dtype, where)
+    else:
+        num_pages = settings.num_pages or -(-length // settings.page_size)
+    with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
+        pool = KvPool(
+            model.kv_layout, num_pages=num_pages, page_size=settings.page_size, dtype=dtype, device=where
+        )
+        decoder = DeviceDecoder(model.config, model.weights, pool, _ops(settings, where), max_total_len=length)
+        attention = _attention(settings, model.attention_shape, model.config.windows, dtype, where)
+    limits = RunnerLimits(
+        num_slots=settings.num_slots,
+        max_tokens_per_step=settings.max_tokens_per_step,
+        max_total_len=length,
+        graph_rows=default_graph_rows(settings.num_slots) if settings.cuda_graphs else (),
+    )
+    return DeviceRunner(
+        device, decoder, pool, attention, limits, is_deterministic=settings.deterministic
+    )
+
+
+def _load_decoder(folder: Path, placement: Placement, load_format: str) -> DecoderModel:
+    started = time.monotonic()
+    config = ConfigReader.open(folder)
+    architecture = config.strings("architectures")[0]
+    with torch.inference_mode():
+        built = model_families().create(architecture).build(config, placement)
+        if not isinstance(built.model, DecoderModel):
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"the cuda backend does not compute {architecture} yet: use --backend cpu",
+                {"feature": architecture},
+            )
+        if load_format == "dummy":
+            num_bytes = _fill_randomly(built.targets)
+        else:
+            num_bytes = load_tensors(folder, built.targets)
+    seconds = round(time.monotonic() - started, 3)
+    _log.info("weights_loaded", folder=str(folder), architecture=architecture, bytes=num_bytes, seconds=seconds)
+    return built.model
+
+
+def _fill_randomly(targets: TensorTargets) -> int:
+    """Weights of the right shape and no meaning, the same ones every time: for measuring speed."""
+    num_bytes = 0
+    for name, tensor in targets.tensors.items():
+        if tensor.dim() == 1 and "norm" in name:
+            tensor.fill_(1.0)
+        else:
+            generator = torch.Generator(tensor.device).manual_seed(num_bytes)
+            tensor.normal_(0.0, 0.02, generator=generator)
+        num_bytes += tensor.nbytes
+    return num_bytes
+
+
+def _ops(settings: DeviceSettings, device: torch.device) -> Ops:
+    if device.type != "cuda":
+        return TorchOps()
+    return TritonOps(use_pdl=settings.use_pdl, max_fused_rows=8, is_deterministic=settings.deterministic)
+
+
+def _attention(
+    settings: DeviceSettings,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> DeviceAttention:
+    name = settings.attention_backend
+    if name == "auto":
+        name = "triton" if device.type == "cuda" else "torch"
+    if name not in ATTENTION_BACKENDS or (settings.deterministic and name != "triton" and device.type == "cuda"):
+        choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
+        raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
+    if name == "torch":
+        from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
+
+        return TorchAttention(shape, page_size=settings.page_size)
+    if name == "flashinfer":
+        from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
+
+        return FlashInferAttention(
+            shape,
+            page_size=settings.page_size,
+            windows=windows,
+            max_rows=settings.num_slots,
+            dtype=dtype,
+            device=device,
+        )
+    from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
+
+    return TritonAttention(
+        shape,
+        page_size=settings.page_size,
+        windows=windows,
+        # In deterministic mode the rows of chunks come as decodes too.
+        max_rows=settings.max_tokens_per_step if settings.deterministic else settings.num_slots,
+        dtype=dtype,
+        device=device,
+        is_deterministic=settings.deterministic,
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16
+    if name not in _DTYPES:
+        raise _invalid("dtype", f"is {name!r}: choose one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _invalid(field: str, what: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"{field} {what}", {"field": field})

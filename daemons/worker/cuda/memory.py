@@ -1,0 +1,95 @@
+"""How many KV pages fit a GPU beside the weights, and what is said when something does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.kv_layout import KvLayout
+
+_log = get_logger(__name__)
+
+# Kernels' own memory, libraries' workspaces, fragmentation.
+_SPARE_BYTES = 1536 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySettings:
+    """mem_fraction: share of the device's memory that weights, work space and KV take together."""
+
+    mem_fraction: float
+    num_pages: int | None
+    page_size: int
+    num_slots: int
+    max_tokens_per_step: int
+    max_total_len: int
+
+
+def choose_num_pages(
+    settings: MemorySettings, config: DecoderConfig, layout: KvLayout, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Pages that fit; those asked for if they do. Raises MeshError INVALID_ARGUMENT naming the flag to change."""
+    free, total = torch.cuda.mem_get_info(device)
+    work = _work_bytes(settings, config, dtype)
+    page_bytes = settings.page_size * layout.bytes_per_token(dtype)
+    budget = int(settings.mem_fraction * total) - (total - free) - work
+    fit = max(0, budget) // page_bytes
+    fields = {
+        "total_bytes": total,
+        "used_bytes": total - free,
+        "work_bytes": work,
+        "kv_bytes_per_page": page_bytes,
+        "pages_that_fit": fit,
+        "mem_fraction": settings.mem_fraction,
+    }
+    if settings.num_pages is not None:
+        if settings.num_pages * page_bytes > free - work:
+            raise _does_not_fit(f"{settings.num_pages} KV pages of {page_bytes} bytes", "--num-pages", fields)
+        fit = settings.num_pages
+    elif fit * settings.page_size < settings.max_total_len:
+        raise _does_not_fit(
+            f"KV pages for one request of {settings.max_total_len} tokens",
+            "--mem-fraction, --max-total-len, --num-slots or --max-tokens-per-step",
+            fields,
+        )
+    _log.info("memory_sized", num_pages=fit, **fields)
+    return fit
+
+
+@contextmanager
+def fitting(what: str, flags: str) -> Iterator[None]:
+    """Turns running out of memory inside into a MeshError that names `what` did not fit and the flags to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        raise _does_not_fit(what, flags, {"total_bytes": total, "free_bytes": free}) from error
+
+
+def _work_bytes(settings: MemorySettings, config: DecoderConfig, dtype: torch.dtype) -> int:
+    """What a step needs beside weights and KV: rows of activations, logits, tables by slot."""
+    qkv = config.query_size + 2 * config.kv_size
+    per_row = 4 * config.hidden_size + qkv + 2 * config.query_size + 3 * config.mlp_size
+    rows = settings.max_tokens_per_step * per_row * dtype.itemsize
+    # Logits, and what penalties work in: float32 and counts.
+    logits = settings.num_slots * config.vocab_size * (2 * dtype.itemsize + 8)
+    # Page tables and tokens, int32.
+    tables = 8 * (settings.num_slots + 1) * settings.max_total_len
+    rope = 4 * settings.max_total_len * config.head_dim
+    return rows + logits + tables + rope + _SPARE_BYTES
+
+
+def _does_not_fit(what: str, flags: str, fields: dict[str, object]) -> MeshError:
+    figures = ", ".join(f"{name} {value}" for name, value in fields.items())
+    return MeshError(
+        ErrorReason.ERROR_REASON_INVALID_ARGUMENT,
+        f"{what} do not fit the GPU's memory ({figures}): change {flags}",
+        {"field": flags.split(",")[0].removeprefix("--").replace("-", "_")},
+    )

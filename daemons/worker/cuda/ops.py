@@ -1,0 +1,212 @@
+"""The seam between the decoder's maths and what computes it: fused kernels on a GPU, plain torch anywhere.
+
+Legend: T rows, D hidden size, N features out, K features in, H heads, d head_dim, F mlp size. Weights are [out, in].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from radixmesh.kernels import gemv
+from radixmesh.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
+from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
+
+
+class KvTarget(NamedTuple):
+    """Where a step's rows go: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
+    int32 [slots, pages]."""
+
+    positions_T: torch.Tensor
+    row_slots_T: torch.Tensor
+    page_tables: torch.Tensor
+    page_size: int
+
+
+class RopeAngles(NamedTuple):
+    """float32 [positions, d / 2] each."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class HeadShape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm weights [d] of each query and key head; None where the model has none."""
+
+    query: torch.Tensor | None
+    key: torch.Tensor | None
+    eps: float
+
+
+class Ops(ABC):
+    """Operations on rows, each in the dtype of its input with sums in float32."""
+
+    max_fused_rows: int = 0
+    """Up to so many rows `linear_fused` and `gate_up_silu` are the fast way."""
+
+    @abstractmethod
+    def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor: ...
+
+    @abstractmethod
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Adds x to the residual in place; the residual normed."""
+
+    @abstractmethod
+    def rope_write_kv(
+        self,
+        qkv_TX: torch.Tensor,
+        angles: RopeAngles,
+        target: KvTarget,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        heads: HeadShape,
+        norms: HeadNorms,
+    ) -> torch.Tensor:
+        """Writes rotated keys, and values, into the pool; the rotated queries, [T, H, d]."""
+
+    @abstractmethod
+    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor: ...
+
+    def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
+        return functional.linear(x_TK, w_NK, b_N)
+
+    def linear_fused(
+        self,
+        x_TK: torch.Tensor,
+        w_NK: torch.Tensor,
+        b_N: torch.Tensor | None = None,
+        *,
+        add_to_TN: torch.Tensor | None = None,
+        norm_K: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        """The product with x normed first, and added in place to `add_to`, as given; of few rows."""
+        raise AssertionError("no fused products here")
+
+    def gate_up_silu(
+        self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """silu(gate) x up of x normed, [T, F]; of few rows."""
+        raise AssertionError("no fused products here")
+
+
+class TorchOps(Ops):
+    """The references of the kernels."""
+
+    def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm_reference(x_TD, w_D, eps)
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        residual_TD += x_TD
+        return rms_norm_reference(residual_TD, w_D, eps)
+
+    def rope_write_kv(
+        self,
+        qkv_TX: torch.Tensor,
+        angles: RopeAngles,
+        target: KvTarget,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        heads: HeadShape,
+        norms: HeadNorms,
+    ) -> torch.Tensor:
+        return rope_write_kv_reference(
+            qkv_TX, *angles, *target, keys_SKd, values_SKd, *heads, norms.query, norms.key, norms.eps
+        )
+
+    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        return silu_mul_reference(gate_up_T2F)
+
+
+# Rows of a product in deterministic mode: one size, so that the library always takes the same kernel.
+_TILE_ROWS = 64
+
+
+class TritonOps(Ops):
+    """The project's kernels. use_pdl: a kernel may begin before the one ahead of it has ended (Hopper).
+
+    is_deterministic: products are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
+    how many others there are.
+    """
+
+    def __init__(self, *, use_pdl: bool = False, max_fused_rows: int = 8, is_deterministic: bool = False) -> None:
+        self.max_fused_rows = 0 if is_deterministic else max_fused_rows
+        self._use_pdl = use_pdl
+        self._is_deterministic = is_deterministic
+
+    def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
+        if not self._is_deterministic:
+            return functional.linear(x_TK, w_NK, b_N)
+        num_rows = x_TK.shape[0]
+        padding = -num_rows % _TILE_ROWS
+        x_TK = functional.pad(x_TK, (0, 0, 0, padding))
+        out_TN = x_TK.new_empty(num_rows + padding, w_NK.shape[0])
+        for first in range(0, num_rows, _TILE_ROWS):
+            torch.mm(x_TK[first : first + _TILE_ROWS], w_NK.t(), out=out_TN[first : first + _TILE_ROWS])
+        out_TN = out_TN[:num_rows]
+        return out_TN if b_N is None else out_TN + b_N
+
+    def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return add_rms_norm(x_TD, residual_TD, w_D, eps, use_pdl=self._use_pdl)
+
+    def rope_write_kv(
+        self,
+        qkv_TX: torch.Tensor,
+        angles: RopeAngles,
+        target: KvTarget,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        heads: HeadShape,
+        norms: HeadNorms,
+    ) -> torch.Tensor:
+        return rope_write_kv(
+            qkv_TX,
+            *angles,
+            *target,
+            keys_SKd,
+            values_SKd,
+            *heads,
+            norms.query,
+            norms.key,
+            norms.eps,
+            use_pdl=self._use_pdl,
+        )
+
+    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        return silu_mul(gate_up_T2F, use_pdl=self._use_pdl)
+
+    def linear_fused(
+        self,
+        x_TK: torch.Tensor,
+        w_NK: torch.Tensor,
+        b_N: torch.Tensor | None = None,
+        *,
+        add_to_TN: torch.Tensor | None = None,
+        norm_K: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> torch.Tensor:
+        return gemv.linear(x_TK, w_NK, b_N, add_to_TN, norm_K, eps, out=add_to_TN, use_pdl=self._use_pdl)
+
+    def gate_up_silu(
+        self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return gemv.gate_up_silu(x_TD, w_2FD, norm_D, eps, use_pdl=self._use_pdl)

@@ -1,0 +1,335 @@
+"""Runs steps on a device: decode steps as captured graphs, steps with chunks launched kernel by kernel.
+
+    launch   numbers of the step up -> forward -> draw -> tokens down -> mark        nothing waits
+    output   the mark is reached -> tokens, times; logprobs from logits that were kept
+
+Tokens never pass through the host on their way to the next step: a decode row reads what its slot drew last. A segment
+whose options the device cannot serve (logprobs) has its logits kept, and its token is drawn on the host when the step's
+output is asked for; the executor launches nothing that builds on such a token before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.step import Admit, Task, TokenLogprobs
+from radixmesh.daemons.worker.cpu.kv_pool import KvPool
+from radixmesh.daemons.worker.cuda.attention import DeviceAttention, HostStep
+from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
+from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, Mark
+from radixmesh.daemons.worker.cuda.ops import KvTarget
+from radixmesh.daemons.worker.cuda.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step_arrays import StepBuffer, StepViews, host_step
+from radixmesh.daemons.worker.runner import (
+    DecodeRows,
+    ModelRunner,
+    RunningStep,
+    SampleInput,
+    Segment,
+    SegmentOutput,
+    StepOutput,
+)
+from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
+from radixmesh.daemons.worker.sampling.sampler import sample_tokens
+
+# Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
+_LOGPROB_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows: sizes of decode steps
+    that are captured, ascending, none where nothing is."""
+
+    num_slots: int
+    max_tokens_per_step: int
+    max_total_len: int
+    graph_rows: tuple[int, ...]
+
+
+class DeviceRunner(ModelRunner):
+    """One thread calls it; steps overlap with that thread's work and run in the order of their launches."""
+
+    is_asynchronous = True
+    suppresses_rows = True
+    tasks = frozenset({Task.GENERATE})
+
+    def __init__(
+        self,
+        device: Device,
+        decoder: DeviceDecoder,
+        pool: KvPool,
+        attention: DeviceAttention,
+        limits: RunnerLimits,
+        *,
+        is_deterministic: bool,
+    ) -> None:
+        self.page_size = pool.page_size
+        self.num_pages = pool.num_pages
+        self.vocab_size = decoder.config.vocab_size
+        self.max_total_len = limits.max_total_len
+        self.is_deterministic = is_deterministic
+        self._device = device
+        self._decoder = decoder
+        self._pool = pool
+        self._attention = attention
+        max_pages = -(-limits.max_total_len // pool.page_size)
+        with device.in_order(), torch.inference_mode():
+            self._slots = SlotState(
+                device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages
+            )
+            self._sampler = SlotSampler(
+                limits.num_slots,
+                max_rows=limits.num_slots,
+                vocab_size=self.vocab_size,
+                max_total_len=limits.max_total_len,
+                device=device.torch_device,
+            )
+            self._buffer = StepBuffer(
+                device,
+                max_rows=limits.num_slots,
+                max_tokens=limits.max_tokens_per_step,
+                dummy_slot=self._slots.dummy_slot,
+            )
+            self._graphs = DecodeGraphs(device, limits.graph_rows)
+            self._clock = DeviceClock(device.mark())
+
+    def can_batch(self, sampling: Sampling) -> bool:
+        return not sampling.wants_logprobs
+
+    def admitted(self, admit: Admit) -> None:
+        self._slots.admitted(admit)
+        self._sampler.admitted(admit)
+
+    def warm_up(self) -> None:
+        """Compiles and captures what decode steps need, largest first: smaller graphs reuse its memory."""
+        nothing = np.zeros(0, np.int32)
+        with self._device.in_order(), torch.inference_mode():
+            for num_rows in sorted(self._graphs.sizes, reverse=True):
+                step = HostStep(
+                    num_rows=num_rows,
+                    decode_slots=nothing,
+                    decode_kv_lens=nothing,
+                    chunk_slots=nothing,
+                    chunk_lens=nothing,
+                    chunk_kv_lens=nothing,
+                )
+                self._attention.plan(step)
+                views = self._buffer.upload(step, _no_rows(), ())
+                self._graphs.capture(num_rows, lambda views=views: self._forward(views))
+            self._device.mark().wait()
+
+    @torch.inference_mode()
+    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
+        with self._device.in_order():
+            slots = np.concatenate([rows.slots, np.array([s.slot for s in segments], np.int32)])
+            self._slots.send(slots, rows.page_tables, rows.num_pages)
+            self._sampler.send()
+            bucket = self._graphs.bucket(len(rows.slots)) if not segments else None
+            step = host_step(rows, segments, bucket or len(rows.slots))
+            self._attention.plan(step)
+            start = self._device.mark()
+            views = self._buffer.upload(step, rows, segments)
+            if bucket is None:
+                hidden_TD = self._forward(views)
+                return self._launched(rows, segments, step, views, hidden_TD, start)
+            logits_TV = self._graphs.replay(bucket)
+            tokens = self._draw(logits_TV, views.decode_slots, views.decode_positions + 1, rows.slots)
+            return RunningDeviceStep(self, start, self._down(tokens, len(rows.slots)), len(rows.slots))
+
+    def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
+        raise AssertionError("a device runner is launched")
+
+    @torch.inference_mode()
+    def copy_page(self, source: int, target: int, num_tokens: int) -> None:
+        with self._device.in_order():
+            self._pool.copy_page(source, target, num_tokens)
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        with self._device.in_order():
+            self._pool.clear()
+
+    def _forward(self, views: StepViews) -> torch.Tensor:
+        """Hidden states of a step with chunks; logits of one of decodes alone, which a graph may record."""
+        ids, positions, slots = views.rows(self._slots.last_tokens)
+        target = KvTarget(positions, slots, self._slots.page_tables, self.page_size)
+        attention = self._attention.begin(views.attention(self._slots.page_tables))
+        hidden_TD = self._decoder.forward(ids, target, attention)
+        return hidden_TD if views.has_chunks else self._decoder.logits(hidden_TD)
+
+    def _launched(
+        self,
+        rows: DecodeRows,
+        segments: Sequence[Segment],
+        step: HostStep,
+        views: StepViews,
+        result: torch.Tensor,
+        start: Mark,
+    ) -> RunningStep:
+        """Draws for all rows of an uncaptured step that the device can draw for."""
+        num_decodes = len(rows.slots)
+        if not segments:
+            tokens = self._draw(result, views.decode_slots, views.decode_positions + 1, rows.slots)
+            return RunningDeviceStep(self, start, self._down(tokens, num_decodes), num_decodes)
+        last_rows = num_decodes + np.cumsum(step.chunk_lens) - 1
+        drawn = [i for i, s in enumerate(segments) if s.sample is not None and not _is_careful(s.sample)]
+        chosen = np.concatenate([np.arange(num_decodes), last_rows[drawn]]).astype(np.int32)
+        slots = np.concatenate([rows.slots, step.chunk_slots[drawn]]).astype(np.int32)
+        positions = np.concatenate([rows.positions + 1, step.chunk_kv_lens[drawn]]).astype(np.int32)
+        tokens = None
+        if len(chosen):
+            packed = torch.empty(3 * len(chosen), dtype=torch.int32, device=result.device)
+            self._device.upload(np.concatenate([chosen, slots, positions]), packed)
+            at, on_slots, on_positions = packed.chunk(3)
+            logits_TV = self._decoder.logits(result.index_select(0, at))
+            tokens = self._down(self._draw(logits_TV, on_slots, on_positions, slots), len(chosen))
+        careful = {}
+        for index, segment in enumerate(segments):
+            if segment.prompt_logprobs is not None or (segment.sample is not None and _is_careful(segment.sample)):
+                end = int(last_rows[index]) + 1
+                careful[index] = CarefulSegment(_copied(segment), result[end - len(segment.ids) : end])
+        return RunningDeviceStep(self, start, tokens, num_decodes, len(segments), drawn, careful)
+
+    def _draw(
+        self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: IntArray
+    ) -> torch.Tensor:
+        """Draws, and leaves the tokens where the next decodes of the slots find them."""
+        tokens = self._sampler.draw(logits_TV, slots, positions, host_slots)
+        self._slots.last_tokens.index_copy_(0, slots.long(), tokens)
+        return tokens
+
+    def _down(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
+        return self._device.download(tokens[:count])
+
+    def mark(self) -> Mark:
+        """Behind all work so far."""
+        return self._device.mark()
+
+    def place(self, start: Mark, end: Mark) -> tuple[int, int]:
+        """A step's times on the host's clock."""
+        return self._clock.place(start, end)
+
+    @torch.inference_mode()
+    def careful_output(self, careful: CarefulSegment, token: int | None) -> SegmentOutput:
+        """Of a segment whose logits are wanted on the host; `token` where the device drew it."""
+        segment, logprobs = careful.segment, None
+        with self._device.in_order():
+            if segment.sample is not None and token is None:
+                row = self._host_logits(careful.hidden_TD[-1:])
+                token = sample_tokens(row, [segment.sample])[0]
+                num_top = segment.sample.sampling.num_top_logprobs
+                logprobs = None if num_top is None else token_logprobs(row, [token], num_top)
+            prompt_logprobs = self._prompt_logprobs(careful) if segment.prompt_logprobs is not None else None
+        return SegmentOutput(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _prompt_logprobs(self, careful: CarefulSegment) -> TokenLogprobs:
+        segment, wanted = careful.segment, careful.segment.prompt_logprobs
+        assert wanted is not None
+        # Position p is predicted by the row of p - 1.
+        hidden_TD = careful.hidden_TD[wanted.start - 1 - segment.start : wanted.stop - 1 - segment.start]
+        ids = segment.prompt_ids[wanted.start : wanted.stop].tolist()
+        parts = [
+            token_logprobs(
+                self._host_logits(hidden_TD[first : first + _LOGPROB_ROWS]),
+                ids[first : first + _LOGPROB_ROWS],
+                segment.prompt_num_top,
+            )
+            for first in range(0, len(ids), _LOGPROB_ROWS)
+        ]
+        return TokenLogprobs(
+            own=np.concatenate([part.own for part in parts]),
+            num_top=parts[0].num_top,
+            top_ids=np.concatenate([part.top_ids for part in parts]),
+            top=np.concatenate([part.top for part in parts]),
+        )
+
+    def _host_logits(self, hidden_TD: torch.Tensor) -> FloatArray:
+        rows: FloatArray = self._decoder.logits(hidden_TD.contiguous()).float().cpu().numpy()
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class CarefulSegment:
+    """A segment, copied from the host's tables, and its rows of hidden states."""
+
+    segment: Segment
+    hidden_TD: torch.Tensor
+
+
+class RunningDeviceStep(RunningStep):
+    """A step on the device. `drawn`: indexes of the segments whose tokens follow the decode rows' in `tokens`."""
+
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        start: Mark,
+        tokens: torch.Tensor | None,
+        num_decodes: int,
+        num_segments: int = 0,
+        drawn: Sequence[int] = (),
+        careful: dict[int, CarefulSegment] | None = None,
+    ) -> None:
+        self._runner = runner
+        self._start, self._end = start, runner.mark()
+        self._tokens = tokens
+        self._num_decodes = num_decodes
+        self._num_segments = num_segments
+        self._drawn = drawn
+        self._careful = careful or {}
+
+    @property
+    def is_done(self) -> bool:  # type: ignore[override]
+        return self._end.is_reached
+
+    def wait(self) -> None:
+        self._end.wait()
+
+    def output(self) -> StepOutput:
+        self._end.wait()
+        start_ns, end_ns = self._runner.place(self._start, self._end)
+        all_tokens = np.zeros(0, np.int32) if self._tokens is None else self._tokens.numpy()
+        of_segment = dict(zip(self._drawn, all_tokens[self._num_decodes :].tolist(), strict=True))
+        segments = [
+            self._runner.careful_output(self._careful[index], of_segment.get(index))
+            if index in self._careful
+            else SegmentOutput(token=of_segment.get(index))
+            for index in range(self._num_segments)
+        ]
+        return StepOutput(
+            tokens=all_tokens[: self._num_decodes], segments=segments, start_ns=start_ns, end_ns=end_ns
+        )
+
+
+def _is_careful(sample: SampleInput) -> bool:
+    """Whether the token's logprobs are wanted: its logits are then looked at on the host."""
+    return sample.sampling.num_top_logprobs is not None
+
+
+def _copied(segment: Segment) -> Segment:
+    """The same with arrays of its own: the host's tables change while the step runs."""
+    sample = segment.sample
+    if sample is not None:
+        sample = replace(sample, output_ids=sample.output_ids.copy())
+    return replace(segment, ids=segment.ids.copy(), pages=segment.pages.copy(), sample=sample)
+
+
+def _no_rows() -> DecodeRows:
+    none = np.zeros(0, np.int32)
+    return DecodeRows(
+        slots=none,
+        ids=none,
+        positions=none,
+        page_tables=none.reshape(0, 0),
+        num_pages=none,
+        seeds=none.astype(np.uint64),
+        is_sampled=none.astype(np.bool_),
+    )
