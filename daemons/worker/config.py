@@ -40,8 +40,8 @@ class WorkerSettings(CommonSettings):
         Path(tempfile.gettempdir()) / "radixmesh", "folder for plans of died steps and for profiler traces"
     )
     cpu_threads: int | None = setting(None, "threads per operation of the CPU backend; none: one a core")
-    deterministic: bool | None = setting(None, "a token depends on neither batch nor chunking, which costs speed; none: "
-        "yes on a CPU, no on a GPU")  # fmt: skip
+    deterministic: bool | None = setting(None, "a token depends on neither batch nor chunking, which costs "
+        "speed; none: yes on a CPU, no on a GPU")  # fmt: skip
     attention_backend: str = setting("auto", "how attention is computed; cpu: paged_torch, naive; cuda: triton, "
         "flashinfer, torch")  # fmt: skip
     dtype: str = setting("auto", "of weights and KV: float32, bfloat16 or (cuda) float16; auto: float32 on a CPU, "

@@ -38,8 +38,9 @@ class Written:
     offsets: IntArray
     segment_ids: list[IntArray] | None
     row_generations: IntArray
+    row_ids: IntArray
     is_known: BoolArray
-    """Of each row: whether its token was known at the launch."""
+    """Of each row: whether its token was known at the launch, and row_ids holds it."""
 
 
 class ForwardStep(NamedTuple):
@@ -229,6 +230,8 @@ class StepExecutor:
             offsets=np.concatenate(positions) % np.int32(size),
             segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
             row_generations=self.table.generations[rows.slots],
+            # Read anew: the rows' own ids are older than what was finished since.
+            row_ids=self.table.tokens[rows.slots, rows.positions],
             is_known=self.table.known_len[rows.slots] > rows.positions,
         )
 
@@ -253,7 +256,7 @@ class StepExecutor:
         # A row that did not know its token at the launch computed the one that the step before drew for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         rows, table = batch.rows, self.table
-        ids = np.where(written.is_known, rows.ids, self._last_drawn[rows.slots])
+        ids = np.where(written.is_known, written.row_ids, self._last_drawn[rows.slots])
         segment_ids = written.segment_ids or [segment.ids for segment in batch.segments]
         self.records.extend_if(
             written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))

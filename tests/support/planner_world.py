@@ -51,10 +51,11 @@ class World:
         max_queue: int = 1000,
         ahead: int = 4,
         growth_tokens: int = 64,
+        runner_class: type[SimulatedRunner] = SimulatedRunner,
         **choices: object,
     ) -> None:
         self.alphabet = Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=eos_rate)
-        runner = SimulatedRunner(
+        runner = runner_class(
             page_size=page_size,
             num_pages=num_pages,
             vocab_size=VOCAB_SIZE,

@@ -1,7 +1,7 @@
 """The seam between the decoder and attention over the paged pool on a device, for one step: decode rows, then chunks.
 
-plan() is called for every step on the host, and may copy to the device; begin() prepares what layers share on the device
-and is part of what a CUDA graph records, so it depends on nothing but shapes and the contents of device tensors.
+plan() is called for every step on the host, and may copy to the device; begin() prepares what layers share on the
+device and is part of what a CUDA graph records: it depends on nothing but shapes and the contents of device tensors.
 
 Legend: T rows, B decode rows (padding included), C chunks, H heads, K kv heads, d head_dim, S tokens of the pool.
 """

@@ -81,9 +81,7 @@ class DeviceDecoder:
                 gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), layer.mlp_norm_D, eps)
             else:
                 gated_TF = ops.silu_mul(
-                    ops.linear_fused(
-                        x_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2, norm_K=layer.mlp_norm_D, eps=eps
-                    )
+                    ops.linear_fused(x_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2, norm_K=layer.mlp_norm_D, eps=eps)
                 )
             x_TD = ops.linear_fused(gated_TF, mlp.w_down_FD.t(), mlp.b_down_D, add_to_TN=x_TD)
         return x_TD

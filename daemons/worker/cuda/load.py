@@ -22,7 +22,7 @@ from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
-from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
+from radixmesh.daemons.worker.cuda.runner import AttentionCreator, DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
@@ -57,7 +57,7 @@ class DeviceSettings:
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
-    """Loads, sizes, compiles and captures. Raises MeshError UNSUPPORTED without a GPU, BAD_CHECKPOINT, INVALID_ARGUMENT."""
+    """Loads, sizes, compiles and captures. Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT."""
     if not torch.cuda.is_available():
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,
@@ -93,20 +93,16 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     else:
         num_pages = settings.num_pages or -(-length // settings.page_size)
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
-        pool = KvPool(
-            model.kv_layout, num_pages=num_pages, page_size=settings.page_size, dtype=dtype, device=where
-        )
+        pool = KvPool(model.kv_layout, num_pages=num_pages, page_size=settings.page_size, dtype=dtype, device=where)
         decoder = DeviceDecoder(model.config, model.weights, pool, _ops(settings, where), max_total_len=length)
-        attention = _attention(settings, model.attention_shape, model.config.windows, dtype, where)
+        create_attention = _attention(settings, model.attention_shape, model.config.windows, dtype, where)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
         graph_rows=default_graph_rows(settings.num_slots) if settings.cuda_graphs else (),
     )
-    return DeviceRunner(
-        device, decoder, pool, attention, limits, is_deterministic=settings.deterministic
-    )
+    return DeviceRunner(device, decoder, pool, create_attention, limits, is_deterministic=settings.deterministic)
 
 
 def _load_decoder(folder: Path, placement: Placement, load_format: str) -> DecoderModel:
@@ -121,10 +117,8 @@ def _load_decoder(folder: Path, placement: Placement, load_format: str) -> Decod
                 f"the cuda backend does not compute {architecture} yet: use --backend cpu",
                 {"feature": architecture},
             )
-        if load_format == "dummy":
-            num_bytes = _fill_randomly(built.targets)
-        else:
-            num_bytes = load_tensors(folder, built.targets)
+        is_dummy = load_format == "dummy"
+        num_bytes = _fill_randomly(built.targets) if is_dummy else load_tensors(folder, built.targets)
     seconds = round(time.monotonic() - started, 3)
     _log.info("weights_loaded", folder=str(folder), architecture=architecture, bytes=num_bytes, seconds=seconds)
     return built.model
@@ -155,40 +149,58 @@ def _attention(
     windows: Sequence[int | None],
     dtype: torch.dtype,
     device: torch.device,
-) -> DeviceAttention:
+) -> AttentionCreator:
+    """Checks the choice now, makes it when the page tables are there."""
     name = settings.attention_backend
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name not in ATTENTION_BACKENDS or (settings.deterministic and name != "triton" and device.type == "cuda"):
         choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
         raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
-    if name == "torch":
-        from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
 
-        return TorchAttention(shape, page_size=settings.page_size)
-    if name == "flashinfer":
-        from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
+    def create(page_tables: torch.Tensor) -> DeviceAttention:
+        if name == "torch":
+            from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
 
-        return FlashInferAttention(
+            return TorchAttention(shape, page_size=settings.page_size)
+        if name == "flashinfer":
+            return _flashinfer(settings, shape, windows, dtype, page_tables)
+        from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
+
+        return TritonAttention(
             shape,
             page_size=settings.page_size,
             windows=windows,
-            max_rows=settings.num_slots,
+            # In deterministic mode the rows of chunks come as decodes too.
+            max_rows=settings.max_tokens_per_step if settings.deterministic else settings.num_slots,
             dtype=dtype,
-            device=device,
+            device=page_tables.device,
+            is_deterministic=settings.deterministic,
         )
-    from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
 
-    return TritonAttention(
+    return create
+
+
+def _flashinfer(
+    settings: DeviceSettings,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    dtype: torch.dtype,
+    page_tables: torch.Tensor,
+) -> DeviceAttention:
+    from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
+    from radixmesh.daemons.worker.cuda.flashinfer_backend import FlashInferBackend
+
+    kernels = FlashInferAttention(
         shape,
-        page_size=settings.page_size,
-        windows=windows,
-        # In deterministic mode the rows of chunks come as decodes too.
-        max_rows=settings.max_tokens_per_step if settings.deterministic else settings.num_slots,
+        page_tables,
         dtype=dtype,
-        device=device,
-        is_deterministic=settings.deterministic,
+        page_size=settings.page_size,
+        max_rows=settings.num_slots,
+        max_extend_tokens=settings.max_tokens_per_step,
+        windows=windows,
     )
+    return FlashInferBackend(kernels, dummy_slot=page_tables.shape[0] - 1)
 
 
 def _dtype(name: str) -> torch.dtype:

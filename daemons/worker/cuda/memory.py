@@ -41,7 +41,7 @@ def choose_num_pages(
     page_bytes = settings.page_size * layout.bytes_per_token(dtype)
     budget = int(settings.mem_fraction * total) - (total - free) - work
     fit = max(0, budget) // page_bytes
-    fields = {
+    fields: dict[str, object] = {
         "total_bytes": total,
         "used_bytes": total - free,
         "work_bytes": work,

@@ -95,9 +95,7 @@ class Ops(ABC):
         """The product with x normed first, and added in place to `add_to`, as given; of few rows."""
         raise AssertionError("no fused products here")
 
-    def gate_up_silu(
-        self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float) -> torch.Tensor:
         """silu(gate) x up of x normed, [T, F]; of few rows."""
         raise AssertionError("no fused products here")
 
@@ -125,7 +123,21 @@ class TorchOps(Ops):
         norms: HeadNorms,
     ) -> torch.Tensor:
         return rope_write_kv_reference(
-            qkv_TX, *angles, *target, keys_SKd, values_SKd, *heads, norms.query, norms.key, norms.eps
+            qkv_TX,
+            angles.cos,
+            angles.sin,
+            target.positions_T,
+            target.row_slots_T,
+            target.page_tables,
+            target.page_size,
+            keys_SKd,
+            values_SKd,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            norms.query,
+            norms.key,
+            norms.eps,
         )
 
     def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
@@ -180,11 +192,17 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         return rope_write_kv(
             qkv_TX,
-            *angles,
-            *target,
+            angles.cos,
+            angles.sin,
+            target.positions_T,
+            target.row_slots_T,
+            target.page_tables,
+            target.page_size,
             keys_SKd,
             values_SKd,
-            *heads,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
             norms.query,
             norms.key,
             norms.eps,
@@ -206,7 +224,5 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         return gemv.linear(x_TK, w_NK, b_N, add_to_TN, norm_K, eps, out=add_to_TN, use_pdl=self._use_pdl)
 
-    def gate_up_silu(
-        self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float) -> torch.Tensor:
         return gemv.gate_up_silu(x_TD, w_2FD, norm_D, eps, use_pdl=self._use_pdl)

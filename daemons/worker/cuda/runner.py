@@ -10,8 +10,9 @@ output is asked for; the executor launches nothing that builds on such a token b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,6 +45,10 @@ from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 _LOGPROB_ROWS = 128
 
 
+AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
+"""Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
     """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows: sizes of decode steps
@@ -67,7 +72,7 @@ class DeviceRunner(ModelRunner):
         device: Device,
         decoder: DeviceDecoder,
         pool: KvPool,
-        attention: DeviceAttention,
+        create_attention: AttentionCreator,
         limits: RunnerLimits,
         *,
         is_deterministic: bool,
@@ -80,12 +85,10 @@ class DeviceRunner(ModelRunner):
         self._device = device
         self._decoder = decoder
         self._pool = pool
-        self._attention = attention
         max_pages = -(-limits.max_total_len // pool.page_size)
         with device.in_order(), torch.inference_mode():
-            self._slots = SlotState(
-                device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages
-            )
+            self._slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
+            self._attention = create_attention(self._slots.page_tables)
             self._sampler = SlotSampler(
                 limits.num_slots,
                 max_rows=limits.num_slots,
@@ -124,7 +127,7 @@ class DeviceRunner(ModelRunner):
                 )
                 self._attention.plan(step)
                 views = self._buffer.upload(step, _no_rows(), ())
-                self._graphs.capture(num_rows, lambda views=views: self._forward(views))
+                self._graphs.capture(num_rows, partial(self._forward, views))
             self._device.mark().wait()
 
     @torch.inference_mode()
@@ -185,19 +188,19 @@ class DeviceRunner(ModelRunner):
         chosen = np.concatenate([np.arange(num_decodes), last_rows[drawn]]).astype(np.int32)
         slots = np.concatenate([rows.slots, step.chunk_slots[drawn]]).astype(np.int32)
         positions = np.concatenate([rows.positions + 1, step.chunk_kv_lens[drawn]]).astype(np.int32)
-        tokens = None
+        drawn_tokens = None
         if len(chosen):
             packed = torch.empty(3 * len(chosen), dtype=torch.int32, device=result.device)
             self._device.upload(np.concatenate([chosen, slots, positions]), packed)
             at, on_slots, on_positions = packed.chunk(3)
             logits_TV = self._decoder.logits(result.index_select(0, at))
-            tokens = self._down(self._draw(logits_TV, on_slots, on_positions, slots), len(chosen))
+            drawn_tokens = self._down(self._draw(logits_TV, on_slots, on_positions, slots), len(chosen))
         careful = {}
         for index, segment in enumerate(segments):
             if segment.prompt_logprobs is not None or (segment.sample is not None and _is_careful(segment.sample)):
                 end = int(last_rows[index]) + 1
                 careful[index] = CarefulSegment(_copied(segment), result[end - len(segment.ids) : end])
-        return RunningDeviceStep(self, start, tokens, num_decodes, len(segments), drawn, careful)
+        return RunningDeviceStep(self, start, drawn_tokens, num_decodes, len(segments), drawn, careful)
 
     def _draw(
         self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: IntArray
@@ -304,9 +307,7 @@ class RunningDeviceStep(RunningStep):
             else SegmentOutput(token=of_segment.get(index))
             for index in range(self._num_segments)
         ]
-        return StepOutput(
-            tokens=all_tokens[: self._num_decodes], segments=segments, start_ns=start_ns, end_ns=end_ns
-        )
+        return StepOutput(tokens=all_tokens[: self._num_decodes], segments=segments, start_ns=start_ns, end_ns=end_ns)
 
 
 def _is_careful(sample: SampleInput) -> bool:

@@ -1,4 +1,4 @@
-"""How tokens are drawn, kept on the device by slot, and the drawing. Options travel once, when a request takes a slot."""
+"""How tokens are drawn, kept on the device by slot, and the drawing. Options travel once, as a request is admitted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ class SlotSampler:
             if self._needs[admit.slot] & Needs.PENALTIES:
                 self._send_lists(admit)
 
-    def draw(self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: IntArray) -> torch.Tensor:
+    def draw(
+        self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: IntArray
+    ) -> torch.Tensor:
         """Tokens int32 [T] of rows of logits: of which slots, and at which positions (int32, on the device)."""
         needs = Needs(int(np.bitwise_or.reduce(self._needs[host_slots], initial=0)))
         has_penalties = bool(needs & Needs.PENALTIES)

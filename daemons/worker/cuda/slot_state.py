@@ -1,4 +1,4 @@
-"""What the device keeps by slot: page tables, last tokens, how tokens are drawn. Written from the host as it changes."""
+"""What the device keeps by slot: page tables and last tokens. Written from the host as it changes."""
 
 from __future__ import annotations
 
