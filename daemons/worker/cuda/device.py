@@ -100,13 +100,13 @@ class HostDevice(Device):
 class CudaMark(Mark):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         # Blocking: the waiting thread sleeps instead of spinning on a core.
-        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     @property
     def is_reached(self) -> bool:
         try:
-            return bool(self._event.query())
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
             return True
 
@@ -126,7 +126,7 @@ class CudaDevice(Device):
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
-        self._stream = torch.cuda.Stream(self.torch_device)
+        self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def mark(self) -> Mark:
