@@ -36,7 +36,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="radixmesh up", description="Run a compose file's services as local processes."
     )
     parser.add_argument(
-        "-f", "--file", type=Path, default=Path("compose/local.yml"), help="compose file (compose/local.yml)"
+        *("-f", "--file"),
+        action="append",
+        type=Path,
+        help="compose file (compose/local.yml); repeatable, a later one over the earlier ones",
     )
     parser.add_argument(
         "--scale", action="append", default=[], metavar="SERVICE=N", help="number of replicas; repeatable"
@@ -63,9 +66,10 @@ def _parse_scale(text: str) -> tuple[str, int]:
 
 
 async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Terminal) -> int:
-    project = options.project or read_compose(options.file, os.environ).project
+    files = options.file or [Path("compose/local.yml")]
+    project = options.project or read_compose(files, os.environ).project
     cluster = LocalCluster(
-        options.file,
+        files,
         scale=scale,
         project=project,
         run_folder=options.run_folder or default_run_folder(project, Path.cwd(), os.environ),
@@ -75,6 +79,7 @@ async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Term
     )
     interrupted = asyncio.Event()
     _on_stop_signals(interrupted.set)
+    _say_what_needs_containers(cluster, terminal)
     await cluster.start()
     try:
         terminal.name_width([status.name for status in cluster.processes])
@@ -102,6 +107,13 @@ async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: T
     if router is not None:
         terminal.line('\nTry: radixmesh generate "..." | radixmesh status | Ctrl-C stops everything.\n')
     await asyncio.Event().wait()
+
+
+def _say_what_needs_containers(cluster: LocalCluster, terminal: Terminal) -> None:
+    if cluster.containers_only:
+        terminal.line(f"Not run without Docker, for they exist as images only: {', '.join(cluster.containers_only)}.")
+    if cluster.left_out:
+        terminal.line(f"Left out, for it names one of them: {', '.join(cluster.left_out)}.")
 
 
 async def _demonstrate(router: str, prompt: str, terminal: Terminal) -> None:

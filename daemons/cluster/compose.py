@@ -102,7 +102,12 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComposeFile:
-    """A project: its name and its services in the order of the file."""
+    """A project: its name and its services in the order of the file.
+
+    containers_only: services that the file marks `x-local: skip`. left_out: settings of others that name one of these.
+    """
 
     project: str
     services: Mapping[str, Service]
+    containers_only: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,9 @@ from radixmesh.daemons.cluster.compose import (
     Service,
     Volume,
 )
+from radixmesh.daemons.cluster.compose_merge import merge_trees
 from radixmesh.daemons.cluster.compose_node import ComposeNode
+from radixmesh.daemons.cluster.containers_only import without_containers_only
 from radixmesh.daemons.cluster.errors import ClusterError, ComposeError, UnsupportedKeyError
 from radixmesh.daemons.cluster.interpolation import interpolate
 
@@ -81,12 +83,23 @@ _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)")
 _MAX_REPLICAS = 256
 
 
-def read_compose(path: Path, variables: Mapping[str, str]) -> ComposeFile:
-    """Reads the compose file at `path`, with `variables` (usually the environment) for its `${...}`.
+def read_compose(paths: Path | Sequence[Path], variables: Mapping[str, str]) -> ComposeFile:
+    """Reads a compose file, or several, later ones over earlier ones; `variables` (the environment) are its `${...}`.
 
-    Raises ClusterError where the file cannot be read and ComposeError, naming the place, where it says something that
-    local processes cannot follow.
+    Raises ClusterError where a file cannot be read and ComposeError, naming the place, where it says something that
+    local processes cannot follow. Relative paths start at the folder of the first file, as they do for Docker.
     """
+    paths = [paths] if isinstance(paths, Path) else list(paths)
+    tree = merge_trees([_parse(path) for path in paths])
+    try:
+        return compose_from_tree(
+            tree, folder=paths[0].parent.absolute(), variables=variables, default_name=paths[0].stem
+        )
+    except ComposeError as error:
+        raise type(error)(f"{', '.join(map(str, paths))}: {error.where}", error.problem) from None
+
+
+def _parse(path: Path) -> object:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -94,13 +107,9 @@ def read_compose(path: Path, variables: Mapping[str, str]) -> ComposeFile:
             f"{path} cannot be read ({error}); name a compose file, for instance compose/local.yml"
         ) from error
     try:
-        tree = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ComposeError("", f"{path} is not valid YAML: {error}") from error
-    try:
-        return compose_from_tree(tree, folder=path.parent.absolute(), variables=variables, default_name=path.stem)
-    except ComposeError as error:
-        raise type(error)(f"{path}: {error.where}", error.problem) from None
 
 
 def compose_from_tree(tree: object, *, folder: Path, variables: Mapping[str, str], default_name: str) -> ComposeFile:
@@ -110,13 +119,14 @@ def compose_from_tree(tree: object, *, folder: Path, variables: Mapping[str, str
     _refuse_unknown(keys, supported=_FILE_KEYS, ignored=_FILE_KEYS_WITHOUT_EFFECT)
     if "services" not in keys or not keys["services"].mapping():
         raise ComposeError("services", "the file has no services")
-    services = {name: _read_service(name, node, folder, variables) for name, node in keys["services"].items()}
+    nodes, containers_only, left_out = without_containers_only(dict(keys["services"].items()))
+    services = {name: _read_service(name, node, folder, variables) for name, node in nodes.items()}
     for service in services.values():
         _check_dependencies(service, services)
     project = keys["name"].text() if "name" in keys else default_name
     if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", project):
         raise ComposeError("name", f"{project!r} must be lower-case letters, digits, '.', '-' and '_'")
-    return ComposeFile(project=project, services=services)
+    return ComposeFile(project=project, services=services, containers_only=containers_only, left_out=left_out)
 
 
 def parse_duration_s(node: ComposeNode) -> float:

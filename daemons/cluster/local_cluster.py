@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from radixmesh.daemons.cluster.run_folder import ClusterState, RunFolder
 class LocalCluster:
     """Runs the services of `compose_path` and keeps them running; an async context manager (start, stop).
 
+    compose_path: a file, or several, later ones over earlier ones.
     scale: service -> number of replicas, instead of the file's. environment: service -> variables added to the file's.
     run_folder: where state and named volumes go; a temporary folder if None. publish: False gives published ports to
     chance, so that clusters of several tests do not meet. hang_window_s: instead of the health checks' interval x
@@ -42,7 +43,7 @@ class LocalCluster:
 
     def __init__(
         self,
-        compose_path: Path,
+        compose_path: Path | Sequence[Path],
         *,
         scale: Mapping[str, int] | None = None,
         environment: Mapping[str, Mapping[str, str]] | None = None,
@@ -62,7 +63,8 @@ class LocalCluster:
             raise problem
         # What the file gets wrong is said now, before anything runs; only free ports are missing for the real plan.
         plan_cluster(self._compose, dict.fromkeys(plan_endpoints(self._compose), 1), Path("/"))
-        self._compose_path = compose_path.absolute()
+        paths = [compose_path] if isinstance(compose_path, Path) else compose_path
+        self._compose_paths = os.pathsep.join(str(path.absolute()) for path in paths)
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         if run_folder is None:
             self._own_folder = tempfile.TemporaryDirectory(prefix="radixmesh-")
@@ -79,6 +81,16 @@ class LocalCluster:
     def project(self) -> str:
         """The project's name."""
         return self._compose.project
+
+    @property
+    def containers_only(self) -> tuple[str, ...]:
+        """Services that the file has for containers only; they do not run here."""
+        return self._compose.containers_only
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """`service.environment.NAME` of the settings that name one of them, and are not given to the processes."""
+        return self._compose.left_out
 
     @property
     def run_folder(self) -> Path:
@@ -231,7 +243,7 @@ class LocalCluster:
     def _write_state(self) -> None:
         state = ClusterState(
             project=self.project,
-            compose_file=str(self._compose_path),
+            compose_file=self._compose_paths,
             supervisor_pid=os.getpid(),
             processes=self.processes,
         )

@@ -442,3 +442,20 @@ def test_usage_errors_of_up_are_messages(tmp_path, compose_path):
         process = start_up(compose_path, tmp_path, *arguments)
         output, _ = process.communicate(timeout=30)
         assert process.returncode == 1 and hint in output and "Traceback" not in output
+
+
+def test_an_overlay_of_images_runs_the_rest_and_says_what_it_does_without(tmp_path, compose_path):
+    overlay = tmp_path / "observe.yml"
+    overlay.write_text("""services:
+  worker: {environment: {FAKE_STORE: "http://store:4317"}}
+  store: {image: somewhere/store, x-local: skip, ports: ["4317:4317"]}
+""")
+    process = start_up(compose_path, tmp_path, "-f", str(overlay))
+    try:
+        text = "".join(read_until(process, "All 2 processes are healthy"))
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+        process.stdout.close()
+    assert re.search(r"images only: store\.$", text, re.M)
+    assert re.search(r"Left out, .*: worker\.environment\.FAKE_STORE\.$", text, re.M)

@@ -1,0 +1,1 @@
+"""The dashboard outside Grafana: its queries against a live Prometheus, and its panels as a picture."""
