@@ -97,7 +97,8 @@ def paged_extend(
         BLOCK_Q=block_q,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        CHUNKS=max(2, triton.next_power_of_2(num_chunks)),
+        # Few compilations serve all numbers of chunks.
+        CHUNKS=16 if num_chunks <= 16 else max(256, triton.next_power_of_2(num_chunks)),
         PAGE_SIZE=page_size,
         WINDOW=window,
         STAGES=config.num_stages,
@@ -187,7 +188,10 @@ def _extend_tiles(
     return highest, total, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_chunks", "table_stride"],
+    do_not_specialize_on_alignment=["chunk_slots_ptr", "chunk_row_starts_ptr", "chunk_kv_lens_ptr"],
+)
 def _extend_kernel(
     q_ptr,
     keys_ptr,

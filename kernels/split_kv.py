@@ -135,7 +135,11 @@ def _merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM:
     return merged / total[:, None], highest + tl.log2(total)
 
 
-@triton.jit
+# One compilation serves all batches: nothing is compiled anew for a batch of 1 or a slice of the slots.
+@triton.jit(
+    do_not_specialize=["num_units", "table_stride"],
+    do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr"],
+)
 def _split_attention_kernel(
     q_ptr,
     keys_ptr,
@@ -259,6 +263,17 @@ def _split_attention_kernel(
 
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         lse = tl.where(total > 0, highest + tl.log2(total), LOWEST)
+        if members_ptr is not None:
+            # Read again (.cg: not the load above), or a register an output would be held through the loop.
+            m_row = tl.load(
+                members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1, cache_modifier=".cg"
+            )
+            is_query = m_row >= 0
+            m_lane = m_row * H + head_block * UNIT_HEADS + m_head
+            lane_offset = m_lane[:, None] * D + column_dim[None, :]
+            is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
+            if D != DP:
+                is_own = is_own & (column_dim < D)[None, :]
         if (tile == 0) & (last == tiles):
             tl.store(out_ptr + lane_offset, acc.to(out_ptr.dtype.element_ty), mask=is_own)
             if out_lse_ptr is not None:

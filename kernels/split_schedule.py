@@ -101,7 +101,7 @@ class SplitPlan:
             LEAST_TILES=least_tiles,
             NUM_PROGRAMS=self.num_programs,
             AT_ONCE=_PLANNED_AT_ONCE,
-            UNITS=max(2, triton.next_power_of_2(num_units)),
+            UNITS=max(2, triton.next_power_of_2(self.max_units)),
         )
 
 
@@ -125,7 +125,7 @@ def _num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_units"], do_not_specialize_on_alignment=["begins_ptr", "ends_ptr"])
 def _plan_kernel(
     begins_ptr,
     ends_ptr,
