@@ -57,7 +57,7 @@ class Engine:
         self._results: deque[StepResult] = deque()
         self._loss: BaseException | None = None
         self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
-        self._last_heard_s = self._last_sent_s = self._last_load_s = time.monotonic()
+        self._last_heard_s = self._last_sent_s = self._last_load_s = self._last_export_s = time.monotonic()
         self._told_load: tuple[int, ...] = ()
         self._was_idle_at_send: set[int] = set()
         self._changed: asyncio.Future[None] | None = None
@@ -284,8 +284,10 @@ class Engine:
             self._progress.work_pending(0)
         if now - self._last_load_s >= _LOAD_S:
             self._push_loads(now)
-            if self._step_metrics is not None:
-                self._step_metrics.export(self.planner, now)
+        # By a clock of its own: a load that changes is told as it changes, and then never comes due here.
+        if self._step_metrics is not None and now - self._last_export_s >= _LOAD_S:
+            self._last_export_s = now
+            self._step_metrics.export(self.planner, now)
         self.notify()
 
     def _check_identity(self) -> None:
