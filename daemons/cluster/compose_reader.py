@@ -81,6 +81,9 @@ _DURATION_UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(?:\d+(?:\.\d+)?(?:us|ms|s|m|h))+")
 _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s|m|h)")
 _MAX_REPLICAS = 256
+# Times of a health check that hold for local processes only.
+_LOCAL_TIMES = "x-local"
+_TIMES = frozenset(["interval", "timeout", "retries", "start_period", "start_interval"])
 
 
 def read_compose(paths: Path | Sequence[Path], variables: Mapping[str, str]) -> ComposeFile:
@@ -228,7 +231,12 @@ def _check_dependencies(service: Service, services: Mapping[str, Service]) -> No
 def _read_healthcheck(node: ComposeNode) -> HealthCheck | None:
     keys = node.mapping()
     supported = frozenset(["test", "interval", "timeout", "retries", "start_period", "start_interval", "disable"])
-    _refuse_unknown(keys, supported=supported, ignored=frozenset())
+    _refuse_unknown(keys, supported=supported | {_LOCAL_TIMES}, ignored=frozenset())
+    if _LOCAL_TIMES in keys:
+        # In a container each check is a process of its own; here it is a call on an open connection and may be frequent.
+        local = keys[_LOCAL_TIMES].mapping()
+        _refuse_unknown(local, supported=_TIMES, ignored=frozenset())
+        keys = {**keys, **local}
     if "disable" in keys and keys["disable"].value is True:
         return None
     if "test" not in keys:
@@ -239,7 +247,8 @@ def _read_healthcheck(node: ComposeNode) -> HealthCheck | None:
         return None
     if words[:1] == ["CMD-SHELL"]:
         words = ["CMD", *shlex.split(" ".join(words[1:]))]
-    match = re.fullmatch(r"[\w.-]+:(\d{1,5})", words[3]) if len(words) == 4 else None
+    # Flags of the verb make no difference here: the supervisor asks itself.
+    match = re.fullmatch(r"[\w.-]+:(\d{1,5})", words[3]) if len(words) >= 4 else None
     if words[:3] != ["CMD", "radixmesh", "health"] or match is None:
         raise test.fail('local processes are asked over gRPC: write ["CMD", "radixmesh", "health", "127.0.0.1:<port>"]')
     default = HealthCheck(container_port=int(match[1]))

@@ -10,6 +10,7 @@ from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Journal
+from radixmesh.daemons.router.name_watch import Lookup, NameWatch
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.policy import make_policy
 from radixmesh.daemons.router.request_maker import RequestMaker
@@ -31,6 +32,8 @@ class Peers:
     dial_scheduler: Dial[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]
     dial_detokenizer: Dial[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]
     open_tokenizer: Callable[[str], TokenizerReplica]
+    look_up: Lookup | None = None
+    """Who is behind a name, asked again and again; without it names are left to the transport."""
 
 
 def make_router(
@@ -48,18 +51,23 @@ def make_router(
         fail=flow.fail,
     )
     detokenizers = DetokenizerPool(
-        [
-            DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow)
-            for address in settings.detokenizers
-        ],
+        lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow),
         settings.detokenizer_wait_s,
         fail=flow.fail_text,
     )
     flow.bind(schedulers, detokenizers)
     tokenizers = TokenizerPool(
-        [peers.open_tokenizer(address) for address in settings.tokenizers],
+        peers.open_tokenizer,
         wait_s=settings.tokenizer_wait_s,
         hedge_s=settings.tokenizer_hedge_s,
+        is_expected=bool(settings.tokenizers),
     )
     maker = RequestMaker(journal, schedulers, tokenizers, scheduler_wait_s=settings.scheduler_wait_s)
-    return Router(settings, journal=journal, flow=flow, maker=maker, progress=progress, metrics=metrics)
+    peerings = [
+        NameWatch(settings.tokenizers, tokenizers, peers.look_up),
+        NameWatch(settings.detokenizers, detokenizers, peers.look_up),
+        NameWatch(settings.schedulers, schedulers, peers.look_up),
+    ]
+    return Router(
+        settings, journal=journal, flow=flow, maker=maker, peerings=peerings, progress=progress, metrics=metrics
+    )

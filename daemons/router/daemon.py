@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.api_keys import ApiKeys
 from radixmesh.daemons.runtime.key_guard import KeyGuard
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.lookup import look_up
 from radixmesh.router.v1 import router_pb2_grpc
 
 log = get_logger(__name__)
@@ -40,6 +41,7 @@ class RouterDaemon(Daemon):
             dial_scheduler=partial(dial_scheduler, tls=tls),
             dial_detokenizer=partial(dial_detokenizer, tls=tls),
             open_tokenizer=partial(GrpcTokenizer, tls=tls),
+            look_up=look_up,
         )
         self._router = make_router(settings, peers, runtime.instance_id, runtime.progress, runtime.metrics)
         self._http: HttpServer | None = None
@@ -49,6 +51,7 @@ class RouterDaemon(Daemon):
                 settings.http_listen, settings, self._router, guard, runtime.progress, runtime.metrics
             )
         self._clock: asyncio.Task[None] | None = None
+        self._names: asyncio.Task[None] | None = None
         self._runtime = runtime
         runtime.server.guard(guard)
         runtime.server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, RouterService(self._router))
@@ -66,14 +69,16 @@ class RouterDaemon(Daemon):
             log.info("listening_http", address=self._http.bind())
             self._serving = self._runtime.spawn(self._http.serve(), "http")
         self._clock = self._runtime.spawn(self._router.keep_time(), "clock")
+        self._names = self._runtime.spawn(self._router.follow_names(), "names")
 
     async def drain(self) -> None:
         while self._router.num_streams:  # noqa: ASYNC110 - streams end in domain code, which knows no waiting.
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
-        if self._clock is not None:
-            self._clock.cancel()
+        for task in (self._clock, self._names):
+            if task is not None:
+                task.cancel()
         if self._http is not None:
             self._http.stop()
         if self._serving is not None:

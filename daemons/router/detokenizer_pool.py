@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.journal import Output
+from radixmesh.daemons.router.name_watch import PeerPool
 from radixmesh.daemons.runtime.errors import MeshError
 
 # How long a replica that lost or refused an entry is passed over by others.
 _SHUN_S = 0.2
 
 
-class DetokenizerPool:
+class DetokenizerPool(PeerPool):
     """Spreads entries over replicas; an output is on one of them, or waits here.
 
     fail: told of outputs that waited longer than wait_s.
     """
 
     def __init__(
-        self, links: Sequence[DetokenizerLink], wait_s: float, fail: Callable[[Output, MeshError], None]
+        self,
+        make_link: Callable[[str], DetokenizerLink],
+        wait_s: float,
+        fail: Callable[[Output, MeshError], None],
     ) -> None:
-        self.links = tuple(links)
+        self._make_link = make_link
+        self._links: dict[str, DetokenizerLink] = {}
         self._wait_s = wait_s
         self._fail = fail
         self._waiting: dict[Output, float] = {}
@@ -33,9 +38,22 @@ class DetokenizerPool:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def start(self) -> None:
-        for link in self.links:
+    @property
+    def links(self) -> tuple[DetokenizerLink, ...]:
+        return tuple(self._links.values())
+
+    def add(self, address: str) -> None:
+        if address not in self._links:
+            link = self._links[address] = self._make_link(address)
             link.start()
+
+    async def remove(self, address: str) -> None:
+        link = self._links.pop(address)
+        self._shunned_until.pop(link, None)
+        await link.close()
+
+    def can_remove(self, address: str) -> bool:
+        return not self._links[address].is_connected
 
     async def close(self) -> None:
         self._waiting.clear()

@@ -15,6 +15,7 @@ from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.journal import Journal, Request
+from radixmesh.daemons.router.name_watch import NameWatch
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.request_maker import RequestMaker
 from radixmesh.daemons.router.request_stream import RequestStream
@@ -49,6 +50,7 @@ class Router:
         journal: Journal,
         flow: OutputFlow,
         maker: RequestMaker,
+        peerings: Sequence[NameWatch],
         progress: Progress,
         metrics: Metrics,
     ) -> None:
@@ -56,6 +58,7 @@ class Router:
         self._journal = journal
         self._flow = flow
         self._maker = maker
+        self._peerings = tuple(peerings)
         self._progress = progress
         self._metrics = metrics
         self._turnstile = Turnstile()
@@ -78,10 +81,13 @@ class Router:
         return self._journal
 
     def connect(self) -> None:
-        """Starts to connect to every peer of the settings."""
-        self.detokenizers.start()
-        for address in self._settings.schedulers:
-            self.schedulers.add(address)
+        """Starts to connect to every peer of the settings but those that are names: see follow_names()."""
+        for peering in self._peerings:
+            peering.start()
+
+    async def follow_names(self) -> None:
+        """Runs for ever: connects to the replicas behind names, and lets those go that have left."""
+        await asyncio.gather(*(peering.run() for peering in self._peerings))
 
     async def close(self) -> None:
         """Ends all connections."""

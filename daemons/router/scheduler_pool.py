@@ -10,6 +10,7 @@ from typing import NamedTuple
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
+from radixmesh.daemons.router.name_watch import PeerPool
 from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.runtime.errors import MeshError
@@ -33,7 +34,7 @@ class ServedModel(NamedTuple):
     kv_tokens: int
 
 
-class SchedulerPool:
+class SchedulerPool(PeerPool):
     """Places outputs on schedulers by model, then policy; an output is on one of them, or waits here.
 
     wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
@@ -83,6 +84,10 @@ class SchedulerPool:
         )  # The aborts leave before the stream does, as a rule; else the scheduler's grace ends them.
         await link.close()
         self.place_waiting()
+
+    def can_remove(self, address: str) -> bool:
+        link = self._links.get(address)  # None: an operator has removed it.
+        return link is not None and not link.is_connected
 
     def drain(self, address: str) -> int:
         """Sends no new outputs there; how many still run. Raises INVALID_ARGUMENT for one that was not added."""

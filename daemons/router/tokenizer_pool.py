@@ -6,10 +6,11 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.name_watch import PeerPool
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -22,7 +23,8 @@ _MIN_PAUSE_S = 0.03
 _MAX_PAUSE_S = 0.25
 _CALL_TIMEOUT_S = 5.0
 # What another replica, or the same one later, may do better.
-_RETRIED_STATUSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED")
+# UNIMPLEMENTED: a daemon of another kind has got the address of a replica that left.
+_RETRIED_STATUSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
 _FINAL_REASONS = (ErrorReason.ERROR_REASON_TOO_LARGE,)
 
 
@@ -52,20 +54,42 @@ class TokenizerReplica(ABC):
 _Ask = Callable[[TokenizerReplica, float], Awaitable[_T]]
 
 
-class TokenizerPool:
+class TokenizerPool(PeerPool):
     """Asks replicas in turn; a second one as well if the first is slow, the next at once if one fails.
 
-    wait_s: bound of a call. hedge_s: silence after which another replica is asked too.
+    wait_s: bound of a call. hedge_s: silence after which another replica is asked too. is_expected: whether there will be
+    replicas, if there are none yet.
     """
 
-    def __init__(self, replicas: Sequence[TokenizerReplica], *, wait_s: float, hedge_s: float) -> None:
-        self._replicas = tuple(replicas)
+    def __init__(
+        self, open_replica: Callable[[str], TokenizerReplica], *, wait_s: float, hedge_s: float, is_expected: bool
+    ) -> None:
+        self._open_replica = open_replica
+        self._replicas: dict[str, TokenizerReplica] = {}
         self._wait_s = wait_s
         self._hedge_s = hedge_s
+        self._is_expected = is_expected
         self._turn = itertools.count()
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def add(self, address: str) -> None:
+        if address not in self._replicas:
+            self._replicas[address] = self._open_replica(address)
+
+    async def remove(self, address: str) -> None:
+        # Calls that it is answering may still end.
+        leaving = asyncio.ensure_future(_close_later(self._replicas.pop(address)))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    def can_remove(self, address: str) -> bool:
+        return True
 
     async def close(self) -> None:
-        for replica in self._replicas:
+        for leaving in tuple(self._leaving):
+            leaving.cancel()
+        await asyncio.gather(*self._leaving, return_exceptions=True)
+        for replica in self._replicas.values():
             await replica.close()
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
@@ -81,45 +105,44 @@ class TokenizerPool:
         return await self._call(lambda replica, timeout_s: replica.vocabulary(timeout_s))
 
     async def _call(self, ask: _Ask[_T]) -> _T:
-        if not self._replicas:
+        if not self._replicas and not self._is_expected:
             message = "this router knows no tokenizer: send prompt_ids, or start it with --tokenizers"
             raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "tokenizer"})
         until = time.monotonic() + self._wait_s
-        first = next(self._turn)
-        order = itertools.cycle(self._replicas[(first + i) % len(self._replicas)] for i in range(len(self._replicas)))
         asked: dict[asyncio.Future[_T], TokenizerReplica] = {}
         try:
-            return await self._ask(ask, order, asked, until)
+            return await self._ask(ask, next(self._turn), asked, until)
         finally:
             for task in asked:
                 task.cancel()
 
     async def _ask(
-        self,
-        ask: _Ask[_T],
-        order: itertools.cycle[TokenizerReplica],
-        asked: dict[asyncio.Future[_T], TokenizerReplica],
-        until: float,
+        self, ask: _Ask[_T], turn: int, asked: dict[asyncio.Future[_T], TokenizerReplica], until: float
     ) -> _T:
         num_failed, pause_s = 0, _MIN_PAUSE_S
         while (remaining := until - time.monotonic()) > 0:
-            replica = next(order)
-            if replica not in asked.values():
-                timeout_s = min(remaining, _CALL_TIMEOUT_S)
-                asked[asyncio.ensure_future(ask(replica, timeout_s))] = replica
-            patience = remaining if len(asked) == len(self._replicas) else min(self._hedge_s, remaining)
-            done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                replica = asked.pop(task)
-                error = task.exception()
-                if error is None:
-                    return task.result()
-                if not isinstance(error, MeshError) or not _can_retry(error):
-                    raise error
-                log.info("tokenizer_failed", address=replica.address, error=str(error))
-                num_failed += 1
-            if done and not asked and num_failed >= len(self._replicas):
-                # All have failed: the next round waits for one to come back.
+            # Read anew in every round: replicas come and go.
+            replicas = tuple(self._replicas.values())
+            if replicas:
+                replica = replicas[turn % len(replicas)]
+                turn += 1
+                if replica not in asked.values():
+                    timeout_s = min(remaining, _CALL_TIMEOUT_S)
+                    asked[asyncio.ensure_future(ask(replica, timeout_s))] = replica
+            if asked:
+                patience = remaining if len(asked) >= len(replicas) else min(self._hedge_s, remaining)
+                done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    replica = asked.pop(task)
+                    error = task.exception()
+                    if error is None:
+                        return task.result()
+                    if not isinstance(error, MeshError) or not _can_retry(error):
+                        raise error
+                    log.info("tokenizer_failed", address=replica.address, error=str(error))
+                    num_failed += 1
+            if not asked and num_failed >= len(replicas):
+                # All have failed, or there is none: the next round waits for one to come back.
                 await asyncio.sleep(min(pause_s, max(0.0, until - time.monotonic())))
                 num_failed, pause_s = 0, min(2 * pause_s, _MAX_PAUSE_S)
         message = f"no tokenizer answered within {self._wait_s:g} s: retry later, or send prompt_ids"
@@ -128,3 +151,10 @@ class TokenizerPool:
 
 def _can_retry(error: MeshError) -> bool:
     return error.status in _RETRIED_STATUSES and error.reason not in _FINAL_REASONS
+
+
+async def _close_later(replica: TokenizerReplica) -> None:
+    try:
+        await asyncio.sleep(_CALL_TIMEOUT_S)
+    finally:
+        await replica.close()

@@ -1,4 +1,7 @@
-"""Addresses of daemons: "host:port", "[v6]:port" or "unix:/path"."""
+"""Addresses of daemons: "host:port", "[v6]:port" or "unix:/path".
+
+A pinned address, "name:port#ip", is one of the replicas behind a name: the ip is dialled, the name is who must answer.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from .errors import MeshError
 UNIX_PREFIX = "unix:"
 # sockaddr_un.sun_path holds 108 bytes with its final zero.
 _MAX_UNIX_PATH_BYTES = 107
+_PIN = "#"
 
 
 def parse_address(address: str) -> str:
@@ -19,6 +23,9 @@ def parse_address(address: str) -> str:
         if not path or len(path.encode()) > _MAX_UNIX_PATH_BYTES:
             raise _invalid(address, f"the path of a unix socket has 1 to {_MAX_UNIX_PATH_BYTES} bytes")
         return UNIX_PREFIX + path
+    name, pin, ip = address.partition(_PIN)
+    if pin:
+        return f"{_bracketed(ip)}:{split_host_port(name)[1]}"
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65_535:
         raise _invalid(address, 'write "host:port" or "unix:/path"')
@@ -31,6 +38,21 @@ def split_host_port(address: str) -> tuple[str, int]:
         raise _invalid(address, 'write "host:port"')
     host, _, port = parse_address(address).rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def pin_address(address: str, ip: str) -> str:
+    """The replica of "name:port" that has this IP address."""
+    return f"{address}{_PIN}{ip}"
+
+
+def authority_of(address: str) -> str | None:
+    """The "name:port" of a pinned address, None of any other."""
+    name, pin, _ = address.partition(_PIN)
+    return name if pin and not address.startswith(UNIX_PREFIX) else None
+
+
+def _bracketed(ip: str) -> str:
+    return f"[{ip}]" if ":" in ip else ip
 
 
 def _invalid(address: str, hint: str) -> MeshError:

@@ -7,7 +7,7 @@ import json
 import grpc
 from grpc_health.v1 import health_pb2
 
-from .addresses import UNIX_PREFIX, parse_address
+from .addresses import UNIX_PREFIX, authority_of, parse_address, split_host_port
 from .server import KEEPALIVE, MAX_MESSAGE_BYTES
 from .tls_credentials import channel_credentials
 from .tls_files import TlsFiles
@@ -59,9 +59,23 @@ def open_channel(address: str, tls: TlsFiles | None = None) -> grpc.aio.Channel:
     Raises MeshError INVALID_ARGUMENT for other text, and for a file of TLS that cannot be used.
     """
     target = parse_address(address)
+    options = (*_OPTIONS, *_authority_options(address))
     if tls is None or not tls.has_client:
-        return grpc.aio.insecure_channel(target, options=_OPTIONS)
-    return grpc.aio.secure_channel(target, channel_credentials(tls), options=(*_OPTIONS, *name_options(target, tls)))
+        return grpc.aio.insecure_channel(target, options=options)
+    names = name_options(target, tls) or _verified_options(address)
+    return grpc.aio.secure_channel(target, channel_credentials(tls), options=(*options, *names))
+
+
+def _authority_options(address: str) -> tuple[tuple[str, str], ...]:
+    """A pinned address is dialled by its IP address, but spoken to by its name."""
+    authority = authority_of(address)
+    return () if authority is None else (("grpc.default_authority", authority),)
+
+
+def _verified_options(address: str) -> tuple[tuple[str, str], ...]:
+    """Certificates carry names, so the name behind a pinned address is what must be in them."""
+    authority = authority_of(address)
+    return () if authority is None else (("grpc.ssl_target_name_override", split_host_port(authority)[0]),)
 
 
 def name_options(target: str, tls: TlsFiles) -> tuple[tuple[str, str], ...]:
