@@ -233,7 +233,7 @@ def _read_healthcheck(node: ComposeNode) -> HealthCheck | None:
     supported = frozenset(["test", "interval", "timeout", "retries", "start_period", "start_interval", "disable"])
     _refuse_unknown(keys, supported=supported | {_LOCAL_TIMES}, ignored=frozenset())
     if _LOCAL_TIMES in keys:
-        # In a container each check is a process of its own; here it is a call on an open connection and may be frequent.
+        # In a container each check starts a process; here it is a call on an open connection and may be frequent.
         local = keys[_LOCAL_TIMES].mapping()
         _refuse_unknown(local, supported=_TIMES, ignored=frozenset())
         keys = {**keys, **local}

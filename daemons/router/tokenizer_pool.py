@@ -57,8 +57,8 @@ _Ask = Callable[[TokenizerReplica, float], Awaitable[_T]]
 class TokenizerPool(PeerPool):
     """Asks replicas in turn; a second one as well if the first is slow, the next at once if one fails.
 
-    wait_s: bound of a call. hedge_s: silence after which another replica is asked too. is_expected: whether there will be
-    replicas, if there are none yet.
+    wait_s: bound of a call. hedge_s: silence after which another replica is asked too. is_expected: whether there will
+    be replicas, if there are none yet.
     """
 
     def __init__(
