@@ -86,7 +86,11 @@ class Project:
 
     def logs(self, container: str) -> list[dict[str, object]]:
         """Everything that the container's daemon logged. Raises ValueError for a line that is no JSON."""
-        return [json.loads(line) for line in self.engine.logs(container).splitlines() if line.strip()]
+        text = self.engine.logs(container)
+        try:
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+        except ValueError as error:
+            raise ValueError(f"{container} logged what is no JSON: {text[-4000:]}") from error
 
     def tail(self, container: str) -> str:
         return "\n".join(self.engine.logs(container).splitlines()[-10:])
