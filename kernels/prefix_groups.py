@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.integer]
 # Prefixes end at one of this many places at most, which bounds what is compared of each row.
-_MAX_PLACES = 48
+_MAX_PLACES = 24
 _LEAST_STEP = 64
+# Tokens to which the prefix of a group is then known: what is left to its rows is read once for each.
+_FINE_STEP = 16
 
 
 class PrefixGroup(NamedTuple):
@@ -28,7 +30,7 @@ def find_shared_prefixes(
 
     page_tables [rows, pages]; lens [rows]: tokens of each row that have KV or get it in this step, the last of which is
     its own. Rows of a radix cache that have a page in the same place share the whole prefix up to it, so pages are
-    compared at some places only: at `min_tokens` and, a step of 64 tokens or more apart, after it.
+    compared at some places only: at `min_tokens`, every 64 tokens or more after it, and finer after a group's last.
 
     Groups nest (all rows share a system prompt, some of them a document too): each set of rows that agree up to some
     place either is a group or leaves it to those of its parts that agree further, by which of both saves more tokens.
@@ -36,8 +38,9 @@ def find_shared_prefixes(
     places, keys = _keys_at_places(page_tables, lens, page_size, min_tokens)
     if keys.shape[1] == 0:
         return []
-    levels = _nested_sets(keys)
-    return _best_groups(levels, places, len(lens))
+    groups = _best_groups(_nested_sets(keys), places, len(lens))
+    step = int(places[1] - places[0]) if len(places) > 1 else _LEAST_STEP
+    return _lengthened(groups, page_tables, lens, page_size, step) if groups else []
 
 
 def split_groups(groups: Sequence[PrefixGroup], max_rows: int) -> list[PrefixGroup]:
@@ -73,9 +76,9 @@ def _keys_at_places(
         step *= 2
     step = -(-step // page_size) * page_size
     places = np.arange(first, longest + 1, step)
-    keys = page_tables[:, places // page_size - 1].astype(np.int64)
+    keys = page_tables[:, places // page_size - 1]
     # A page of its own for a row that ends before: it agrees with no other.
-    own = -1 - np.arange(len(lens))
+    own = -1 - np.arange(len(lens), dtype=keys.dtype)
     return places, np.where(places <= limits[:, None], keys, own[:, None])
 
 
@@ -127,3 +130,20 @@ def _best_groups(levels: list[_Level], places: IntArray, num_rows: int) -> list[
                 is_taken[rows] = True
                 groups.append(PrefixGroup(rows, int(places[level.shared[index] - 1])))
     return groups
+
+
+def _lengthened(
+    groups: list[PrefixGroup], page_tables: IntArray, lens: IntArray, page_size: int, step: int
+) -> list[PrefixGroup]:
+    """The groups with what their rows share of the `step` tokens after the place that was compared last."""
+    fine = -(-_FINE_STEP // page_size) * page_size
+    rows = np.concatenate([group.rows for group in groups])
+    sizes = np.array([len(group.rows) for group in groups])
+    lengths = np.array([group.length for group in groups])
+    starts = np.cumsum(sizes) - sizes
+    ends = np.repeat(lengths, sizes)[:, None] + np.arange(fine, step + fine, fine)
+    is_in = ends < lens[rows][:, None]
+    pages = page_tables[rows[:, None], np.minimum(ends // page_size, page_tables.shape[1]) - 1]
+    agreed = ((pages == np.repeat(pages[starts], sizes, axis=0)) & is_in).sum(axis=1)
+    lengths += np.minimum.reduceat(agreed, starts) * fine
+    return [PrefixGroup(group.rows, length) for group, length in zip(groups, lengths.tolist(), strict=True)]

@@ -1,6 +1,7 @@
 """Groups of rows that share a prefix: against the tables themselves, and against all ways to choose."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,9 +73,20 @@ def test_short_prefixes_and_rows_alone_make_no_groups():
 def test_a_prefix_ends_before_the_last_token_of_the_shortest_row():
     tables = np.tile(np.arange(400, dtype=np.int32), (3, 1))
     (group,) = find_shared_prefixes(tables, np.array([400, 256, 320]), min_tokens=256)
-    assert sorted(group.rows.tolist()) == [0, 2] and group.length == 256
+    assert sorted(group.rows.tolist()) == [0, 2] and group.length == 304
     (group,) = find_shared_prefixes(tables, np.array([400, 257, 321]), min_tokens=256)
     assert sorted(group.rows.tolist()) == [0, 1, 2] and group.length == 256
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 32])
+@pytest.mark.parametrize("shared_len", [256, 290, 319, 1000, 5000])
+def test_a_prefix_is_found_to_a_few_tokens(shared_len, page_size):
+    shared_pages = shared_len // page_size
+    tables = np.tile(np.arange(6000 // page_size, dtype=np.int32), (3, 1))
+    tables[:, shared_pages:] += 100_000 * np.arange(1, 4, dtype=np.int32)[:, None]
+    (group,) = find_shared_prefixes(tables, np.full(3, 6000 // page_size * page_size), page_size)
+    shared_len = shared_pages * page_size
+    assert len(group.rows) == 3 and shared_len - max(16, page_size) < group.length <= shared_len
 
 
 def test_long_contexts_are_compared_at_few_places():

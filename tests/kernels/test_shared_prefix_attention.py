@@ -13,6 +13,7 @@ from radixmesh.kernels.shared_prefix_attention import (
     paged_shared_decode,
     plan_shared_decode,
 )
+from radixmesh.kernels.split_schedule import SplitConfig
 
 
 def _share(pool, groups):
@@ -27,10 +28,21 @@ def _groups(*groups):
     return [PrefixGroup(np.array(rows), length) for rows, length in groups]
 
 
-def _check(lengths, group_sets, *, heads=6, kv_heads=2, dim=16, page_size=1, dtype=torch.float32, spare_rows=1):
+def _check(
+    lengths,
+    group_sets,
+    *,
+    heads=6,
+    kv_heads=2,
+    dim=16,
+    page_size=1,
+    dtype=torch.float32,
+    spare_rows=1,
+    configs=(None, None),
+):
     pool = PagedPool.random(lengths, kv_heads, dim, page_size, dtype)
     q = torch.randn(len(lengths), heads, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    workspace = SharedPrefixWorkspace(len(lengths) + spare_rows, heads, kv_heads, dim, DEVICE, dtype)
+    workspace = SharedPrefixWorkspace(len(lengths) + spare_rows, heads, kv_heads, dim, DEVICE, dtype, *configs)
     inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, pool.lengths, page_size, 0.3)
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
     for groups in group_sets:
@@ -45,6 +57,13 @@ def _check(lengths, group_sets, *, heads=6, kv_heads=2, dim=16, page_size=1, dty
 def test_rows_of_groups_and_rows_alone():
     lengths = [70, 66, 41, 0, 65, 90, 3]
     _check(lengths, [_groups(([0, 4, 1], 64), ([5, 2], 33))])
+
+
+@pytest.mark.parametrize("dim", [16, 24])
+def test_several_kv_heads_a_program_and_shares_cut_anywhere(dim):
+    small = SplitConfig(heads=2, block_n=16, num_warps=4, num_stages=3, programs_per_sm=3, min_tiles=1)
+    lengths = [70, 66, 41, 65, 90]
+    _check(lengths, [_groups(([0, 3, 1], 64), ([4, 2], 33))], dim=dim, configs=(small, small))
 
 
 def test_without_groups_it_is_plain_decode_and_groups_may_go():
