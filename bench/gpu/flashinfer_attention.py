@@ -25,12 +25,15 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
 from radixmesh.daemons.worker.cuda.flashinfer_modules import KernelKind
+from radixmesh.daemons.worker.cuda.flashinfer_shared_prefix import FlashInferSharedPrefix
 
 _BATCHES = (1, 64, 256, 512)
 _CONTEXTS = (384, 2048, 8192)
 _PAGE_SIZES = (1, 16)
 # (chunks, tokens of each, tokens before them)
 _EXTENDS = ((1, 8192, 0), (4, 2048, 0), (16, 512, 0), (64, 128, 0), (16, 128, 2048), (64, 128, 2048), (1, 512, 16384))
+# (groups, rows of each, tokens that a group shares, tokens of each row after them)
+_SHARED = ((32, 16, 2048, 192), (8, 32, 2048, 192), (1, 256, 1024, 512))
 _FLUSH_BYTES = 256 << 20
 _MOST_LAYERS = 28
 _REPLAYS = 8
@@ -56,6 +59,7 @@ def main() -> None:
         "versions": {name: version(name) for name in ("torch", "flashinfer-python")},
         "shape": {"heads": args.heads, "kv_heads": args.kv_heads, "head_dim": args.head_dim, "dtype": "bfloat16"},
         "decode": list(_decodes(shape, memory)),
+        "shared_prefix": list(_shared_prefixes(shape, memory)),
         "extend": list(_extends(shape, memory)),
     }
     report["seconds"] = round(time.monotonic() - start, 1)
@@ -125,6 +129,41 @@ def _decode(
     us = _device_us(graph.replay) / len(layers)
     moved = batch * context * memory.token_bytes
     return {"us": round(us, 2), "tb_s": round(moved / us / 1e6, 3), "plan_us": round(plan_us, 1), "layers": len(layers)}
+
+
+def _shared_prefixes(shape: AttentionShape, memory: _Memory) -> Iterator[Record]:
+    for groups, members, prefix, own in _SHARED:
+        record: Record = {"groups": groups, "rows": groups * members, "prefix": prefix, "own": own, "page_size": 16}
+        yield record | _tried(lambda: _shared_prefix(shape, memory, groups, members, prefix, own))  # noqa: B023
+
+
+def _shared_prefix(
+    shape: AttentionShape, memory: _Memory, groups: int, members: int, prefix: int, own: int, page_size: int = 16
+) -> Record:
+    rows = groups * members
+    tables, num_tokens = _tables(rows, prefix + own, page_size)
+    firsts = torch.arange(rows, device="cuda") // members * members
+    tables[:rows, : prefix // page_size] = tables[firsts, : prefix // page_size]
+    attention = FlashInferSharedPrefix(shape, tables, dtype=torch.bfloat16, page_size=page_size, max_rows=rows)
+    layers = memory.layers(num_tokens)
+    query = torch.randn(rows, shape.num_heads, shape.head_dim, device="cuda").bfloat16()
+    out = torch.empty_like(query)
+    slots, lens = np.arange(rows, dtype=np.int32), np.full(rows, prefix + own, np.int32)
+    sizes, prefixes = np.full(groups, members, np.int32), np.full(groups, prefix, np.int32)
+
+    def step() -> None:
+        for keys, values in layers:
+            attention.decode(query, keys, values, out=out)
+
+    attention.plan(slots, lens, sizes, prefixes)
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    us = _device_us(graph.replay) / len(layers)
+    least = (groups * prefix + rows * own) * memory.token_bytes
+    return {"us": round(us, 2), "tb_s_of_the_least": round(least / us / 1e6, 3), "layers": len(layers)}
 
 
 def _extends(shape: AttentionShape, memory: _Memory) -> Iterator[Record]:

@@ -15,6 +15,7 @@ from radixmesh.daemons.worker.attention.backend import AttentionShape
 if torch.cuda.is_available():
     from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
     from radixmesh.daemons.worker.cuda.flashinfer_modules import KernelKind
+    from radixmesh.daemons.worker.cuda.flashinfer_shared_prefix import FlashInferSharedPrefix
 
 pytestmark = [
     pytest.mark.gpu,
@@ -214,3 +215,38 @@ def test_a_host_that_runs_ahead_overwrites_no_plan() -> None:
         outs.append(attention.decode(query, *pool.planes()))
     for slot, out in zip(planned, outs, strict=True):
         _check(out, expected[slot])
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_rows_that_share_a_prefix(case: _Case) -> None:
+    """Captured with no group at all, replayed with groups of several sizes, rows that share nothing, and padding."""
+    kv_lens = [700, 641, 1000, 16 * 30, 333, 16 * 20 + 1, 5]
+    pool = _Pool(case, kv_lens)
+    for owner, sharers, tokens in ((0, (2, 1), 640), (3, (4,), 320)):
+        for slot in sharers:
+            pool.tables[slot, : tokens // case.page_size] = pool.tables[owner, : tokens // case.page_size]
+    attention = FlashInferSharedPrefix(
+        case.shape, pool.tables, dtype=torch.bfloat16, page_size=case.page_size, max_rows=_SLOTS
+    )
+    rows, nothing = 9, np.zeros(0, np.int32)
+    query, out = _query(case, rows), torch.zeros(rows, case.num_heads, case.head_dim).bfloat16().cuda()
+    attention.plan(np.full(rows, _SLOTS, np.int32), np.ones(rows, np.int32), nothing, nothing)
+    attention.decode(query, *pool.planes(), out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention.decode(query, *pool.planes(), out=out)
+    steps = (
+        ([0, 2, 1, 3, 4, 6, 5], [3, 2], [640, 320]),
+        ([4, 3, 6], [2], [16]),
+        ([1, 2, 5], [2], [640]),
+        ([6, 5], [], []),
+    )
+    for taken, sizes, prefixes in steps:
+        slots, lens = np.full(rows, _SLOTS, np.int32), np.ones(rows, np.int32)
+        slots[: len(taken)], lens[: len(taken)] = taken, np.array(kv_lens)[taken]
+        attention.plan(slots, lens, np.array(sizes, np.int32), np.array(prefixes, np.int32))
+        graph.replay()
+        assert out.isfinite().all(), "padding rows too"
+        for row, slot in enumerate(taken):
+            _check(out[row : row + 1], pool.expected(query[row : row + 1], slot, kv_lens[slot], None))

@@ -18,14 +18,10 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.attention.backend import AttentionShape
 
-from .flashinfer_kernels import create_kernel, has_hopper_kernels
-from .flashinfer_modules import KernelConfig, KernelKind, PlanLayout
-from .flashinfer_workspace import allocate_workspace
+from .flashinfer_kernels import decode_kind_for, has_hopper_kernels
+from .flashinfer_modules import KernelConfig, KernelKind
 from .paged_rows import PagedRows
-from .pinned_ring import PinnedRing
-
-# From so many query heads a KV head on, the tensor cores' tile of 16 is full enough to be worth it.
-_TENSOR_CORE_GROUP = 4
+from .planned_lane import PlannedLane
 
 
 class FlashInferAttention:
@@ -50,8 +46,7 @@ class FlashInferAttention:
     ) -> None:
         device = page_tables.device
         if decode_kind is None:
-            is_wide = shape.group_size >= _TENSOR_CORE_GROUP
-            decode_kind = KernelKind.TENSOR_CORES if is_wide else KernelKind.CUDA_CORES
+            decode_kind = decode_kind_for(shape)
         if extend_kind is None:
             extend_kind = KernelKind.HOPPER if has_hopper_kernels(device) else KernelKind.TENSOR_CORES
         self._page_size = page_size
@@ -59,7 +54,7 @@ class FlashInferAttention:
         self._extend_rows = PagedRows(page_tables, page_size, max_rows)
         self._decode_lanes, self._extend_lanes = (
             {
-                window: _Lane(
+                window: PlannedLane(
                     kind,
                     KernelConfig(
                         shape=shape,
@@ -121,7 +116,7 @@ class FlashInferAttention:
 
     def _run(
         self,
-        lane: _Lane,
+        lane: PlannedLane,
         rows: PagedRows,
         query_THd: torch.Tensor,
         keys_SKd: torch.Tensor,
@@ -133,35 +128,3 @@ class FlashInferAttention:
         paged = (-1, self._page_size, *keys_SKd.shape[1:])
         lane.run(rows, query_THd, keys_SKd.view(paged), values_SKd.view(paged), out)
         return out
-
-
-class _Lane:
-    """A kernel and the plan of it that is in force."""
-
-    def __init__(
-        self, kind: KernelKind, config: KernelConfig, device: torch.device, *, max_rows: int, max_queries: int
-    ) -> None:
-        self._kernel = create_kernel(kind, config)
-        self._workspace = allocate_workspace(kind, config, device, max_rows=max_rows, max_queries=max_queries)
-        self._staging = PinnedRing(len(self._workspace.ints))
-        self._layout: PlanLayout = ()
-        # What graphs have captured, by number of rows: another layout under them would be read as this one.
-        self._captured: dict[int, tuple[int, ...]] | None = {} if config.in_graphs else None
-
-    def plan(self, rows: PagedRows) -> None:
-        self._layout = self._kernel.plan(rows, self._workspace, self._staging.take())
-        self._staging.fence()
-        if self._captured is not None:
-            layout = tuple(self._layout)
-            first = self._captured.setdefault(len(rows), layout)
-            assert layout == first, (len(rows), layout, first)
-
-    def run(
-        self,
-        rows: PagedRows,
-        query_THd: torch.Tensor,
-        keys_PSKd: torch.Tensor,
-        values_PSKd: torch.Tensor,
-        out_THd: torch.Tensor,
-    ) -> None:
-        self._kernel.run(self._layout, rows, self._workspace, query_THd, keys_PSKd, values_PSKd, out_THd)

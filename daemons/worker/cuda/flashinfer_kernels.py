@@ -13,12 +13,15 @@ import torch
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.attention.backend import AttentionShape
 
 from .flashinfer_modules import KernelConfig, KernelKind, PlanLayout, Workspace, decode_module, extend_module
 from .paged_rows import PagedRows
 
 _NHD = 0
 _SEES_ALL, _CAUSAL = 0, 1
+# From so many query heads a KV head on, the tensor cores' tile of 16 is full enough to be worth it.
+_TENSOR_CORE_GROUP = 4
 _HEAD_DIMS = (64, 128, 256)
 _CUDA_CORE_GROUPS = (1, 2, 3, 4, 8)
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -41,8 +44,12 @@ class PlannedKernel(ABC):
         keys_PSKD: torch.Tensor,
         values_PSKD: torch.Tensor,
         out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
     ) -> None:
-        """Attention of the planned rows on the current stream; T >= the planned queries, later rows are not touched."""
+        """Attention of the planned rows on the current stream; T >= the planned queries, later rows are not touched.
+
+        lse_TH, where wanted: float32, gets the logarithm to base 2 of each softmax's sum; -inf for a row without keys.
+        """
 
 
 def create_kernel(kind: KernelKind, config: KernelConfig) -> PlannedKernel:
@@ -67,6 +74,11 @@ def create_kernel(kind: KernelKind, config: KernelConfig) -> PlannedKernel:
             {"group_size": str(shape.group_size)},
         )
     return _KERNELS[kind](config)
+
+
+def decode_kind_for(shape: AttentionShape) -> KernelKind:
+    """The faster one for so many heads."""
+    return KernelKind.TENSOR_CORES if shape.group_size >= _TENSOR_CORE_GROUP else KernelKind.CUDA_CORES
 
 
 def has_hopper_kernels(device: torch.device) -> bool:
@@ -110,6 +122,7 @@ class _CudaCoreDecode(PlannedKernel):
         keys_PSKD: torch.Tensor,
         values_PSKD: torch.Tensor,
         out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
     ) -> None:
         self._module.run(
             workspace.floats,
@@ -122,7 +135,7 @@ class _CudaCoreDecode(PlannedKernel):
             rows.page_list,
             rows.last_lens,
             out_THD,
-            None,  # log-sum-exp
+            lse_TH,
             _NHD,
             self._config.window_left,
             True,  # programmatic dependent launch
@@ -173,6 +186,7 @@ class _TensorCoreAttention(PlannedKernel):
         keys_PSKD: torch.Tensor,
         values_PSKD: torch.Tensor,
         out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
     ) -> None:
         self._module.paged_run(
             workspace.floats,
@@ -186,7 +200,7 @@ class _TensorCoreAttention(PlannedKernel):
             rows.page_list,
             rows.last_lens,
             out_THD,
-            None,  # log-sum-exp
+            lse_TH,
             self._mask,
             _NHD,
             self._config.window_left,
@@ -238,6 +252,7 @@ class _HopperExtend(PlannedKernel):
         keys_PSKD: torch.Tensor,
         values_PSKD: torch.Tensor,
         out_THD: torch.Tensor,
+        lse_TH: torch.Tensor | None,
     ) -> None:
         self._module.paged_run(
             workspace.floats,
@@ -251,7 +266,7 @@ class _HopperExtend(PlannedKernel):
             rows.page_list,
             rows.last_lens,
             out_THD,
-            None,  # log-sum-exp
+            lse_TH,
             self._mask,
             _NHD,
             self._config.window_left,

@@ -75,7 +75,7 @@ def decode_module(config: KernelConfig) -> DecodeModule:
     _check_installed()
     from flashinfer.jit import gen_batch_decode_module
 
-    module: DecodeModule = _load(gen_batch_decode_module(*_variant(config)), config)
+    module: DecodeModule = _load(gen_batch_decode_module(*_variant(config)), _purpose(config))
     return module
 
 
@@ -85,7 +85,22 @@ def extend_module(template: str, config: KernelConfig) -> ExtendModule:
     from flashinfer.jit import gen_batch_prefill_module
 
     is_half_product = False  # Products of queries and keys are summed in float32.
-    module: ExtendModule = _load(gen_batch_prefill_module(template, *_variant(config), is_half_product), config)
+    module: ExtendModule = _load(
+        gen_batch_prefill_module(template, *_variant(config), is_half_product), _purpose(config)
+    )
+    return module
+
+
+class MergeModule(Protocol):
+    def merge_state_in_place(self, *args: object) -> None: ...
+
+
+def merge_module() -> MergeModule:
+    """Softmax over a union of keys from those of its parts. Raises as `create_kernel` does."""
+    _check_installed()
+    from flashinfer.jit.cascade import gen_cascade_module
+
+    module: MergeModule = _load(gen_cascade_module(), "merging")
     return module
 
 
@@ -107,7 +122,7 @@ def _variant(config: KernelConfig) -> tuple[object, ...]:
     )
 
 
-def _load(spec: _Spec[Module], config: KernelConfig) -> Module:
+def _load(spec: _Spec[Module], purpose: str) -> Module:
     from flashinfer.jit.core import MissingJITCacheError
 
     try:
@@ -115,10 +130,14 @@ def _load(spec: _Spec[Module], config: KernelConfig) -> Module:
     except MissingJITCacheError as error:
         raise MeshError(
             common_pb2.ERROR_REASON_UNSUPPORTED,
-            f"FlashInfer's kernel for {config.dtype}, head_dim {config.shape.head_dim}, window {config.window} is not "
-            "among the compiled ones: unset FLASHINFER_DISABLE_JIT to compile it, or choose triton",
-            {"dtype": str(config.dtype), "head_dim": str(config.shape.head_dim)},
+            f"FlashInfer's kernel for {purpose} is not among the compiled ones: "
+            "unset FLASHINFER_DISABLE_JIT to compile it, or choose the triton attention backend",
+            {"kernel": purpose},
         ) from error
+
+
+def _purpose(config: KernelConfig) -> str:
+    return f"{config.dtype}, head_dim {config.shape.head_dim}, window {config.window}"
 
 
 def _check_installed() -> None:

@@ -19,11 +19,14 @@ _HOPPER_ARRAYS = 7
 
 
 def allocate_workspace(
-    kind: KernelKind, config: KernelConfig, device: torch.device, *, max_rows: int, max_queries: int
+    kind: KernelKind, config: KernelConfig, device: torch.device, *, max_rows: int, max_queries: int, longest: int = 1
 ) -> Workspace:
-    """For plans of up to `max_rows` rows with up to `max_queries` queries together."""
+    """For plans of up to `max_rows` rows with up to `max_queries` queries together.
+
+    longest: queries of a row, at most, that graphs' plans are told of.
+    """
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    floats, ints = workspace_bytes(kind, config, num_sms, max_rows=max_rows, max_queries=max_queries)
+    floats, ints = workspace_bytes(kind, config, num_sms, max_rows=max_rows, max_queries=max_queries, longest=longest)
     return Workspace(
         floats=torch.empty(floats, dtype=torch.uint8, device=device),
         ints=torch.empty(ints, dtype=torch.uint8, device=device),
@@ -31,7 +34,7 @@ def allocate_workspace(
 
 
 def workspace_bytes(
-    kind: KernelKind, config: KernelConfig, num_sms: int, *, max_rows: int, max_queries: int
+    kind: KernelKind, config: KernelConfig, num_sms: int, *, max_rows: int, max_queries: int, longest: int = 1
 ) -> tuple[int, int]:
     """Bytes of `Workspace.floats` and of `Workspace.ints`."""
     shape = config.shape
@@ -42,9 +45,9 @@ def workspace_bytes(
     if kind is KernelKind.CUDA_CORES:
         tile, pieces = 1, max(max_rows, _BLOCKS_PER_SM * num_sms // shape.num_kv_heads)
     else:
-        # In graphs each row has about one query. Elsewhere the tile follows the mean; tiles of 16 are the most in
-        # number, and those of 128 the largest, of which no more than a few blocks a multiprocessor are split.
-        tile = _tile(shape.group_size) if config.in_graphs else 128
+        # In graphs the tile follows the longest row, elsewhere the mean: tiles of 16 are the most in number, and those
+        # of 128 the largest, of which no more than a few blocks a multiprocessor are split.
+        tile = _tile(shape.group_size * longest) if config.in_graphs else 128
         smallest = tile if config.in_graphs else 16
         pieces = max(
             _SPLIT_BLOCKS_PER_SM * num_sms // shape.num_kv_heads,
@@ -56,6 +59,6 @@ def workspace_bytes(
     return floats + _SPARE, ints + _SPARE
 
 
-def _tile(group_size: int) -> int:
-    """Rows (queries x heads of a group) of a tile for one query a row."""
-    return 16 if group_size <= 16 else 64 if group_size <= 64 else 128
+def _tile(length: int) -> int:
+    """Rows (queries x heads of a group) of a tile for so many of them."""
+    return 16 if length <= 16 else 64 if length <= 64 else 128

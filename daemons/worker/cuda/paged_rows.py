@@ -49,14 +49,17 @@ class PagedRows:
         self._pinned = PinnedRing(4 * (3 * max_rows + 2))
         self._max_rows = max_rows
 
-    def place(self, slots: IntArray, query_lens: IntArray, lengths: IntArray) -> None:
+    def place(
+        self, slots: IntArray, query_lens: IntArray, lengths: IntArray, skipped_pages: IntArray | None = None
+    ) -> None:
         """Takes the rows of a step; the copy to the device goes to the current stream.
 
         slots, query_lens, lengths [rows]: a row's last `query_lens` of `lengths` tokens are its queries.
+        skipped_pages [rows]: pages of each slot that its row does not see; `lengths` counts from after them.
         """
         rows = len(slots)
         assert 0 < rows <= self._max_rows, (rows, self._max_rows)
-        starts, last_lens = row_places(slots, lengths, self._table_shape, self._page_size)
+        starts, last_lens = row_places(slots, lengths, self._table_shape, self._page_size, skipped_pages)
         query_starts = _running_sum(query_lens)
         packed = self._pinned.take()[: 4 * (3 * rows + 2)].view(torch.int32)
         ints = packed.numpy()
@@ -80,13 +83,19 @@ class PagedRows:
 
 
 def row_places(
-    slots: IntArray, lengths: IntArray, table_shape: tuple[int, int], page_size: int
+    slots: IntArray,
+    lengths: IntArray,
+    table_shape: tuple[int, int],
+    page_size: int,
+    skipped_pages: IntArray | None = None,
 ) -> tuple[IntArray, IntArray]:
     """`starts` [rows + 1] and `last_lens` [rows], int32, as the module says. table_shape: (slots + 1, max_pages)."""
     num_slots, max_pages = table_shape
     rows = len(slots)
     starts = np.empty(rows + 1, np.int32)
     np.multiply(slots, max_pages, out=starts[:rows])
+    if skipped_pages is not None:
+        starts[:rows] += skipped_pages
     starts[rows] = num_slots * max_pages
     is_padding = slots == num_slots - 1
     if is_padding.any():

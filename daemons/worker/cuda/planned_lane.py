@@ -1,0 +1,55 @@
+"""A kernel of FlashInfer with the memory that its plans take."""
+
+from __future__ import annotations
+
+import torch
+
+from .flashinfer_kernels import create_kernel
+from .flashinfer_modules import KernelConfig, KernelKind, PlanLayout
+from .flashinfer_workspace import allocate_workspace
+from .paged_rows import PagedRows
+from .pinned_ring import PinnedRing
+
+
+class PlannedLane:
+    """A kernel and the plan of it that is in force."""
+
+    def __init__(
+        self,
+        kind: KernelKind,
+        config: KernelConfig,
+        device: torch.device,
+        *,
+        max_rows: int,
+        max_queries: int,
+        longest: int = 1,
+    ) -> None:
+        self._kernel = create_kernel(kind, config)
+        self._workspace = allocate_workspace(
+            kind, config, device, max_rows=max_rows, max_queries=max_queries, longest=longest
+        )
+        self._staging = PinnedRing(len(self._workspace.ints))
+        self._layout: PlanLayout = ()
+        # What graphs have captured, by numbers of rows and queries: they would read another layout as this one.
+        self._captured: dict[tuple[int, int], tuple[int, ...]] | None = {} if config.in_graphs else None
+
+    def plan(self, rows: PagedRows) -> None:
+        """Sends the plan to the device on the current stream."""
+        self._layout = self._kernel.plan(rows, self._workspace, self._staging.take())
+        self._staging.fence()
+        if self._captured is not None:
+            layout = tuple(self._layout)
+            first = self._captured.setdefault((len(rows), rows.num_queries), layout)
+            assert layout == first, (len(rows), layout, first)
+
+    def run(
+        self,
+        rows: PagedRows,
+        query_THd: torch.Tensor,
+        keys_PSKd: torch.Tensor,
+        values_PSKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        lse_TH: torch.Tensor | None = None,
+    ) -> None:
+        """As `PlannedKernel.run`, for the rows last planned."""
+        self._kernel.run(self._layout, rows, self._workspace, query_THd, keys_PSKd, values_PSKd, out_THd, lse_TH)
