@@ -26,85 +26,14 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes, cpu_s
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.arrays import IntArray, pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 STEP_US = 8000
-_FRAME_OF = 64
 _SETTLE_S = 2.0
-
-
-class BulkStream:
-    """A router's end of Serve that counts tokens and looks at nothing else. An async context manager."""
-
-    def __init__(self, address: str, name: str) -> None:
-        self._channel = open_channel(address)
-        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
-        self._call = self._stub.Serve()
-        self._name = name
-        self._num_sent = 0
-        self._news = asyncio.Event()
-        self._reading: asyncio.Task[None] | None = None
-        self.error: BaseException | None = None
-        self.num_tokens = self.num_finished = self.prompt_tokens = self.cached_tokens = 0
-
-    async def __aenter__(self) -> BulkStream:
-        await self._call.write(scheduler_pb2.ServeRequest(hello=make_hello(daemon="router", instance_id=self._name)))
-        self._reading = asyncio.create_task(self._read())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._call.cancel()
-        if self._reading is not None:
-            self._reading.cancel()
-        await self._channel.close()
-
-    async def state(self) -> scheduler_pb2.GetStateResponse:
-        return await self._stub.GetState(scheduler_pb2.GetStateRequest())
-
-    async def submit(self, prompts: Sequence[IntArray], max_tokens: int) -> None:
-        for start in range(0, len(prompts), _FRAME_OF):
-            frame = scheduler_pb2.ServeRequest()
-            for prompt in prompts[start : start + _FRAME_OF]:
-                self._num_sent += 1
-                frame.submits.add(
-                    handle=self._num_sent,
-                    sequence=self._num_sent,
-                    request_id=f"{self._name}-{self._num_sent}",
-                    task=common_pb2.TASK_GENERATE,
-                    prompt_ids=pack_ints(prompt),
-                    sampling=common_pb2.SamplingParams(temperature=0.0),
-                    stop=common_pb2.StopParams(max_tokens=max_tokens, ignore_eos=True),
-                )
-            await self._call.write(frame)
-
-    async def until(self, num_tokens: int = 0, num_finished: int = 0, timeout_s: float = 300.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while self.num_tokens < num_tokens or self.num_finished < num_finished:
-                if self.error is not None:
-                    raise self.error
-                self._news.clear()
-                await self._news.wait()
-
-    async def _read(self) -> None:
-        try:
-            while isinstance(frame := await self._call.read(), scheduler_pb2.ServeResponse):
-                self.num_tokens += len(frame.tokens.ids) // 4
-                for finished in frame.finished:
-                    self.num_finished += 1
-                    self.prompt_tokens += finished.usage.prompt_tokens
-                    self.cached_tokens += finished.usage.cached_tokens
-                for rejected in frame.rejected:
-                    self.error = RuntimeError(str(rejected.error))
-                self._news.set()
-        except grpc.aio.AioRpcError as error:
-            self.error = error
-            self._news.set()
 
 
 async def idle_at(depth: str, running: int, window_s: float) -> dict[str, object]:

@@ -22,12 +22,14 @@ _STOP_S = 10.0
 class Processes:
     """An async context manager that kills what it started.
 
-    transport: "unix" or "tcp", what the daemons listen on. folder: for sockets and logs. addresses: by name.
+    transport: "unix" or "tcp", what the daemons listen on. start_s: how long a daemon
+    may take to serve. folder: for sockets and logs. addresses: by name.
     """
 
-    def __init__(self, folder: Path, transport: str) -> None:
+    def __init__(self, folder: Path, transport: str, *, start_s: float = _START_S) -> None:
         self._folder = folder
         self._transport = transport
+        self._start_s = start_s
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self.addresses: dict[str, list[str]] = {}
 
@@ -65,7 +67,7 @@ class Processes:
         for flag, value in values.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
         self._running[name] = _start(command, log_file)
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + self._start_s
         while not address_file.exists() or await check_health(address_file.read_text().split()[0]) != "SERVING":
             if self._running[name].poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{name} does not serve:\n{log_file.read_text()[-4000:]}")

@@ -30,6 +30,7 @@ class WorkerDaemon(Daemon):
                 max_blob_bytes=settings.max_blob_bytes,
                 blob_store_bytes=settings.blob_store_bytes,
                 dump_folder=settings.dump_folder,
+                record_plans=settings.record_plans,
             ),
             runtime.progress,
             runtime.metrics,

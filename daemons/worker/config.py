@@ -39,6 +39,7 @@ class WorkerSettings(CommonSettings):
     dump_folder: Path = setting(
         Path(tempfile.gettempdir()) / "radixmesh", "folder for plans of died steps and for profiler traces"
     )
+    record_plans: Path | None = setting(None, "file that every plan is written to, for sending them again (bench/gpu)")
     cpu_threads: int | None = setting(None, "threads per operation of the CPU backend; none: one a core")
     deterministic: bool | None = setting(None, "a token depends on neither batch nor chunking, which costs "
         "speed; none: yes on a CPU, no on a GPU")  # fmt: skip

@@ -23,6 +23,7 @@ from radixmesh.daemons.worker.blob_store import BlobStore
 from radixmesh.daemons.worker.epochs import EpochLedger
 from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.plan_recorder import PlanRecorder
 from radixmesh.daemons.worker.plan_runner import Answer, PlanRunner
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
 from radixmesh.daemons.worker.step_queue import StepQueue
@@ -36,13 +37,15 @@ _LAST_WORDS_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
-    """What a worker is apart from its model. `dump_folder` gets the plans of died steps and profiler traces."""
+    """What a worker is apart from its model. `dump_folder` gets the plans of died steps and profiler traces; the file
+    `record_plans`, if one is named, every plan."""
 
     backend: str
     max_plans_in_flight: int
     max_blob_bytes: int
     blob_store_bytes: int
     dump_folder: Path
+    record_plans: Path | None = None
 
 
 class Holder(Protocol):
@@ -75,6 +78,7 @@ class WorkerCore:
         self._on_failed = on_failed
         self._state = worker_pb2.WORKER_STATE_LOADING
         self._queue = StepQueue()
+        self._recorder = PlanRecorder(config.record_plans) if config.record_plans is not None else None
         self._executor: StepExecutor | None = None
         self._runner: PlanRunner | None = None
         self._profiler: StepProfiler | None = None
@@ -174,6 +178,8 @@ class WorkerCore:
         elif holder is not self._holder:
             raise self.ledger.fenced()
         self._num_in_flight += 1
+        if self._recorder is not None:
+            self._recorder.record(plan)
         header = plan.header
         if header.epoch == self.ledger.highest_epoch and header.step_id == self.ledger.last_received_step + 1:
             self.ledger.last_received_step = header.step_id
@@ -231,6 +237,8 @@ class WorkerCore:
     def close(self) -> None:
         """No further steps run."""
         self._queue.close()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _ready(self) -> PlanRunner:
         if self._runner is None or self._state != worker_pb2.WORKER_STATE_READY:

@@ -118,13 +118,13 @@ def _load_decoder(folder: Path, placement: Placement, load_format: str) -> Decod
                 {"feature": architecture},
             )
         is_dummy = load_format == "dummy"
-        num_bytes = _fill_randomly(built.targets) if is_dummy else load_tensors(folder, built.targets)
+        num_bytes = fill_randomly(built.targets) if is_dummy else load_tensors(folder, built.targets)
     seconds = round(time.monotonic() - started, 3)
     _log.info("weights_loaded", folder=str(folder), architecture=architecture, bytes=num_bytes, seconds=seconds)
     return built.model
 
 
-def _fill_randomly(targets: TensorTargets) -> int:
+def fill_randomly(targets: TensorTargets) -> int:
     """Weights of the right shape and no meaning, the same ones every time: for measuring speed."""
     num_bytes = 0
     for name, tensor in targets.tensors.items():

@@ -148,6 +148,28 @@ class DeviceRunner(ModelRunner):
             tokens = self._draw(logits_TV, views.decode_slots, views.decode_positions + 1, rows.slots)
             return RunningDeviceStep(self, start, self._down(tokens, len(rows.slots)), len(rows.slots))
 
+    @torch.inference_mode()
+    def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
+        """The logits of every token of segments, float32 [length, vocabulary] each, for comparing: it waits for them.
+
+        The segments' page tables are written over those of their slots.
+        """
+        rows = _no_rows()
+        size = max(len(segment.pages) for segment in segments)
+        tables = np.zeros((1 + max(segment.slot for segment in segments), size), np.int32)
+        num_pages = np.zeros(len(tables), np.int32)
+        for segment in segments:
+            tables[segment.slot, : len(segment.pages)] = segment.pages
+            num_pages[segment.slot] = len(segment.pages)
+        with self._device.in_order():
+            self._slots.forget([segment.slot for segment in segments])
+            self._slots.send(np.array([s.slot for s in segments], np.int32), tables, num_pages)
+            step = host_step(rows, segments, 0)
+            self._attention.plan(step)
+            hidden_TD = self._forward(self._buffer.upload(step, rows, segments))
+            parts = [self._host_logits(part) for part in hidden_TD.split(_LOGPROB_ROWS)]
+        return np.split(np.concatenate(parts), np.cumsum(step.chunk_lens)[:-1])
+
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         raise AssertionError("a device runner is launched")
 

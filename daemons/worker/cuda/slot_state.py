@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -32,6 +34,10 @@ class SlotState:
         self._num_sent[admit.slot] = 0
         ids = admit.output_ids if len(admit.output_ids) else admit.prompt_ids
         self._new_tokens[admit.slot] = int(ids[-1])
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Their pages will be sent anew."""
+        self._num_sent[list(slots)] = 0
 
     def send(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> None:
         """Brings what changed of `slots` to the device, behind all work so far. Tables are those of the host."""

@@ -1,0 +1,114 @@
+"""bf16 logits of a model with random weights against transformers: no further from its fp32 than its own bf16 is.
+
+python bench/gpu/numerics.py --layers 28 > bench/results/h200-numerics.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+import transformers
+from gpu.shapes import write_shape
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.cuda.load import DeviceSettings, fill_randomly, load_cuda_runner
+from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.models.registry import model_families
+from radixmesh.daemons.worker.runner import Segment
+
+_SETTINGS = DeviceSettings(
+    dtype="bfloat16",
+    attention_backend="triton",
+    load_format="dummy",
+    page_size=1,
+    num_pages=8192,
+    num_slots=8,
+    max_tokens_per_step=2048,
+    max_total_len=4096,
+    mem_fraction=0.9,
+    cuda_graphs=False,
+    use_pdl=True,
+    deterministic=False,
+)
+
+
+def _reference(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+    """transformers' model with the very weights that `--load-format dummy` makes, rounded to bf16."""
+    reader = ConfigReader.open(folder)
+    placement = Placement(device=torch.device("cuda"), dtype=torch.bfloat16, group=LocalGroup(), is_out_first=True)
+    built = model_families().create(reader.strings("architectures")[0]).build(reader, placement)
+    fill_randomly(built.targets)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), torch_dtype=dtype)
+    missing, unexpected = model.load_state_dict(dict(built.targets.tensors), strict=False)
+    assert not unexpected and all("lm_head" in name or "rotary" in name for name in missing), (missing, unexpected)
+    model.tie_weights()
+    return model.to(dtype).eval()
+
+
+def _ours(folder: Path, ids: np.ndarray, settings: DeviceSettings, chunk_len: int) -> torch.Tensor:
+    runner = load_cuda_runner(folder, settings)
+    parts = []
+    for start in range(0, len(ids), chunk_len):
+        chunk = ids[start : start + chunk_len]
+        pages = np.arange(start + len(chunk), dtype=np.int32)[::-1].copy() + (len(ids) - start - len(chunk))
+        parts += runner.logits([Segment(slot=0, ids=chunk, start=start, pages=pages)])
+    del runner
+    torch.cuda.empty_cache()
+    return torch.from_numpy(np.concatenate(parts))
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=["llama-3.2-3b"])
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--attention", nargs="+", default=["triton"])
+    args = parser.parse_args()
+    results = []
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = write_shape(shape, Path(scratch))
+            ids = np.random.default_rng(0).integers(10, 100_000, args.tokens).astype(np.int32)
+            inputs = torch.from_numpy(ids).long().cuda()[None]
+            exact, rounded = (
+                _reference(folder, dtype)(inputs).logits[0].float().cpu() for dtype in (torch.float32, torch.bfloat16)
+            )
+            torch.cuda.empty_cache()
+            scale = float(exact.norm())
+            row: dict[str, object] = {"shape": shape, "transformers_bf16": _error(rounded, exact, scale)}
+            for attention in args.attention:
+                for chunk_len in (args.tokens, 100, 1 if args.tokens <= 64 else 64):
+                    settings = replace(_SETTINGS, attention_backend=attention)
+                    row[f"{attention}_chunks_of_{chunk_len}"] = _error(
+                        _ours(folder, ids, settings, chunk_len), exact, scale
+                    )
+        results.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    print(json.dumps({"command": " ".join(sys.argv), "versions": versions, "results": results}))
+
+
+def _error(logits: torch.Tensor, exact: torch.Tensor, scale: float) -> dict[str, float]:
+    """Relative error by the norm, largest difference, and how often the most likely id is the same."""
+    same = (logits.argmax(dim=-1) == exact.argmax(dim=-1)).float().mean()
+    return {
+        "relative": round(float((logits - exact).norm()) / scale, 6),
+        "largest": round(float((logits - exact).abs().max()), 5),
+        "same_argmax": round(float(same), 4),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Recorded plans sent to a worker again with no scheduler and no wire: what the GPU and the worker's own code take.
+
+    python bench/gpu/mesh.py --workloads decode-256 --runs 1 --worker record_plans=/tmp/plans.bin
+    python bench/gpu/replay.py /tmp/plans.bin
+
+The plans have to be those of one epoch, from its first step on, of a worker of the same shape that began with no KV.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpu.shapes import write_shape
+
+from radixmesh.daemons.runtime.step_codec import plan_from_proto
+from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plan_recorder import read_plans
+
+_IN_FLIGHT = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plans", type=Path)
+    parser.add_argument("--shape", default="llama-3.2-3b")
+    parser.add_argument("--attention", default="auto")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = DeviceSettings(
+            dtype="auto",
+            attention_backend=args.attention,
+            load_format="dummy",
+            page_size=1,
+            num_pages=None,
+            num_slots=512,
+            max_tokens_per_step=8192,
+            max_total_len=8192,
+            mem_fraction=0.88,
+            cuda_graphs=True,
+            use_pdl=True,
+            deterministic=False,
+        )
+        runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
+    executor = StepExecutor(runner, num_slots=512, max_tokens_per_step=8192)
+    plans = list(read_plans(args.plans))
+    executor.begin_epoch(plans[0].header.epoch, plans[0].header.group_generation)
+    pending: deque[LaunchedStep] = deque()
+    num_tokens, busy_ns = 0, 0
+    start = time.perf_counter()
+    for message in plans:
+        pending.append(executor.launch(plan_from_proto(message), ready_ns=runner.now_ns()))
+        while len(pending) >= _IN_FLIGHT or (pending and pending[0].is_done):
+            result = pending.popleft().finish()
+            num_tokens += len(result.ids)
+            busy_ns += result.device_end_ns - result.device_start_ns
+    while pending:
+        result = pending.popleft().finish()
+        num_tokens += len(result.ids)
+        busy_ns += result.device_end_ns - result.device_start_ns
+    seconds = time.perf_counter() - start
+    print(
+        json.dumps(
+            {
+                "plans": len(plans),
+                "tokens": num_tokens,
+                "seconds": round(seconds, 4),
+                "tok_s": round(num_tokens / seconds, 1),
+                "device_busy": round(busy_ns * 1e-9 / seconds, 4),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Model folders with a config.json and nothing else: shapes to be measured with random weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+_LLAMA3_ROPE = {
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 131072,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+
+SHAPES: dict[str, dict[str, object]] = {
+    "llama-3.2-3b": {
+        **_LLAMA,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+    },
+    "llama-3.1-8b": {
+        **_LLAMA,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": False,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 8.0},
+    },
+    "qwen3-4b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 40960,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "attention_bias": False,
+    },
+}
+
+
+def write_shape(name: str, folder: Path) -> Path:
+    """A model folder for `--load-format dummy`."""
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    return path
+
+
+def weight_bytes(name: str) -> int:
+    """bf16 bytes that a decode step reads of the weights: projections and the output projection."""
+    s = {key: value for key, value in SHAPES[name].items() if isinstance(value, int)}
+    qkv = (s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
+    layer = s["hidden_size"] * (qkv + s["num_attention_heads"] * s["head_dim"] + 3 * s["intermediate_size"])
+    return 2 * (s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"])
+
+
+def kv_bytes_per_token(name: str) -> int:
+    """bf16 bytes of keys and values of one token, all layers."""
+    s = {key: value for key, value in SHAPES[name].items() if isinstance(value, int)}
+    return 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]
+
+
+def roofline_s(name: str, *, rows: int, context: int) -> float:
+    """Least seconds of a decode step: weights or products (whichever is longer), and the KV of all rows.
+
+    Ceilings of an H200: 4.3 TB/s, 770 TFLOP/s in bf16.
+    """
+    products = weight_bytes(name) * rows  # 2 bytes a weight, 2 FLOP a weight and row.
+    return max(weight_bytes(name) / 4.3e12, products / 770e12) + rows * context * kv_bytes_per_token(name) / 4.3e12

@@ -1,0 +1,209 @@
+"""Time of decode steps and prefills of the worker alone, by rows and context, against the roofline; and where it goes.
+
+    python bench/gpu/steps.py --rows 1 8 64 256 512 --contexts 128 2048 > steps.json
+
+In process: the runner is driven by hand, steps follow each other without a wait. KV is whatever lies in the pages.
+With --trace N the kernels of N steps are summed by name from a profiler trace, and GPU idle is the share of the time
+between the first and the last kernel that no kernel covers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from gpu.shapes import roofline_s, write_shape
+
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.step import Admit
+from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.runner import DecodeRows, RunningStep, SampleInput, Segment
+
+NUM_SLOTS = 512
+
+
+class Bench:
+    """Slots with pages of their own, in an order that is shuffled as after hours of use."""
+
+    def __init__(self, runner: DeviceRunner) -> None:
+        self.runner = runner
+        self._rng = np.random.default_rng(0)
+
+    def decode(self, num_rows: int, context: int, num_steps: int) -> tuple[float, list[RunningStep]]:
+        """Seconds a step; the context grows by one every step, from `context` - num_steps on."""
+        length = context + num_steps + 8
+        tables = self._tables(num_rows, length)
+        num_pages = np.full(NUM_SLOTS, tables.shape[1], np.int32)
+        for slot in range(num_rows):
+            self.runner.admitted(_admit(slot, length))
+        steps = []
+        for step in range(num_steps + 5):
+            if step == 5:
+                steps[-1].wait()
+                start = time.perf_counter()
+            positions = np.full(num_rows, context - num_steps // 2 + step, np.int32)
+            rows = DecodeRows(
+                slots=np.arange(num_rows, dtype=np.int32),
+                ids=np.zeros(num_rows, np.int32),
+                positions=positions,
+                page_tables=tables,
+                num_pages=num_pages,
+                seeds=np.zeros(num_rows, np.uint64),
+                is_sampled=np.zeros(num_rows, np.bool_),
+            )
+            steps.append(self.runner.launch(rows, (), 0))
+            if len(steps) > 3:
+                steps[-3].output()
+        steps[-1].wait()
+        return (time.perf_counter() - start) / num_steps, steps
+
+    def prefill(self, num_tokens: int, num_steps: int) -> float:
+        """Seconds of a prompt of so many tokens."""
+        tables = self._tables(1, num_tokens + 1)
+        self.runner.admitted(_admit(0, num_tokens + 1))
+        num_pages = np.full(NUM_SLOTS, tables.shape[1], np.int32)
+        sample = SampleInput(
+            sampling=Sampling(temperature=0.0),
+            prompt_ids=np.zeros(1, np.int32),
+            output_ids=np.zeros(0, np.int32),
+            position=num_tokens,
+        )
+        segment = Segment(
+            slot=0,
+            ids=self._rng.integers(10, 1000, num_tokens).astype(np.int32),
+            start=0,
+            pages=tables[0],
+            sample=sample,
+        )
+        none = np.zeros(0, np.int32)
+        rows = DecodeRows(
+            slots=none,
+            ids=none,
+            positions=none,
+            page_tables=tables,
+            num_pages=num_pages,
+            seeds=none.astype(np.uint64),
+            is_sampled=none.astype(np.bool_),
+        )
+        steps = [self.runner.launch(rows, [segment], 0)]
+        steps[-1].wait()
+        start = time.perf_counter()
+        steps += [self.runner.launch(rows, [segment], 0) for _ in range(num_steps)]
+        steps[-1].wait()
+        return (time.perf_counter() - start) / num_steps
+
+    def _tables(self, num_rows: int, length: int) -> np.ndarray:
+        size = self.runner.page_size
+        columns = -(-length // size)
+        pages = self._rng.permutation(min(self.runner.num_pages, num_rows * columns))[: num_rows * columns]
+        if len(pages) < num_rows * columns:
+            raise ValueError(f"{num_rows} rows of {length} tokens need more than {self.runner.num_pages} pages")
+        tables = np.zeros((NUM_SLOTS, columns), np.int32)
+        tables[:num_rows] = pages.reshape(num_rows, columns)
+        return tables
+
+
+def trace(work: Callable[[], object]) -> dict[str, object]:
+    """Kernels of `work` by name, and the share of time without one."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        work()
+        torch.cuda.synchronize()
+    spans = []
+    by_name: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+    for event in profile.events():
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        spans.append((event.time_range.start, event.time_range.end))
+        by_name[event.name][0] += 1
+        by_name[event.name][1] += event.time_range.elapsed_us()
+    spans.sort()
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    top = sorted(by_name.items(), key=lambda item: -item[1][1])[:14]
+    return {
+        "idle": round(1.0 - busy / (end - spans[0][0]), 5),
+        "total_us": round(end - spans[0][0], 1),
+        "kernels": [{"name": name[:60], "count": int(count), "us": round(us, 1)} for name, (count, us) in top],
+    }
+
+
+def _admit(slot: int, length: int) -> Admit:
+    return Admit(
+        slot=slot,
+        generation=1,
+        request_id=f"r{slot}",
+        prompt_ids=np.array([17], np.int32),
+        max_total_len=length,
+        sampling=Sampling(temperature=0.0),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.2-3b")
+    parser.add_argument("--attention", default="triton")
+    parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256, 512])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[128, 2048, 8192])
+    parser.add_argument("--prefills", type=int, nargs="*", default=[128, 2048, 8192])
+    parser.add_argument("--trace", type=int, default=0, metavar="N")
+    parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--deterministic", action="store_true")
+    args = parser.parse_args()
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        settings = DeviceSettings(
+            dtype="bfloat16",
+            attention_backend=args.attention,
+            load_format="dummy",
+            page_size=args.page_size,
+            num_pages=None,
+            num_slots=NUM_SLOTS,
+            max_tokens_per_step=8192,
+            max_total_len=16384,
+            mem_fraction=0.88,
+            cuda_graphs=True,
+            use_pdl=not args.no_pdl,
+            deterministic=args.deterministic,
+        )
+        runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
+    bench = Bench(runner)
+    result: dict[str, object] = {"load_s": round(time.perf_counter() - started, 2), "pages": runner.num_pages}
+    rows = []
+    for context in args.contexts:
+        for num_rows in args.rows:
+            if num_rows * (context + 100) > runner.num_pages * args.page_size:
+                continue
+            seconds, _ = bench.decode(num_rows, context, 30)
+            least = roofline_s(args.shape, rows=num_rows, context=context)
+            rows.append(
+                {
+                    "rows": num_rows,
+                    "context": context,
+                    "ms": round(seconds * 1e3, 3),
+                    "roofline": round(least / seconds, 3),
+                }
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            if args.trace and context == args.contexts[0]:
+                rows[-1]["trace"] = trace(lambda n=num_rows, c=context: bench.decode(n, c, args.trace))
+    result["decode"] = rows
+    result["prefill"] = [{"tokens": n, "ms": round(bench.prefill(n, 5) * 1e3, 3)} for n in args.prefills]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

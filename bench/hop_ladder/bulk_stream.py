@@ -1,0 +1,99 @@
+"""A router's end of a scheduler's Serve stream, for loads that are counted and not read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import grpc
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import IntArray, pack_ints
+from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+_FRAME_OF = 64
+
+
+class BulkStream:
+    """A router's end of Serve that counts tokens and looks at nothing else. An async context manager.
+
+    cache_salt: of all its requests; those of another salt find nothing of theirs in the cache.
+    """
+
+    def __init__(self, address: str, name: str, cache_salt: str = "") -> None:
+        self._channel = open_channel(address)
+        self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
+        self._call = self._stub.Serve()
+        self._name = name
+        self._num_sent = 0
+        self._news = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+        self.error: BaseException | None = None
+        self.first_token_at = self.last_token_at = 0.0
+        """On the monotonic clock; 0 until there is one."""
+        self._cache_salt = cache_salt
+        self.num_tokens = self.num_finished = self.prompt_tokens = self.cached_tokens = 0
+
+    async def __aenter__(self) -> BulkStream:
+        await self._call.write(scheduler_pb2.ServeRequest(hello=make_hello(daemon="router", instance_id=self._name)))
+        self._reading = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._call.cancel()
+        if self._reading is not None:
+            self._reading.cancel()
+        await self._channel.close()
+
+    async def state(self) -> scheduler_pb2.GetStateResponse:
+        return await self._stub.GetState(scheduler_pb2.GetStateRequest())
+
+    async def submit(self, prompts: Sequence[IntArray], max_tokens: int | Sequence[int]) -> None:
+        """Greedy requests that go on to their length; `max_tokens` of each, or of all."""
+        lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        for start in range(0, len(prompts), _FRAME_OF):
+            frame = scheduler_pb2.ServeRequest()
+            for prompt, length in zip(
+                prompts[start : start + _FRAME_OF], lengths[start : start + _FRAME_OF], strict=True
+            ):
+                self._num_sent += 1
+                frame.submits.add(
+                    handle=self._num_sent,
+                    sequence=self._num_sent,
+                    request_id=f"{self._name}-{self._num_sent}",
+                    task=common_pb2.TASK_GENERATE,
+                    prompt_ids=pack_ints(prompt),
+                    cache_salt=self._cache_salt,
+                    sampling=common_pb2.SamplingParams(temperature=0.0),
+                    stop=common_pb2.StopParams(max_tokens=length, ignore_eos=True),
+                )
+            await self._call.write(frame)
+
+    async def until(self, num_tokens: int = 0, num_finished: int = 0, timeout_s: float = 300.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while self.num_tokens < num_tokens or self.num_finished < num_finished:
+                if self.error is not None:
+                    raise self.error
+                self._news.clear()
+                await self._news.wait()
+
+    async def _read(self) -> None:
+        try:
+            while isinstance(frame := await self._call.read(), scheduler_pb2.ServeResponse):
+                self.num_tokens += len(frame.tokens.ids) // 4
+                if frame.tokens.ids:
+                    self.first_token_at = self.first_token_at or time.monotonic()
+                    self.last_token_at = time.monotonic()
+                for finished in frame.finished:
+                    self.num_finished += 1
+                    self.prompt_tokens += finished.usage.prompt_tokens
+                    self.cached_tokens += finished.usage.cached_tokens
+                for rejected in frame.rejected:
+                    self.error = RuntimeError(str(rejected.error))
+                self._news.set()
+        except grpc.aio.AioRpcError as error:
+            self.error = error
+            self._news.set()

@@ -1,0 +1,133 @@
+"""Sends one script of plans to any executor: chunked prefills beside decodes, with many ways to draw."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release, StepPlan, StepResult
+from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.runner import ModelRunner
+
+PROMPTS = [list(range(20, 20 + n)) for n in (1, 5, 17, 30)]
+GREEDY = Sampling(temperature=0.0)
+OPTIONS = [
+    GREEDY,
+    Sampling(temperature=0.8, seed=7, top_k=20, top_p=0.9),
+    Sampling(temperature=1.0, seed=2**63 + 5),
+    Sampling(temperature=0.0, repetition_penalty=1.3, logit_bias=((40, 5.0),)),
+    Sampling(temperature=0.7, seed=3, min_p=0.05, frequency_penalty=0.5, presence_penalty=0.2),
+    Sampling(temperature=0.0, num_top_logprobs=3, prompt_logprobs=True),
+]
+
+
+class PlanDriver:
+    """Plans are launched `lag` ahead of the one that is finished. tokens: by slot."""
+
+    def __init__(self, runner: ModelRunner, *, lag: int, num_slots: int = 8, max_tokens_per_step: int = 64) -> None:
+        self.executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
+        self.executor.begin_epoch(1)
+        self.tokens: dict[int, list[int]] = {}
+        self.results: list[StepResult] = []
+        self._page_size, self._lag = runner.page_size, lag
+        self._launched: deque[LaunchedStep] = deque()
+        self._rows: deque[list[int]] = deque()
+        self._decodes: list[int] = []
+        self._step = 0
+        self._next_page = 0
+
+    def run(
+        self,
+        *,
+        chunk: Chunk | None = None,
+        is_last: bool = False,
+        admits: tuple[Admit, ...] = (),
+        grants: tuple[Grant, ...] = (),
+        releases: tuple[Release, ...] = (),
+    ) -> None:
+        """One step: all decodes, and a chunk."""
+        self._step += 1
+        plan = StepPlan(
+            epoch=1,
+            step_id=self._step,
+            admits=admits,
+            grants=grants,
+            releases=releases,
+            chunks=() if chunk is None else (chunk,),
+            decode_set=np.array(self._decodes, np.int32),
+        )
+        self._launched.append(self.executor.launch(plan))
+        self._rows.append([*self._decodes, *([chunk.slot] if chunk is not None and is_last else [])])
+        while len(self._launched) > self._lag:
+            self._take()
+
+    def add(self, slot: int, prompt: list[int], sampling: Sampling, *, chunk_len: int, num_out: int) -> None:
+        """A request, with pages in falling order, its prompt in chunks."""
+        total = len(prompt) + num_out
+        num_pages = -(-total // self._page_size)
+        pages = np.arange(self._next_page, self._next_page + num_pages, dtype=np.int32)[::-1].copy()
+        self._next_page += num_pages
+        admit = Admit(
+            slot=slot,
+            generation=1,
+            request_id=f"r{slot}",
+            prompt_ids=np.array(prompt, np.int32),
+            max_total_len=total,
+            sampling=sampling,
+            min_tokens=4,
+            suppressed_ids=np.array([1, 33], np.int32),
+        )
+        self.tokens[slot] = []
+        for start in range(0, len(prompt), chunk_len):
+            length = min(chunk_len, len(prompt) - start)
+            self.run(
+                chunk=Chunk(slot=slot, length=length),
+                is_last=start + length == len(prompt),
+                admits=(admit,) if start == 0 else (),
+                grants=(Grant(slot=slot, pages=pages),) if start == 0 else (),
+            )
+        self._decodes.append(slot)
+
+    def finish(self, num_steps: int) -> None:
+        """Decodes, lets the first request go, and waits for everything."""
+        for _ in range(num_steps):
+            self.run()
+        first = self._decodes.pop(0)
+        self.run(releases=(Release(slot=first, generation=1),))
+        while self._launched:
+            self._take()
+
+    def _take(self) -> None:
+        result = self._launched.popleft().finish()
+        self.results.append(result)
+        ids = iter(result.ids.tolist())
+        for slot, count in zip(self._rows.popleft(), result.counts.tolist(), strict=True):
+            self.tokens[slot] += [next(ids) for _ in range(count)]
+
+
+def drive(runner: ModelRunner, *, chunk_len: int, lag: int, num_steps: int = 6) -> PlanDriver:
+    """All of OPTIONS, one slot each."""
+    driver = PlanDriver(runner, lag=lag)
+    for slot, sampling in enumerate(OPTIONS):
+        driver.add(slot, PROMPTS[slot % len(PROMPTS)], sampling, chunk_len=chunk_len, num_out=16 + num_steps)
+    driver.finish(num_steps)
+    return driver
+
+
+def check_same(got: PlanDriver, want: PlanDriver) -> None:
+    """Tokens, logprobs within 1e-4 and page records."""
+    assert got.tokens == want.tokens
+    assert all(len(tokens) > 5 for tokens in got.tokens.values())
+    for one, other in zip(got.results, want.results, strict=True):
+        for name in ("logprobs", "prompt_logprobs"):
+            ours, theirs = getattr(one, name), getattr(other, name)
+            assert [(p.slot, p.first_position) for p in ours] == [(p.slot, p.first_position) for p in theirs]
+            for a, b in zip(ours, theirs, strict=True):
+                np.testing.assert_allclose(a.logprobs.own, b.logprobs.own, atol=1e-4)
+                np.testing.assert_allclose(a.logprobs.top, b.logprobs.top, atol=1e-4)
+    assert any(result.logprobs for result in got.results) and any(result.prompt_logprobs for result in got.results)
+    for a, b in zip(got.executor.snapshot()[0], want.executor.snapshot()[0], strict=True):
+        np.testing.assert_array_equal(a.ids, b.ids)
+        np.testing.assert_array_equal(a.filled, b.filled)
