@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from radixmesh.daemons.cluster.hang_detector import ProbeAnswer
+from radixmesh.daemons.runtime.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.channel import name_options
 from radixmesh.daemons.runtime.tls_credentials import channel_credentials
 from radixmesh.daemons.runtime.tls_files import TlsFiles
@@ -68,6 +69,7 @@ class GrpcHealthProbe(HealthProbe):
             reply = await call
             state = (await call.trailing_metadata()).get(_STATE_KEY)
         except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
             return _ANSWERS_BY_CODE.get(error.code(), ProbeAnswer.NOT_SERVING)
         if reply.status == health_pb2.HealthCheckResponse.SERVING:
             return ProbeAnswer.SERVING

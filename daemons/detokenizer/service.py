@@ -56,8 +56,9 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         context: grpc.aio.ServicerContext[_Request, _Response],
     ) -> AsyncIterator[_Response]:
         """See detokenizer.proto for the conversation."""
-        self._progress.require_serving()
+        # The hello first: a refusal that overtakes it makes the router's write fail, and grpc then loses what it says.
         first = await anext(request_iterator, None)
+        self._progress.require_serving()
         if first is None:
             return
         ours = self._maker.hello()

@@ -10,6 +10,7 @@ import grpc
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import FrameStream, Req, Resp
 from radixmesh.daemons.router.tokenizer_pool import TokenizerReplica
+from radixmesh.daemons.runtime.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
@@ -41,16 +42,20 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
         try:
             await self._call.write(frame)
         except grpc.RpcError as error:
+            raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
             # The call has ended. Why is what receive() says.
+            raise_if_cancelled()
             raise await self._reason() from error
 
     async def receive(self) -> Resp | None:
         try:
             frame = await self._call.read()
         except grpc.RpcError as error:
+            raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
+        raise_if_cancelled()
         return None if frame is grpc.aio.EOF else cast("Resp", frame)
 
     async def close(self) -> None:

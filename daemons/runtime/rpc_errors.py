@@ -131,9 +131,12 @@ def mesh_error_from_rpc(error: grpc.RpcError) -> MeshError:
         return MeshError(ErrorReason.ERROR_REASON_INTERNAL, f"the call failed: {error}")
     message = error.details() or f"the call failed with {error.code().name}"
     metadata: dict[str, str] = {}
-    info = _info_in(error.trailing_metadata() or ())
-    if info is not None:
+    found = _info_in(error.trailing_metadata() or ())
+    if found is not None:
+        info, said = found
         metadata = dict(info.metadata)
+        # grpc puts its own words ("Stream removed") in the place of details where the stream's reset overtakes them.
+        message = said or message
         reason = reason_of(info.reason)
         if reason is not None:
             return MeshError(reason, message, metadata)
@@ -191,7 +194,8 @@ def _cut(text: str, max_chars: int) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _info_in(metadata: Iterable[tuple[str, str | bytes]]) -> error_details_pb2.ErrorInfo | None:
+def _info_in(metadata: Iterable[tuple[str, str | bytes]]) -> tuple[error_details_pb2.ErrorInfo, str] | None:
+    """The ErrorInfo of our domain, and the message that came with it."""
     for key, value in metadata:
         if key != _DETAILS_KEY or not isinstance(value, bytes):
             continue
@@ -202,7 +206,7 @@ def _info_in(metadata: Iterable[tuple[str, str | bytes]]) -> error_details_pb2.E
         info = error_details_pb2.ErrorInfo()
         for detail in status.details:
             if detail.Unpack(info) and info.domain == DOMAIN:
-                return info
+                return info, status.message
     return None
 
 

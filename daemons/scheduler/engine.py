@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -155,8 +154,8 @@ class Engine:
         finally:
             if reading is not None:
                 reading.cancel()
-                with suppress(asyncio.CancelledError):
-                    await reading
+                # Not "await reading": that could not tell its cancellation from our own.
+                await asyncio.wait((reading,))
             self.planner.end_epoch(refused_step, error)
             self.deliver()
             self._count_loss(error)

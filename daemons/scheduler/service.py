@@ -47,8 +47,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeRequest], context: _Context
     ) -> AsyncIterator[scheduler_pb2.ServeResponse]:
         engine = self._engine
-        self._require_group()
+        # The hello first: a refusal that overtakes it makes the router's write fail, and grpc then loses what it says.
         first = await anext(aiter(request_iterator), None)
+        self._require_group()
         if first is None or not first.HasField("hello"):
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "start the stream with a hello")
         ours = hello_of(engine, self._instance_id)

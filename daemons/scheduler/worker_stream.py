@@ -10,6 +10,7 @@ import grpc
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import check_hello
 from radixmesh.daemons.runtime.result_codec import records_from_proto, refusal_from_proto, result_from_proto
@@ -80,6 +81,7 @@ class WorkerStream:
                 if message.is_last:
                     pinned = tuple(unpack_ints(message.pinned_pages, "pinned_pages").tolist())
         except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
         return snapshot_of(parts, tuple(names), pinned, num_pages)
 
@@ -108,9 +110,11 @@ class WorkerStream:
         try:
             await self._call.write(data)
         except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
         except asyncio.InvalidStateError as error:
             # The call had ended before: its status says why.
+            raise_if_cancelled()
             raise await self._reason() from error
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             raise _lost() from error
@@ -120,7 +124,9 @@ class WorkerStream:
         try:
             answer = await self._call.read()
         except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
+        raise_if_cancelled()
         if isinstance(answer, worker_pb2.ExecuteResponse):
             return answer
         raise await self._reason()

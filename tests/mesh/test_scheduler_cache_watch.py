@@ -151,15 +151,23 @@ async def test_the_trie_cannot_be_watched() -> None:
 
 async def test_loads_come_when_something_changes_but_not_too_often() -> None:
     async with mesh() as address, serve_client(address) as client:
-        await asyncio.sleep(0.3)
-        before = len(client.loads)
-        started = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        delays = []
+        for _ in range(8):
+            # Straight after a load of an idle scheduler: without news the next one is half a second away.
+            num_loads = len(client.loads)
+            await client.until(lambda n=num_loads: len(client.loads) > n)  # type: ignore[misc]
+            asked, num_loads = clock(), len(client.loads)
+            handle = await client.submit(PROMPT, max_tokens=100)
+            await client.until(lambda n=num_loads: any(load.num_running for load in client.loads[n:]))  # type: ignore[misc]
+            delays.append(clock() - asked)
+            await client.over(handle)
+        assert min(delays) < 0.25, "long before the half second is over, unless the machine was busy every time"
+        before, started = len(client.loads), clock()
         handles = [await client.submit([*PROMPT, 3 + i], max_tokens=5) for i in range(60)]
-        await client.until(lambda: any(load.num_running for load in client.loads[before:]))
-        assert asyncio.get_running_loop().time() - started < 0.4, "long before the half second is over"
         await client.over(*handles)
-        await client.until(lambda: not client.loads[-1].num_running and client.loads[-1].submit_sequence == 60)
-        seconds = asyncio.get_running_loop().time() - started
+        await client.until(lambda: not client.loads[-1].num_running and client.loads[-1].submit_sequence == 68)
+        seconds = clock() - started
         assert len(client.loads) - before <= 4 + seconds / 0.045
         assert client.loads[-1].hit_rate > 0
 

@@ -214,7 +214,7 @@ async def test_standby_takes_over_when_the_holder_dies(tmp_path: Path) -> None:
                 await wait_for_group(procs[1].address, scheduler_pb2.GROUP_STATE_STANDBY)
                 async with serve_client(procs[1].address, "b") as refused:
                     assert refused.error is not None
-                    assert refused.error.reason == common_pb2.ERROR_REASON_NOT_SERVING
+                    assert refused.error.reason == common_pb2.ERROR_REASON_NOT_SERVING, refused.error
                 await asyncio.sleep(6)
                 assert (await state_of(procs[0].address)).load.group == scheduler_pb2.GROUP_STATE_SERVING
                 handle = await client.submit(PROMPT, max_tokens=60)

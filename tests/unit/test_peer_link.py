@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from radixmesh.daemons.router.frame_stream import FrameStream
+import grpc
+
+from radixmesh.daemons.router.frame_stream import Dial, FrameStream
+from radixmesh.daemons.router.grpc_peers import GrpcFrameStream
 from radixmesh.daemons.router.peer_link import PeerLink
+from radixmesh.daemons.runtime.channel import open_channel
 
 
 class Echo(FrameStream[str, str]):
@@ -27,8 +32,8 @@ class Echo(FrameStream[str, str]):
 class Link(PeerLink[str, str]):
     """Says what is put into `news`; raises what is an exception."""
 
-    def __init__(self) -> None:
-        super().__init__("peer", lambda address: Echo(), 5.0)
+    def __init__(self, dial: Dial[str, str] = lambda address: Echo()) -> None:
+        super().__init__("peer", dial, 5.0)
         self.news: list[str | Exception] = []
         self.heard: list[str] = []
         self.num_lost = 0
@@ -74,3 +79,36 @@ async def test_a_frame_that_cannot_be_made_costs_one_connection_and_not_the_link
     assert (link.num_connects, link.num_lost) == (2, 1)
     assert link.is_connected
     await link.close()
+
+
+class DyingCall:
+    """A call of grpc.aio to a peer that says nothing, and dies in the moment in which its task is cancelled."""
+
+    def __init__(self) -> None:
+        self.num_reads = 0
+
+    async def write(self, frame: str) -> None:
+        return
+
+    async def read(self) -> str:
+        self.num_reads += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            empty = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "Socket closed") from None
+        raise AssertionError
+
+    def cancel(self) -> bool:
+        return False
+
+
+async def test_a_link_ends_when_it_is_closed_in_the_moment_in_which_its_peer_dies() -> None:
+    call: Any = DyingCall()
+    link = Link(lambda address: GrpcFrameStream(open_channel("unix:/nowhere"), call, address))
+    link.start()
+    async with asyncio.timeout(20):
+        while not call.num_reads:
+            await asyncio.sleep(0.01)
+        await link.close()
+    assert call.num_reads == 1

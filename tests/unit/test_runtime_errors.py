@@ -5,6 +5,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from radixmesh.common.v1.common_pb2 import Error, ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError, reason_name, reason_of, status_of
@@ -60,6 +61,19 @@ def test_names_of_reasons_map_both_ways() -> None:
 def test_a_status_without_details_gets_a_reason(code: grpc.StatusCode, reason: str) -> None:
     error = mesh_error_from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details="gone"))
     assert (error.reason_name, error.message) == (reason, "gone")
+
+
+def test_what_was_said_counts_more_than_what_grpc_makes_of_it() -> None:
+    """grpc's own words take the place of details where the stream's reset overtakes them."""
+    info = error_details_pb2.ErrorInfo(reason="EMPTY_PROMPT", domain="radixmesh")
+    status = status_pb2.Status(code=3, message="send at least one token")
+    status.details.add().Pack(info)
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
+    failure = grpc.aio.AioRpcError(
+        grpc.StatusCode.INVALID_ARGUMENT, grpc.aio.Metadata(), trailers, details="Stream removed"
+    )
+    error = mesh_error_from_rpc(failure)
+    assert (error.reason_name, error.message) == ("EMPTY_PROMPT", "send at least one token")
 
 
 def test_broken_details_do_not_hide_the_status() -> None:
