@@ -25,7 +25,7 @@ async def chatting(mesh: Mesh, folder: Path, *flags: str) -> AsyncIterator[TmuxS
         "TERM": "screen-256color",
         "RADIXMESH_CHAT_HISTORY": str(folder / "state" / "history"),
     }
-    async with TmuxScreen(command, folder, environment) as screen:
+    async with TmuxScreen(command, environment) as screen:
         await screen.until_shown(">>>")
         yield screen
 
@@ -103,8 +103,6 @@ async def test_a_conversation_with_commands_history_and_leaving(tmp_path: Path) 
             assert await screen.exit_code() == 0
 
 
-# Not in the daily suite: its Ctrl-D is not always heard, and it is not known yet whether by the chat or by the test.
-@pytest.mark.full
 async def test_ctrl_c_ends_the_answer_and_not_the_program(tmp_path: Path) -> None:
     # Simulated: an answer that would take half a minute.
     worker = {"simulated_base_us": 20_000}
@@ -116,7 +114,7 @@ async def test_ctrl_c_ends_the_answer_and_not_the_program(tmp_path: Path) -> Non
         assert not await is_idle(mesh)
         screen.press("C-c")
         text = await screen.until_shown("[stopped, ")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not await is_idle(mesh):
                 await asyncio.sleep(0.05)
         # What was typed meanwhile did not show in the answer; it waits at the prompt.
@@ -126,11 +124,11 @@ async def test_ctrl_c_ends_the_answer_and_not_the_program(tmp_path: Path) -> Non
         screen.enter("/tokens 5")
         screen.enter("Once more.")
         await screen.until_shown("[cut: no more tokens allowed, 5 tokens, ")
-        await screen.until(lambda text: text.endswith("\n>>>"), "the next prompt")
-        assert await screen.exit_code(press="C-d") == 0
+        # Straight behind the answer, before the next prompt shows or after it.
+        screen.press("C-d")
+        assert await screen.exit_code() == 0
 
 
-@pytest.mark.full
 async def test_ctrl_c_pressed_around_the_end_of_answers(tmp_path: Path) -> None:
     """However fast it is pressed, the program lives on and hears Ctrl-D."""
     worker = {"simulated_base_us": 20_000}
@@ -142,9 +140,11 @@ async def test_ctrl_c_pressed_around_the_end_of_answers(tmp_path: Path) -> None:
             screen.enter(f"Once more, {number}.")
             await asyncio.sleep(0.05 * number)
             screen.press("C-c", "C-c")
-        await screen.until(lambda text: text.endswith(">>>"), "the next prompt")
-        # A prompt may still be that of an answer about to begin, which takes no Ctrl-D: say it until it is heard.
-        assert await screen.exit_code(press="C-d") == 0
+        # Everything typed is taken in its order: at the second of these prompts nothing of the first lines is left.
+        screen.enter("/tokens 77")
+        await screen.until_shown("at most 77 tokens an answer")
+        screen.press("C-d")
+        assert await screen.exit_code() == 0
 
 
 @pytest.mark.slow
