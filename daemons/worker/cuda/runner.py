@@ -167,7 +167,7 @@ class DeviceRunner(ModelRunner):
             step = host_step(rows, segments, 0)
             self._attention.plan(step)
             hidden_TD = self._forward(self._buffer.upload(step, rows, segments))
-            parts = [self._host_logits(part) for part in hidden_TD.split(_LOGPROB_ROWS)]
+            parts = [self._host_logits(part) for part in torch.split(hidden_TD, _LOGPROB_ROWS)]
         return np.split(np.concatenate(parts), np.cumsum(step.chunk_lens)[:-1])
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
