@@ -117,6 +117,11 @@ class DecoderTable:
             deltas.append(_delta_of(handle, decoder, text))
         return deltas, failures
 
+    def num_tokens(self, handle: int) -> int | None:
+        """Tokens of an entry that were seen; None = there is no such entry."""
+        decoder = self._entries.get(handle)
+        return None if decoder is None else decoder.num_tokens
+
     def close(self, handles: Iterable[int]) -> None:
         """Drops entries; handles that are not there are ignored."""
         for handle in handles:

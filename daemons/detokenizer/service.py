@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -11,6 +12,7 @@ import grpc
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
+from radixmesh.daemons.detokenizer.entry_traces import EntryTraces
 from radixmesh.daemons.detokenizer.frames import read_open, read_tokens, write_response
 from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
 from radixmesh.daemons.detokenizer.outbox import Outbox
@@ -18,7 +20,9 @@ from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import check_peer
 from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress, State
+from radixmesh.daemons.runtime.tracing import NoTracer, Tracer
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 
 log = get_logger(__name__)
@@ -40,7 +44,16 @@ class TableMaker(Protocol):
 class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
     """Detokenize: the reader applies frames and fills the outbox, the generator empties it into the stream."""
 
-    def __init__(self, maker: TableMaker, progress: Progress, max_pending_bytes: int) -> None:
+    def __init__(
+        self,
+        maker: TableMaker,
+        progress: Progress,
+        max_pending_bytes: int,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._metrics = metrics or Metrics("detokenizer")
+        self._tracer = tracer or NoTracer()
         self._maker = maker
         self._progress = progress
         self._max_pending_bytes = max_pending_bytes
@@ -67,7 +80,8 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         self._num_streams += 1
         table = self._maker.new_table()
         outbox = Outbox(self._max_pending_bytes)
-        reader = asyncio.create_task(self._read(first, request_iterator, table, outbox))
+        traces = EntryTraces(self._tracer, table)
+        reader = asyncio.create_task(self._read(first, request_iterator, table, outbox, traces))
         # An error that nobody is left to be told of is no asyncio warning.
         reader.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -79,24 +93,30 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
             # No await from here on: a call that is cancelled twice would leave the entries behind.
             reader.cancel()
             log.info("stream_closed", peer=first.hello.instance_id, num_entries=len(table))
+            traces.cleared()
             table.clear()
             self._num_streams -= 1
 
     async def _read(
-        self, first: _Request, requests: AsyncIterator[_Request], table: DecoderTable, outbox: Outbox
+        self,
+        first: _Request,
+        requests: AsyncIterator[_Request],
+        table: DecoderTable,
+        outbox: Outbox,
+        traces: EntryTraces,
     ) -> None:
         try:
-            await self._apply(first, table, outbox)
+            await self._apply(first, table, outbox, traces)
             async for request in requests:
                 if request.HasField("hello"):
                     message = "hello belongs into the first frame of a stream only"
                     raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
-                await self._apply(request, table, outbox)
+                await self._apply(request, table, outbox, traces)
                 self._progress.completed()
         finally:
             outbox.close()
 
-    async def _apply(self, request: _Request, table: DecoderTable, outbox: Outbox) -> None:
+    async def _apply(self, request: _Request, table: DecoderTable, outbox: Outbox, traces: EntryTraces) -> None:
         """Opens, then tokens, then closes. All arrays are read first: a broken frame changes nothing."""
         opens = [read_open(message) for message in request.opens]
         has_tokens = request.HasField("tokens")
@@ -106,6 +126,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         num_replayed = 0
         deltas: list[TextDelta] = []
         failures: list[EntryFailure] = []
+        traces.opened(request.opens)
         for entry in opens:
             outbox.forget((entry.handle,))
             outcome = self._refusal(entry.handle, table) or table.open(entry)
@@ -113,16 +134,21 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
                 deltas.append(outcome)
             elif isinstance(outcome, EntryFailure):
                 failures.append(outcome)
+                traces.closed((entry.handle,))
                 log.info("open_refused", request_id=entry.request_id, error=str(outcome.error))
             num_replayed += len(entry.output_ids)
             if num_replayed >= _TURN_TOKENS:
                 num_replayed = 0
                 await asyncio.sleep(0)
         if batch is not None:
+            since_s = time.monotonic()
             new_deltas, new_failures = table.push(batch)
+            self._metrics.detokenize_seconds.observe(time.monotonic() - since_s)
+            self._metrics.detokenized_tokens.inc(len(batch.ids))
             deltas += new_deltas
             failures += new_failures
         if close_handles:
+            traces.closed(close_handles)
             table.close(close_handles)
         if opens or has_tokens:
             outbox.put(deltas, failures)

@@ -14,6 +14,7 @@ from radixmesh.daemons.router.name_watch import Lookup, NameWatch
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.policy import make_policy
 from radixmesh.daemons.router.request_maker import RequestMaker
+from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
@@ -21,6 +22,7 @@ from radixmesh.daemons.router.tokenizer_pool import TokenizerPool, TokenizerRepl
 from radixmesh.daemons.runtime.hello import make_hello
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.tracing import Tracer
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -37,12 +39,18 @@ class Peers:
 
 
 def make_router(
-    settings: RouterSettings, peers: Peers, instance_id: str, progress: Progress, metrics: Metrics
+    settings: RouterSettings,
+    peers: Peers,
+    instance_id: str,
+    progress: Progress,
+    metrics: Metrics,
+    tracer: Tracer | None = None,
 ) -> Router:
     """Call connect() within an event loop. Raises MeshError for a policy or address that is none."""
     hello = make_hello(daemon="router", instance_id=instance_id)
     journal = Journal(settings.journal_bytes)
-    flow = OutputFlow(journal, metrics)
+    times = RequestTimes(metrics, tracer)
+    flow = OutputFlow(journal, metrics, times)
     schedulers = SchedulerPool(
         lambda address: SchedulerLink(address, peers.dial_scheduler, settings.silence_s, hello, flow),
         make_policy(settings.policy),
@@ -62,12 +70,19 @@ def make_router(
         hedge_s=settings.tokenizer_hedge_s,
         is_expected=bool(settings.tokenizers),
     )
-    maker = RequestMaker(journal, schedulers, tokenizers, scheduler_wait_s=settings.scheduler_wait_s)
+    maker = RequestMaker(journal, schedulers, tokenizers, times, scheduler_wait_s=settings.scheduler_wait_s)
     peerings = [
         NameWatch(settings.tokenizers, tokenizers, peers.look_up),
         NameWatch(settings.detokenizers, detokenizers, peers.look_up),
         NameWatch(settings.schedulers, schedulers, peers.look_up),
     ]
     return Router(
-        settings, journal=journal, flow=flow, maker=maker, peerings=peerings, progress=progress, metrics=metrics
+        settings,
+        journal=journal,
+        flow=flow,
+        maker=maker,
+        peerings=peerings,
+        progress=progress,
+        metrics=metrics,
+        times=times,
     )

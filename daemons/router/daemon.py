@@ -43,13 +43,13 @@ class RouterDaemon(Daemon):
             open_tokenizer=partial(GrpcTokenizer, tls=tls),
             look_up=look_up,
         )
-        self._router = make_router(settings, peers, runtime.instance_id, runtime.progress, runtime.metrics)
+        self._router = make_router(
+            settings, peers, runtime.instance_id, runtime.progress, runtime.metrics, runtime.tracer
+        )
         self._http: HttpServer | None = None
         self._serving: asyncio.Task[None] | None = None
         if settings.http_listen:
-            self._http = make_http_server(
-                settings.http_listen, settings, self._router, guard, runtime.progress, runtime.metrics
-            )
+            self._http = make_http_server(settings.http_listen, settings, self._router, guard, runtime)
         self._clock: asyncio.Task[None] | None = None
         self._names: asyncio.Task[None] | None = None
         self._runtime = runtime

@@ -18,6 +18,7 @@ from radixmesh.router.v1 import router_pb2
 
 if TYPE_CHECKING:
     from radixmesh.daemons.router.journal import Journal
+    from radixmesh.daemons.router.request_times import RequestTimes
 
 
 class Delivery:
@@ -27,8 +28,10 @@ class Delivery:
     client.
     """
 
-    def __init__(self, journal: Journal, turnstile: Turnstile) -> None:
+    def __init__(self, journal: Journal, turnstile: Turnstile, times: RequestTimes | None = None) -> None:
         self._journal = journal
+        self._times = times
+        self._opened_s = time.monotonic()
         self._turnstile = turnstile
         self._is_waiting_turn = False
         self._request: Request | None = None
@@ -104,7 +107,10 @@ class Delivery:
         for output in dirty.values():
             if output.index == 0 and request.are_prompt_logprobs_due and output.is_open:
                 continue  # Marked again when they are complete.
+            before = output.num_delivered
             num_bytes += _add_delta(message, output)
+            if output.num_delivered > before and self._times is not None:
+                self._times.delivered(output, self._opened_s, is_first=not before)
             if output.state is OutputState.FINISHED and not output.is_finish_delivered:
                 output.is_finish_delivered = True
                 self._num_unfinished -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -52,6 +53,9 @@ class DetokenizerEvents(Protocol):
     def on_entry_failed(self, output: Output, error: MeshError) -> None:
         """The entry cannot be opened anywhere."""
 
+    def on_answered(self, seconds: float) -> None:
+        """The replica took that long for the tokens of a frame: one frame at a time is watched."""
+
     def on_detokenizer_ready(self) -> None:
         """A detokenizer can take entries now."""
 
@@ -77,6 +81,8 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self._dirty: dict[int, Entry] = {}
         self._closes: list[int] = []
         self._num_owed = 0
+        self._watched: tuple[Entry, int, float] | None = None
+        """An entry, the tokens of it that are awaited, since when."""
 
     @property
     def num_entries(self) -> int:
@@ -116,6 +122,8 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
     def _forget(self, entry: Entry) -> bool:
         """Drops an entry on this side; whether the other side knows it."""
         entry.output.entry = None
+        if self._watched is not None and self._watched[0] is entry:
+            self._watched = None
         self._num_owed -= entry.num_owed
         entry.num_owed = 0
         self._dirty.pop(entry.handle, None)
@@ -168,6 +176,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
                 emitted_text_bytes=output.text_bytes,
                 stop=resolved.stop,
                 eos_ids=pack_ints(sorted(output.request.end_ids)),
+                trace_context=output.request.trace_context,
             )
             entry.num_sent = len(output.ids)
             self._owe(entry, entry.num_sent)
@@ -201,11 +210,17 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             entry.is_final_sent = entry.is_final_sent or is_final
             self._owe(entry, count + is_final)
         if handles:
+            self._watch_one(handles[0])
             frame.tokens.handles = pack_ints(handles)
             frame.tokens.first_output_indexes = pack_ints(firsts)
             frame.tokens.counts = pack_ints(counts)
             frame.tokens.ids = b"".join(ids)
             frame.tokens.finals = bytes(finals) if any(finals) else b""
+
+    def _watch_one(self, handle: int) -> None:
+        if self._watched is None:
+            entry = self._entries[handle]
+            self._watched = (entry, entry.num_sent, time.monotonic())
 
     def _owe(self, entry: Entry, num: int) -> None:
         entry.num_owed += num
@@ -224,6 +239,10 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             owed = entry.num_sent - num_tokens + entry.is_final_sent
             self._num_owed += owed - entry.num_owed
             entry.num_owed = owed
+            watched = self._watched
+            if watched is not None and watched[0] is entry and num_tokens >= watched[1]:
+                events.on_answered(time.monotonic() - watched[2])
+                self._watched = None
             if not row.is_final:
                 events.on_text(output, row.text, num_tokens, False)
                 continue

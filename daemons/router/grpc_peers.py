@@ -16,6 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.tracing import TRACEPARENT, current_context
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -93,7 +94,7 @@ class GrpcTokenizer(TokenizerReplica):
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest, timeout_s: float) -> tokenizer_pb2.EncodeResponse:
         try:
-            return await self._current().Encode(request, timeout=timeout_s)
+            return await self._current().Encode(request, timeout=timeout_s, metadata=_trace_metadata())
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
 
@@ -130,3 +131,8 @@ class GrpcTokenizer(TokenizerReplica):
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)
         return self._stub
+
+
+def _trace_metadata() -> tuple[tuple[str, str], ...] | None:
+    context = current_context()
+    return ((TRACEPARENT, context),) if context else None

@@ -26,6 +26,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.logprob_track import LogprobTrack
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.tracing import NoSpan, Span
 from radixmesh.router.v1 import router_pb2
 
 if TYPE_CHECKING:
@@ -96,6 +97,8 @@ class Output:
     num_rejections: int = 0
     waiting_since: float | None = None
     num_charged: int = 0
+    # When its client was last given tokens of it, 0 = never yet.
+    delivered_s: float = 0.0
 
     @property
     def attempt(self) -> int:
@@ -139,10 +142,18 @@ class Request:
     prompt_logprobs: LogprobTrack | None = None
     accepted: float = field(default_factory=time.monotonic)
     num_bytes: int = 0
+    span: Span = field(default_factory=NoSpan)
+    # Seconds from its arrival until the client could be given a token.
+    first_token_s: float | None = None
 
     @property
     def request_id(self) -> str:
         return self.resolved.request_id
+
+    @property
+    def trace_context(self) -> str:
+        """What happens to the request elsewhere belongs under this; empty = it is not traced."""
+        return self.span.context
 
     @property
     def has_text(self) -> bool:

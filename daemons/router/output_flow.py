@@ -9,6 +9,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.journal import Ending, Journal, Output, OutputState, Request
+from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.runtime.errors import MeshError
@@ -24,8 +25,9 @@ _USAGE_WAIT_S = 0.5
 class OutputFlow:
     """Drives every output from its beginning to FINISHED, whatever dies. No I/O of its own."""
 
-    def __init__(self, journal: Journal, metrics: Metrics) -> None:
+    def __init__(self, journal: Journal, metrics: Metrics, times: RequestTimes | None = None) -> None:
         self._journal = journal
+        self._times = times or RequestTimes(metrics)
         self._metrics = metrics
         self._stopping: dict[Output, None] = {}
         self._with_deadline: dict[Request, float] = {}
@@ -99,12 +101,17 @@ class OutputFlow:
 
     # From schedulers.
 
+    def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
+        self._times.submitted(output, link.address, since_s)
+
     def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
         self._metrics.output_tokens.inc(num_tokens)
         charge, push = self._journal.charge, self.detokenizers.push
         for output in outputs:
             request = output.request
             num_ids = len(output.ids)
+            if not output.num_charged:
+                self._times.first_token_came(output)
             charge(request, 4 * (num_ids - output.num_charged))
             output.num_charged = num_ids
             if request.has_text:
@@ -192,6 +199,9 @@ class OutputFlow:
 
     def on_entry_failed(self, output: Output, error: MeshError) -> None:
         self.fail_text(output, error)
+
+    def on_answered(self, seconds: float) -> None:
+        self._times.detokenized(seconds)
 
     def on_detokenizer_ready(self) -> None:
         self.detokenizers.place_waiting()

@@ -12,11 +12,13 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.logprob_track import LogprobTrack
+from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.resolver import check_request, check_resume, end_ids_of, resolve
 from radixmesh.daemons.router.scheduler_link import is_same_model
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.tokenizer_pool import TokenizerPool
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
@@ -32,11 +34,18 @@ class RequestMaker:
     """Makes requests whole. The journal is asked for room, and given nothing yet."""
 
     def __init__(
-        self, journal: Journal, schedulers: SchedulerPool, tokenizers: TokenizerPool, *, scheduler_wait_s: float
+        self,
+        journal: Journal,
+        schedulers: SchedulerPool,
+        tokenizers: TokenizerPool,
+        times: RequestTimes,
+        *,
+        scheduler_wait_s: float,
     ) -> None:
         self._journal = journal
         self._schedulers = schedulers
         self._tokenizers = tokenizers
+        self._times = times
         self._scheduler_wait_s = scheduler_wait_s
 
     async def close(self) -> None:
@@ -132,12 +141,29 @@ class RequestMaker:
             item = tokenizer_pb2.EncodeItem(chat=message.chat)
         else:
             item = tokenizer_pb2.EncodeItem(text=message.text)
-        encoded = await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=[item]))
+        encoded = await self._encode_one(item)
         if len(encoded.items) != 1:
             raise MeshError(ErrorReason.ERROR_REASON_INTERNAL, "the tokenizer answered another number of items")
         if encoded.items[0].HasField("error"):
             raise MeshError.from_proto(encoded.items[0].error)
         return encoded.items[0].ids, encoded.tokenizer_fingerprint
+
+    async def _encode_one(self, item: tokenizer_pb2.EncodeItem) -> tokenizer_pb2.EncodeResponse:
+        since_s, parent = time.monotonic(), current_context()
+        span = self._times.tracer.begin("router.encode", parent, {})
+        set_context(span.context)
+        error = "given up"
+        try:
+            encoded = await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=[item]))
+            error = ""
+        except MeshError as failure:
+            error = str(failure)
+            raise
+        finally:
+            span.end({}, error=error)
+            set_context(parent)
+        self._times.encoded(since_s)
+        return encoded
 
     async def _in_time(self, work: Awaitable[_T], deadline: float | None) -> _T:
         """What work gives. Raises DEADLINE_EXCEEDED when the request's time is up first."""

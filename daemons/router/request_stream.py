@@ -9,6 +9,7 @@ from typing import Protocol
 from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.journal import Request
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.tracing import NoSpan, Span
 from radixmesh.router.v1 import router_pb2
 
 
@@ -40,6 +41,7 @@ class RequestStream:
         self.request_id = request_id
         self.resumption = message.resume.resumption if message.HasField("resume") else 0
         self.delivery = delivery
+        self.span: Span = NoSpan()
         self.request: Request | None = None
         self.error: MeshError | None = None
         self.on_broken: Callable[[], None] | None = None

@@ -19,6 +19,7 @@ from radixmesh.daemons.router.name_watch import NameWatch
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.request_maker import RequestMaker
 from radixmesh.daemons.router.request_stream import RequestStream
+from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.resolver import check_resume
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.turnstile import Turnstile
@@ -27,6 +28,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -53,6 +55,7 @@ class Router:
         peerings: Sequence[NameWatch],
         progress: Progress,
         metrics: Metrics,
+        times: RequestTimes | None = None,
     ) -> None:
         self._settings = settings
         self._journal = journal
@@ -61,6 +64,7 @@ class Router:
         self._peerings = tuple(peerings)
         self._progress = progress
         self._metrics = metrics
+        self._times = times or RequestTimes(metrics)
         self._turnstile = Turnstile()
         self._streams: dict[str, RequestStream] = {}
 
@@ -129,11 +133,14 @@ class Router:
         if tenant:  # The key says whose the request is, whatever its sender does.
             (message.resume.resolved if message.HasField("resume") else message).tenant = tenant
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
-        stream = RequestStream(self, message, request_id, Delivery(self._journal, self._turnstile))
+        delivery = Delivery(self._journal, self._turnstile, self._times)
+        stream = RequestStream(self, message, request_id, delivery)
         live = self._streams.get(request_id)
         if live is not None:
             self._supersede(live, stream)
         self._streams[request_id] = stream
+        context = message.resume.resolved.trace_context or current_context()
+        stream.span = self._times.opened(request_id, context, stream.resumption)
         return stream
 
     async def abort(self, request_id: str) -> router_pb2.AbortOutcome:
@@ -169,10 +176,14 @@ class Router:
 
     async def start(self, stream: RequestStream) -> Request:
         message = stream.message
+        set_context(stream.span.context)  # For the tokenizer: this runs in a task of its own.
         make = self._maker.resumed if message.HasField("resume") else self._maker.fresh
         return await make(message, stream.request_id, stream.delivery)
 
     def begin(self, stream: RequestStream, request: Request) -> None:
+        request.span = stream.span
+        if not request.resumption:
+            request.resolved.trace_context = request.trace_context
         self._journal.add(request)
         self._metrics.requests_started.inc()
         self._metrics.prompt_tokens.inc(request.num_prompt)
@@ -182,6 +193,7 @@ class Router:
     def leave(self, stream: RequestStream) -> None:
         if self._streams.get(stream.request_id) is stream:
             del self._streams[stream.request_id]
+        self._times.left(stream.request, stream.span, "" if stream.error is None else str(stream.error))
         if stream.request is not None:
             self._metrics.request_seconds.observe(time.monotonic() - stream.request.accepted)
             self._flow.discard(stream.request)

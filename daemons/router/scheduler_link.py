@@ -26,6 +26,9 @@ _MAX_FRAME_BYTES = 4 << 20
 class SchedulerEvents(Protocol):
     """Who wants the tokens."""
 
+    def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
+        """The output, which waited since that moment, goes to the scheduler of link."""
+
     def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
         """These outputs have new ids in the journal, num_tokens together."""
 
@@ -113,7 +116,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._sequence += 1
         output.attempt_no += 1
         output.scheduler, output.scheduler_handle = self, self._last_handle
+        since_s = output.state_since
         output.move_to(OutputState.RUNNING)
+        self._events.on_submitted(output, self, since_s)
         self._running[self._last_handle] = output
         self._submits.append((self._last_handle, output, self._sequence))
         self.wake()

@@ -28,6 +28,7 @@ def submit_of(output: Output, handle: int, sequence: int) -> scheduler_pb2.Submi
         priority=resolved.priority,
         deadline_ms=_remaining_ms(request.deadline),
         tenant=resolved.tenant,
+        trace_context=request.trace_context,
     )
     submit.sampling.seed = resolved.seeds[output.index]
     # Prompt logprobs are those of the prompt, whichever output computes it: output 0 does, until they are known.

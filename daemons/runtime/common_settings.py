@@ -26,6 +26,9 @@ class CommonSettings:
     )
     address_file: Path | None = setting(None, "file that gets the bound addresses, one a line, once they accept calls")
     metrics_listen: str | None = setting(None, "host:port that serves Prometheus metrics over HTTP")
+    otlp_endpoint: str | None = setting(
+        None, "http://host:4317 of an OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request"
+    )
     log_level: LogLevel = setting(LogLevel.INFO, "least level that is logged")
     drain_s: float = setting(30.0, "seconds that running work gets to finish after SIGTERM")
     stall_s: float = setting(10.0, "seconds of pending work without progress after which health is NOT_SERVING")

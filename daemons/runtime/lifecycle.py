@@ -32,6 +32,7 @@ from .metrics import Metrics
 from .metrics_server import MetricsServer, serve_metrics
 from .progress import Progress
 from .server import MeshServer
+from .tracing import NoTracer, Tracer, make_tracer
 
 log = get_logger(__name__)
 
@@ -77,6 +78,7 @@ class Runtime:
     progress: Progress
     metrics: Metrics
     server: MeshServer
+    tracer: Tracer = field(default_factory=NoTracer)
     _failed: asyncio.Future[None]
     _tasks: set[asyncio.Task[object]] = field(default_factory=set)
 
@@ -128,6 +130,11 @@ async def _live(
     name: str, instance_id: str, settings: CommonSettings, build: Callable[[Runtime], Awaitable[Daemon]]
 ) -> ExitCode:
     asked_to_leave = _leave_on_signals()
+    try:
+        tracer = make_tracer(settings.otlp_endpoint, name, instance_id)
+    except MeshError as error:
+        log.error("not_started", error=str(error))
+        return ExitCode.NOT_STARTED
     progress = Progress(stall_s=settings.stall_s)
     metrics = Metrics(name)
     runtime = Runtime(
@@ -135,7 +142,8 @@ async def _live(
         instance_id=instance_id,
         progress=progress,
         metrics=metrics,
-        server=MeshServer(HealthService(progress), metrics.count_error, settings.tls),
+        server=MeshServer(HealthService(progress), metrics.count_error, settings.tls, follows_traces=tracer.is_on),
+        tracer=tracer,
         _failed=asyncio.get_running_loop().create_future(),
     )
     daemon: Daemon | None = None
@@ -226,6 +234,7 @@ async def _close(
     await runtime.server.stop(_STOP_GRACE_S)
     if endpoint is not None:
         endpoint.close()
+    await asyncio.to_thread(runtime.tracer.close)
     if settings.address_file is not None:
         settings.address_file.unlink(missing_ok=True)
     log.info("left")

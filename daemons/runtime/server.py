@@ -19,6 +19,7 @@ from .key_guard import KeyGuard
 from .rpc_errors import ErrorInterceptor
 from .tls_credentials import server_credentials
 from .tls_files import TlsFiles
+from .trace_interceptor import TraceInterceptor
 
 _Servicer = TypeVar("_Servicer")
 
@@ -51,7 +52,8 @@ class MeshServer:
     """Serves the services of one daemon on any number of addresses.
 
     health: its service is registered here, and closed first on stop. on_error: told of every typed error that leaves.
-    tls: what every address is served under; None or without a certificate = plain.
+    tls: what every address is served under; None or without a certificate = plain. follows_traces: handlers learn the
+    trace that their caller names.
     """
 
     def __init__(
@@ -59,11 +61,16 @@ class MeshServer:
         health: HealthService,
         on_error: Callable[[MeshError], None] | None = None,
         tls: TlsFiles | None = None,
+        *,
+        follows_traces: bool = False,
     ) -> None:
         self._health = health
         self._tls = tls
         self._auth = AuthInterceptor()
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(on_error), self._auth], options=_OPTIONS)
+        interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(on_error), self._auth]
+        if follows_traces:
+            interceptors.append(TraceInterceptor())
+        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._service_names: list[str] = []
         self._addresses: tuple[str, ...] = ()
         self.add(health_pb2_grpc.add_HealthServicer_to_server, health)

@@ -65,6 +65,7 @@ class Admit:
     cache_namespace: str = ""
     grammar_hash: str = ""
     adapter: str = ""
+    trace_context: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

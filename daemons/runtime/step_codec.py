@@ -168,6 +168,7 @@ def _admit_to_proto(admit: Admit) -> worker_pb2.Admit:
         cache_namespace=admit.cache_namespace,
         grammar_hash=admit.grammar_hash,
         adapter=admit.adapter,
+        trace_context=admit.trace_context,
     )
 
 
@@ -209,6 +210,7 @@ def _admit(message: worker_pb2.Admit) -> Admit:
         cache_namespace=message.cache_namespace,
         grammar_hash=message.grammar_hash,
         adapter=message.adapter,
+        trace_context=message.trace_context,
     )
 
 

@@ -23,7 +23,7 @@ class SchedulerDaemon(Daemon):
 
     def __init__(self, runtime: Runtime, settings: SchedulerSettings) -> None:
         group = GroupClient(settings.workers[0], runtime.instance_id, self._on_state, settings.tls)
-        self.engine = Engine(settings, group, runtime.progress, runtime.metrics)
+        self.engine = Engine(settings, group, runtime.progress, runtime.metrics, runtime.tracer)
         self.servicer = SchedulerServicer(
             self.engine,
             runtime.progress,

@@ -13,10 +13,12 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.daemons.runtime.step import StepResult
+from radixmesh.daemons.runtime.tracing import NoTracer, Tracer
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group_client import ClaimedGroup, GroupClient, GroupState
 from radixmesh.daemons.scheduler.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planner import Planner
+from radixmesh.daemons.scheduler.request_times import RequestTimes
 from radixmesh.daemons.scheduler.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.worker_stream import RefusedPlan
@@ -39,10 +41,19 @@ class Engine:
     """Drives a planner and a worker group; routers' streams hang on `streams`. One event loop."""
 
     def __init__(
-        self, settings: SchedulerSettings, group: GroupClient, progress: Progress, metrics: Metrics | None = None
+        self,
+        settings: SchedulerSettings,
+        group: GroupClient,
+        progress: Progress,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
     ) -> None:
         # Revisions of the cache must be higher than those of a scheduler before this one: microseconds are.
-        self.planner = Planner(settings.planner_settings(), first_revision=time.time_ns() // 1000)
+        self.planner = Planner(
+            settings.planner_settings(),
+            first_revision=time.time_ns() // 1000,
+            observer=RequestTimes(metrics, tracer or NoTracer()) if metrics is not None else None,
+        )
         self.streams = RouterStreams()
         self.group_state = GroupState.CONNECTING
         self.is_draining = False

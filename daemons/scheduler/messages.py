@@ -51,6 +51,7 @@ def submission_from_proto(message: scheduler_pb2.Submit, *, owner: int, router: 
         cache_salt=message.cache_salt,
         deadline_s=now + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None,
         unsupported=_unsupported_in(message),
+        trace_context=message.trace_context,
     )
 
 

@@ -28,6 +28,7 @@ from radixmesh.daemons.scheduler.prefix_cache import check_cache_choice, make_pr
 from radixmesh.daemons.scheduler.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue_limits import QueueLimits
 from radixmesh.daemons.scheduler.request import Lifecycle, Request, Submission
+from radixmesh.daemons.scheduler.request_observer import RequestObserver
 from radixmesh.daemons.scheduler.result_reader import ResultReader
 from radixmesh.daemons.scheduler.retraction import Retraction
 from radixmesh.daemons.scheduler.step_estimate import StepEstimate
@@ -51,7 +52,9 @@ class Planner:
     who submitted.
     """
 
-    def __init__(self, settings: PlannerSettings, *, first_revision: int = 0) -> None:
+    def __init__(
+        self, settings: PlannerSettings, *, first_revision: int = 0, observer: RequestObserver | None = None
+    ) -> None:
         self._settings = settings
         check_cache_choice(settings.cache, settings.eviction)
         self._queue = WaitingQueue(settings.queue_settings())
@@ -62,7 +65,8 @@ class Planner:
         self._state: EpochState | None = None
         self._group: GroupInfo | None = None
         self._stop_watch = StopWatch(0)
-        self._reader = ResultReader(self._finish)
+        self._observer = observer or RequestObserver()
+        self._reader = ResultReader(self._finish, self._observer)
         self._outputs = Outputs()
         self._deadlines = Deadlines()
         self._num_arrived = 0
@@ -200,7 +204,7 @@ class Planner:
             ahead_pages=self._ahead_pages(group),
             hold_tokens=settings.hold_tokens,
         )
-        self._prefill = Prefill(limits, self._queue, self._growth, self.counters)
+        self._prefill = Prefill(limits, self._queue, self._growth, self.counters, self._observer)
         for request in self._submissions.live():
             try:
                 check_submission(request.submission, group)
@@ -313,6 +317,7 @@ class Planner:
 
     def _add(self, request: Request) -> None:
         self._submissions.add(request)
+        request.trace_context = self._observer.accepted(request)
         self.counters.num_submitted += 1
         self.counters.prompt_tokens += request.prompt_len
         self._deadlines.add(request)
@@ -364,6 +369,7 @@ class Planner:
         self._submissions.end(request)
         self._deadlines.ended(request)
         self._blames.pop(request, None)
+        self._observer.finished(request, ending.reason)
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
         self._outputs.finished.append(
             Finished(

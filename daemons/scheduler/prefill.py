@@ -13,6 +13,7 @@ from radixmesh.daemons.scheduler.planner_counters import PlannerCounters
 from radixmesh.daemons.scheduler.prefix_cache import Match
 from radixmesh.daemons.scheduler.queue import WaitingQueue
 from radixmesh.daemons.scheduler.request import Lifecycle, Request
+from radixmesh.daemons.scheduler.request_observer import RequestObserver
 from radixmesh.daemons.scheduler.validation import pages_for
 
 # More than that are not held back at a time: they could not all run next anyway.
@@ -37,8 +38,14 @@ class Prefill:
     """Fills a plan's token budget with chunks. Memory that running requests are expected to need is left to them."""
 
     def __init__(
-        self, limits: PrefillLimits, queue: WaitingQueue, growth: GrowthEstimate, counters: PlannerCounters
+        self,
+        limits: PrefillLimits,
+        queue: WaitingQueue,
+        growth: GrowthEstimate,
+        counters: PlannerCounters,
+        observer: RequestObserver,
     ) -> None:
+        self._observer = observer
         self._limits = limits
         self._queue = queue
         self._growth = growth
@@ -134,6 +141,7 @@ class Prefill:
         if request.cached_tokens < 0:
             request.cached_tokens = min(cached_len, request.prompt_len)
         self._counters.admitted(request.total_len, cached_len)
+        self._observer.admitted(request)
         draft.admits.append(_admit_of(state, request, match, cached_len))
         draft.num_admit_tokens += request.total_len
         state.prefilling.append(request)
@@ -194,4 +202,5 @@ def _admit_of(state: EpochState, request: Request, match: Match, cached_len: int
         logprobs_start=request.logprobs_start,
         cache_namespace=request.cache_name,
         adapter=request.adapter,
+        trace_context=request.trace_context,
     )

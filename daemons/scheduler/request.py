@@ -59,6 +59,8 @@ class Submission:
     deadline_s: float | None = None
     unsupported: str = ""
     """Name of an option that this scheduler does not offer; empty = none is used."""
+    trace_context: str = ""
+    """W3C traceparent of the router's span; empty = not traced."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -90,6 +92,8 @@ class Request:
     """Times it was held back for what another computed."""
     num_preempted: int = 0
     """Times it gave its place to a higher priority."""
+    trace_context: str = ""
+    """W3C traceparent for what the worker does for it; empty = not traced."""
     retracted_from: tuple[int, int] = (-1, 0)
     """While RETRACTING: the (slot, generation) that its outstanding rows name."""
 

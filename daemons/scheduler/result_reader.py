@@ -19,6 +19,8 @@ from radixmesh.daemons.scheduler.epoch_state import EpochState
 from radixmesh.daemons.scheduler.in_flight import PlannedStep, Rows
 from radixmesh.daemons.scheduler.outputs import Outputs, OutputVector, PromptLogprobs, TokenRow, TokenRows, rows_of
 from radixmesh.daemons.scheduler.request import Lifecycle, Request
+from radixmesh.daemons.scheduler.request_observer import RequestObserver
+from radixmesh.daemons.scheduler.slot_table import SlotTable
 from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch, ending_of
 
 _Logprobs = dict[tuple[int, int], TokenLogprobs]
@@ -27,8 +29,9 @@ _Logprobs = dict[tuple[int, int], TokenLogprobs]
 class ResultReader:
     """finish: ends a request that is live."""
 
-    def __init__(self, finish: Callable[[Request, Ending], None]) -> None:
+    def __init__(self, finish: Callable[[Request, Ending], None], observer: RequestObserver) -> None:
         self._finish = finish
+        self._observer = observer
 
     def read(
         self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
@@ -97,11 +100,12 @@ class ResultReader:
         table.computed_len[slots[:num_decodes]] = lengths[:num_decodes]
         lengths += 1
         table.total_len[slots] = lengths
+        for slot in slots[num_decodes:].tolist():
+            self._observer.prefilled(_occupant(table, slot))
         may_end = watch.is_watched(ids) | (lengths >= table.max_total_len.take(slots))
         if np.count_nonzero(may_end):
             for slot in slots[may_end].tolist():
-                request = table.requests[slot]
-                assert request is not None, slot
+                request = _occupant(table, slot)
                 table.settle(slot)
                 ending = ending_of(request)
                 if ending is not None:
@@ -135,6 +139,8 @@ class ResultReader:
         taken = len(request.output) - first
         if is_running:
             table.total_len[slot] += taken
+        if taken and not is_decode:
+            self._observer.prefilled(request)
         if taken:
             given = logprobs.get((slot, generation))
             row_ids = ids[:taken]
@@ -152,6 +158,12 @@ class ResultReader:
             if request is not None:
                 outputs.vectors.append(OutputVector(owner=request.owner, handle=request.handle, values=entry.values))
                 self._finish(request, Ending(FinishReason.STOP))
+
+
+def _occupant(table: SlotTable, slot: int) -> Request:
+    request = table.requests[slot]
+    assert request is not None, slot
+    return request
 
 
 def _advance_chunks(state: EpochState, step: PlannedStep) -> None:

@@ -23,7 +23,7 @@ class TokenizerDaemon(Daemon):
         self._queue = WorkQueue(runtime.progress, num_threads=settings.num_threads, max_queued=settings.max_queued)
         runtime.server.add(
             tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
-            TokenizerService(self._loaded_codec, self._queue),
+            TokenizerService(self._loaded_codec, self._queue, runtime.metrics, runtime.tracer),
         )
 
     async def load(self) -> None:

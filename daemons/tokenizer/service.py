@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import grpc
@@ -10,7 +11,9 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import identity_to_proto
+from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.token_bytes import token_bytes
+from radixmesh.daemons.runtime.tracing import Attributes, Tracer, current_context
 from radixmesh.daemons.tokenizer.chat import Chat, invalid_chat, read_message, read_template_args, read_tools
 from radixmesh.daemons.tokenizer.text_codec import Encoded, TextCodec, TextItem
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue
@@ -20,16 +23,26 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """codec: what a loaded daemon encodes with; asked for per call, after the queue has refused calls while loading."""
 
-    def __init__(self, codec: Callable[[], TextCodec], queue: WorkQueue) -> None:
+    def __init__(self, codec: Callable[[], TextCodec], queue: WorkQueue, metrics: Metrics, tracer: Tracer) -> None:
         self._codec = codec
         self._queue = queue
+        self._metrics = metrics
+        self._tracer = tracer
 
     async def Encode(
         self,
         request: tokenizer_pb2.EncodeRequest,
         context: grpc.aio.ServicerContext[tokenizer_pb2.EncodeRequest, tokenizer_pb2.EncodeResponse],
     ) -> tokenizer_pb2.EncodeResponse:
-        return await self._queue.run(lambda: _encode(self._codec(), request))
+        since_s, context_of_caller = time.monotonic(), current_context()
+        answer = await self._queue.run(lambda: _encode(self._codec(), request))
+        end_s, num_tokens = time.monotonic(), sum(len(item.ids) for item in answer.items) // 4
+        self._metrics.encode_seconds.observe(end_s - since_s)
+        self._metrics.encoded_tokens.inc(num_tokens)
+        if context_of_caller:
+            attributes: Attributes = {"radixmesh.num_items": len(answer.items), "radixmesh.prompt_len": num_tokens}
+            self._tracer.record("tokenizer.encode", context_of_caller, since_s, end_s, attributes)
+        return answer
 
     async def Decode(
         self,

@@ -35,6 +35,7 @@ class WorkerDaemon(Daemon):
             runtime.progress,
             runtime.metrics,
             runtime.fail,
+            runtime.tracer,
         )
         faults = FaultInjector(settings.parsed_faults, settings.fault_seed)
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(self.core, faults))

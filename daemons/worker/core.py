@@ -19,6 +19,7 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.daemons.runtime.step_codec import TASK_TO_PROTO
+from radixmesh.daemons.runtime.tracing import NoTracer, Tracer
 from radixmesh.daemons.worker.blob_store import BlobStore
 from radixmesh.daemons.worker.epochs import EpochLedger
 from radixmesh.daemons.worker.executor import StepExecutor
@@ -26,6 +27,7 @@ from radixmesh.daemons.worker.plan_dump import PlanDump
 from radixmesh.daemons.worker.plan_recorder import PlanRecorder
 from radixmesh.daemons.worker.plan_runner import Answer, PlanRunner
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
+from radixmesh.daemons.worker.slot_traces import SlotTraces
 from radixmesh.daemons.worker.step_queue import StepQueue
 from radixmesh.worker.v1 import worker_pb2
 
@@ -68,7 +70,9 @@ class WorkerCore:
         progress: Progress,
         metrics: Metrics,
         on_failed: Callable[[BaseException], None],
+        tracer: Tracer | None = None,
     ) -> None:
+        self._tracer = tracer or NoTracer()
         self.config = config
         self.ledger = EpochLedger()
         self.blobs = BlobStore(max_bytes=config.blob_store_bytes, max_blob_bytes=config.max_blob_bytes)
@@ -93,7 +97,9 @@ class WorkerCore:
         self._executor = executor
         self._profiler = make_profiler(self.config.dump_folder)
         dump = PlanDump(self.config.dump_folder, self._hello.instance_id)
-        self._runner = PlanRunner(executor, dump, self._profiler.on_step)
+        self._runner = PlanRunner(
+            executor, dump, self._profiler.on_step, SlotTraces(self._tracer) if self._tracer.is_on else None
+        )
         self._hello.model.CopyFrom(model)
         self._state = worker_pb2.WORKER_STATE_READY
 

@@ -13,6 +13,7 @@ from radixmesh.daemons.runtime.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.step_codec import plan_from_proto
 from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.slot_traces import SlotTraces, TracedChunk
 from radixmesh.daemons.worker.step_queue import DoneJob, RunningJob
 from radixmesh.worker.v1 import worker_pb2
 
@@ -34,10 +35,13 @@ class Answer:
 class RunningPlan(RunningJob[Answer]):
     """A plan whose forward runs."""
 
-    def __init__(self, runner: PlanRunner, plan: worker_pb2.StepPlan, step: LaunchedStep) -> None:
+    def __init__(
+        self, runner: PlanRunner, plan: worker_pb2.StepPlan, step: LaunchedStep, traced: Sequence[TracedChunk]
+    ) -> None:
         self._runner = runner
         self._plan = plan
         self._step = step
+        self._traced = traced
 
     @property
     def is_done(self) -> bool:
@@ -47,13 +51,16 @@ class RunningPlan(RunningJob[Answer]):
         self._step.wait()
 
     def finish(self) -> Answer:
-        return self._runner.finish(self._plan, self._step)
+        return self._runner.finish(self._plan, self._step, self._traced)
 
 
 class PlanRunner:
     """Runs messages through an executor and remembers that a refusal ended the epoch."""
 
-    def __init__(self, executor: StepExecutor, dump: PlanDump, on_step: Callable[[], None]) -> None:
+    def __init__(
+        self, executor: StepExecutor, dump: PlanDump, on_step: Callable[[], None], traces: SlotTraces | None = None
+    ) -> None:
+        self._traces = traces
         self._executor = executor
         self._dump = dump
         self._on_step = on_step
@@ -63,6 +70,8 @@ class PlanRunner:
     def begin_epoch(self, epoch: int, group_generation: int) -> None:
         """All slots are free, plans of `epoch` run."""
         if not self._is_dead:
+            if self._traces is not None:
+                self._traces.begin_epoch()
             self._executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
@@ -76,15 +85,17 @@ class PlanRunner:
         try:
             if refuse is not None:
                 raise refuse
-            step = self._executor.launch(plan_from_proto(plan), ready_ns=ready_ns)
+            step_plan = plan_from_proto(plan)
+            traced = self._traces.launched(step_plan) if self._traces is not None else ()
+            step = self._executor.launch(step_plan, ready_ns=ready_ns)
         except MeshError as error:
             self._is_epoch_over = True
             return DoneJob(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
         except Exception as error:
             return DoneJob(self._died(plan, error))
-        return RunningPlan(self, plan, step)
+        return RunningPlan(self, plan, step, traced)
 
-    def finish(self, plan: worker_pb2.StepPlan, step: LaunchedStep) -> Answer:
+    def finish(self, plan: worker_pb2.StepPlan, step: LaunchedStep, traced: Sequence[TracedChunk] = ()) -> Answer:
         """The answer to a launched plan; waits for it. None of its own if a step before it died."""
         step_id = plan.header.step_id
         if self._is_dead:
@@ -93,6 +104,8 @@ class PlanRunner:
             result = step.finish()
         except Exception as error:
             return self._died(plan, error)
+        for chunk in traced:
+            chunk.ran(result)
         self._on_step()
         response = worker_pb2.ExecuteResponse(result=result_to_proto(result))
         return Answer(step_id=step_id, response=response, result=result)

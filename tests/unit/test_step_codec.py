@@ -90,6 +90,7 @@ def _admits(draw):
         cache_namespace=draw(st.text(max_size=3)),
         grammar_hash=draw(st.text(max_size=3)),
         adapter=draw(st.text(max_size=3)),
+        trace_context=draw(st.text(max_size=3)),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from starlette.types import ASGIApp
+
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.body import BodyReader
@@ -10,17 +12,17 @@ from radixmesh.daemons.router.http.key_check import KeyCheck
 from radixmesh.daemons.router.http.server import HttpServer
 from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.router.http.tokens import TokenTables
+from radixmesh.daemons.router.http.trace_header import TraceHeader
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.key_guard import KeyGuard
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.lifecycle import Runtime
 
 # The router ends a stalled stream first, so that it is counted as one; this is for answers that are whole.
 _CUT_AFTER_S = 1.0
 
 
 def make_http_server(
-    address: str, settings: RouterSettings, router: Router, guard: KeyGuard, progress: Progress, metrics: Metrics
+    address: str, settings: RouterSettings, router: Router, guard: KeyGuard, runtime: Runtime
 ) -> HttpServer:
     """The server at "host:port", not started yet.
 
@@ -30,12 +32,14 @@ def make_http_server(
         router=router,
         tables=TokenTables(router),
         body=BodyReader(max_bytes=settings.http_body_bytes, timeout_s=settings.http_body_s),
-        metrics=metrics,
-        progress=progress,
+        metrics=runtime.metrics,
+        progress=runtime.progress,
     )
-    app = make_app(context)
+    app: ASGIApp = make_app(context)
+    if runtime.tracer.is_on:
+        app = TraceHeader(app)
     return HttpServer(
-        app if guard.is_open else KeyCheck(app, guard, metrics),
+        app if guard.is_open else KeyCheck(app, guard, runtime.metrics),
         address,
         idle_s=settings.http_idle_s,
         stall_s=settings.client_stall_s + _CUT_AFTER_S,

@@ -1,0 +1,23 @@
+"""Who wants to know when a request gets on. The planner has no clock: it says what happened, and when is now."""
+
+from __future__ import annotations
+
+from radixmesh.daemons.scheduler.request import Request
+from radixmesh.daemons.scheduler.stop_conditions import FinishReason
+
+
+class RequestObserver:
+    """Does nothing; what it is told may repeat after a retraction or a new epoch, but for accepted() and finished()."""
+
+    def accepted(self, request: Request) -> str:
+        """A request was queued. Returns the trace context for what happens to it further down; empty = not traced."""
+        return ""
+
+    def admitted(self, request: Request) -> None:
+        """It got a slot."""
+
+    def prefilled(self, request: Request) -> None:
+        """A prefill of it was finished: it has a token more."""
+
+    def finished(self, request: Request, reason: FinishReason) -> None:
+        """It is over."""
