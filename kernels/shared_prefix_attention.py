@@ -94,10 +94,10 @@ class SharedPrefixWorkspace:
 def shared_prefix_config(shape: SplitShape, dtype: torch.dtype) -> SplitConfig:
     """The defaults for an H200 at bf16 and head_dim 128; `bench/gpu/attention.py` measures the alternatives."""
     tile_bytes = 16384
-    block_n = tile_bytes // (shape.padded_dim * torch.finfo(dtype).bits // 8)
-    return SplitConfig(
-        heads=1, block_n=max(16, min(64, block_n)), num_warps=4, num_stages=3, programs_per_sm=2, min_tiles=2
-    )
+    block_n = max(16, min(64, tile_bytes // (shape.padded_dim * torch.finfo(dtype).bits // 8)))
+    if shape.padded_dim > 128:
+        return SplitConfig(heads=1, block_n=block_n, num_warps=8, num_stages=3, programs_per_sm=1, min_tiles=2)
+    return SplitConfig(heads=1, block_n=block_n, num_warps=4, num_stages=3, programs_per_sm=2, min_tiles=2)
 
 
 def plan_shared_decode(kv_lens_T: torch.Tensor, workspace: SharedPrefixWorkspace) -> None:
