@@ -118,7 +118,14 @@ def test_what_a_key_opens(tmp_path: Path) -> None:
 def test_a_tenant_beside_a_key_overrides_what_requests_say() -> None:
     progress = Progress()
     progress.loaded()
-    parts = {"journal": Journal(1 << 20), "flow": None, "maker": None, "progress": progress, "metrics": Metrics()}
+    parts = {
+        "journal": Journal(1 << 20),
+        "flow": None,
+        "maker": None,
+        "peerings": [],
+        "progress": progress,
+        "metrics": Metrics(),
+    }
     router = Router(RouterSettings(), **parts)  # type: ignore[arg-type]
 
     def opened(message: GenerateRequest, caller: Caller) -> GenerateRequest:
