@@ -43,7 +43,7 @@ def extend_config(group_size: int, head_dim: int, dtype: torch.dtype, max_chunk_
         return ExtendConfig(block_m=max(16, least), block_n=64, num_warps=4, num_stages=5)
     if pairs <= 512:
         return ExtendConfig(block_m=max(64, least), block_n=64, num_warps=4, num_stages=5)
-    return ExtendConfig(block_m=max(128, least), block_n=64, num_warps=8, num_stages=5)
+    return ExtendConfig(block_m=max(128, least), block_n=128, num_warps=8, num_stages=3)
 
 
 def paged_extend(

@@ -72,9 +72,9 @@ PREFIX_CONFIGS = [
     _split(1, 128, 8, 3, 1),
 ]
 EXTEND_CONFIGS = [
+    ExtendConfig(block_m=128, block_n=128, num_warps=8, num_stages=3),
     ExtendConfig(block_m=128, block_n=64, num_warps=8, num_stages=5),
     ExtendConfig(block_m=128, block_n=64, num_warps=8, num_stages=3),
-    ExtendConfig(block_m=128, block_n=128, num_warps=8, num_stages=3),
     ExtendConfig(block_m=64, block_n=64, num_warps=4, num_stages=5),
     ExtendConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
 ]
