@@ -23,24 +23,38 @@ import torch
 import triton
 import triton.language as tl
 
+from radixmesh.kernels.candidates import CandidateScratch
 from radixmesh.kernels.cutoff import NO_CUT, cut_off
 from radixmesh.kernels.penalise import adjust
 from radixmesh.kernels.sample_params import SampleParams, packed_order, value_of
 
 _BLOCK = 1024
 _MAX_SPLITS = 128
+_CANDIDATES = 1024
 _PROGRAMS = 1024  # As many programs as fill the device; more rows need fewer splits.
 
 
 class DrawScratch:
     """Device memory that `draw` works in, for up to `max_rows` rows; may be shared by all graphs of one stream."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, *, has_penalties: bool) -> None:
-        """With penalties, 8 bytes a row and id of the vocabulary, else next to nothing."""
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        has_penalties: bool,
+        num_candidates: int = _CANDIDATES,
+    ) -> None:
+        """With penalties, 8 bytes a row and id of the vocabulary, else some 12 KB a row.
+
+        `num_candidates`, a power of two: filters that keep fewer ids are fast.
+        """
         self.highest_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int64, device=device)
         self.best_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.float64, device=device)
         self.best_ids_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int32, device=device)
         self.cut_T = torch.full((max_rows,), NO_CUT, dtype=torch.int64, device=device)
+        self.candidates = CandidateScratch(max_rows, _MAX_SPLITS, num_candidates, device)
         rows = max_rows if has_penalties else 0
         self.adjusted_TV = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
         # All zero between draws: whoever reads a count clears it.
@@ -183,7 +197,10 @@ def draw(
     )  # fmt: skip
     if has_sampled and has_filters:
         highest_T = scratch.highest_TS[:num_rows, : cut.splits].amax(dim=1)
-        cut_off(logits_TV, params, row_slots_T, highest_T, scratch.cut_T, is_adjusted=has_penalties)
+        cut_off(
+            logits_TV, params, row_slots_T, highest_T, scratch.candidates, scratch.cut_T, cut.splits, cut.width,
+            is_adjusted=has_penalties,
+        )  # fmt: skip
     if has_sampled:
         _gumbel_kernel[grid](
             logits_TV, scratch.highest_TS, scratch.cut_T, row_slots_T, positions_T, params.temperature_S, params.seed_S,

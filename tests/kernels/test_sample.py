@@ -39,16 +39,21 @@ def test_temperature_alone(vocab_size: int, device: torch.device) -> None:
     _check(torch.randn(len(inputs), vocab_size, device=device) * 4, inputs)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_filters(seed: int, device: torch.device) -> None:
+@pytest.mark.parametrize("num_candidates", [16, 128])
+@pytest.mark.parametrize("seed", range(3))
+def test_filters(seed: int, num_candidates: int, device: torch.device) -> None:
+    """With few candidates most cuts are bisected, with many most are among those."""
     generator = np.random.default_rng(seed)
     inputs = [_random_input(generator, _random_filters(generator)) for _ in range(4)]
-    logits = torch.randn(len(inputs), 300, device=device) * 3
+    logits = torch.randn(len(inputs), 200, device=device) * 3
     # Rounded to few values, ties stand at the borders of the filters.
-    _check(logits.mul(2).round().div(2) if seed % 2 else logits, inputs)
+    logits = logits.mul(2).round().div(2) if seed % 2 else logits
+    scratch = DrawScratch(len(inputs), logits.shape[1], device, has_penalties=True, num_candidates=num_candidates)
+    _check(logits, inputs, scratch)
+    assert not scratch.candidates.histogram_TB.any() and not scratch.candidates.counts_T.any()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_penalties_biases_and_suppression(seed: int, device: torch.device) -> None:
     generator = np.random.default_rng(seed)
     vocab_size = 60
@@ -62,7 +67,7 @@ def test_broken_logits(device: torch.device) -> None:
     logits = torch.tensor(rows, device=device)
     filtered = Sampling(top_k=2, top_p=0.7, min_p=0.1)
     for sampling in (_GREEDY, Sampling(), Sampling(temperature=1e-300), filtered):
-        lists = ([], [1], [0, 1, 2, 3, 9, -1]) if sampling is not filtered else ([],)
+        lists = ([], [1], [0, 1, 2, 3, 9, -1]) if sampling.is_greedy else ([1],)
         for suppressed in lists:
             ids = np.array(suppressed, np.int32)
             sample = SampleInput(sampling=sampling, prompt_ids=_NONE, output_ids=_NONE, position=3, suppressed_ids=ids)
@@ -136,10 +141,10 @@ def _input(sampling: Sampling) -> SampleInput:
     return SampleInput(sampling=sampling, prompt_ids=_NONE, output_ids=_NONE, position=0)
 
 
-def _check(logits_TV: torch.Tensor, inputs: list[SampleInput]) -> None:
+def _check(logits_TV: torch.Tensor, inputs: list[SampleInput], scratch: DrawScratch | None = None) -> None:
     rows = logits_TV.float().cpu().numpy()
     expected = sample_tokens(rows, inputs)
-    for row, sample, actual, token in zip(rows, inputs, _drawn(logits_TV, inputs), expected, strict=True):
+    for row, sample, actual, token in zip(rows, inputs, _drawn(logits_TV, inputs, scratch), expected, strict=True):
         assert actual == token or _is_close_call(row, sample, actual, token), (sample, actual, token)
 
 
@@ -158,7 +163,7 @@ def _drawn(logits_TV: torch.Tensor, inputs: list[SampleInput], scratch: DrawScra
     num_rows, vocab_size = logits_TV.shape
     device = logits_TV.device
     has_penalties = any(_has_penalties(sample) for sample in inputs)
-    scratch = scratch or DrawScratch(num_rows, vocab_size, device, has_penalties=has_penalties)
+    scratch = scratch or DrawScratch(num_rows, vocab_size, device, has_penalties=has_penalties, num_candidates=32)
     # Rows in another order than their slots.
     slots = list(reversed(range(num_rows)))
     before = logits_TV.clone()
