@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,8 @@ from support.certificates import make_certificates, tls_of
 from support.runtime_servicers import serving
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.grpc_peers import GrpcTokenizer
+from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.runtime.api_keys import ApiKeys
 from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.errors import MeshError
@@ -86,26 +90,82 @@ async def test_tls_alone_lets_in_clients_without_certificates(ours: Path) -> Non
         assert await answer(bench.address, tls_of(ours, "client")) == "UNAVAILABLE", "a plain server is no TLS server"
 
 
+class Rotating:
+    """A folder of certificates whose files are replaced one by one, each change with a time of its own."""
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self.folder = folder
+        self._moment = 1_000_000_000
+        shutil.copytree(source, folder)
+
+    def install(self, source: Path, *names: str) -> None:
+        for name in names:
+            self._moment += 10
+            shutil.copy(source / name, self.folder / "new")
+            os.utime(self.folder / "new", (self._moment, self._moment))
+            (self.folder / "new").replace(self.folder / name)
+
+
 async def test_certificates_are_renewed_in_place(ours: Path, theirs: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "live"
-    shutil.copytree(ours, folder)
-    moment = 1_000_000_000
-
-    def install(name: str, source: Path) -> None:
-        nonlocal moment
-        moment += 10
-        shutil.copy(source / name, folder / "new")
-        os.utime(folder / "new", (moment, moment))
-        (folder / "new").replace(folder / name)
-
-    async with serving(tls=tls_of(folder, "tokenizer", asks_clients=True)) as bench:
+    live = Rotating(tmp_path / "live", ours)
+    async with serving(tls=tls_of(live.folder, "tokenizer", asks_clients=True)) as bench:
         assert await answer(bench.address, tls_of(ours, "client")) == "OK"
-        install("tokenizer.pem", theirs)
+        live.install(theirs, "tokenizer.pem")
         assert await answer(bench.address, tls_of(ours, "client")) == "OK", "half replaced: the former ones stay"
-        install("tokenizer.key", theirs)
-        install("ca.pem", theirs)
+        live.install(theirs, "tokenizer.key", "ca.pem")
         assert await answer(bench.address, tls_of(theirs, "client")) == "OK"
         assert await answer(bench.address, tls_of(ours, "client")) == "UNAVAILABLE"
+
+
+async def test_https_follows_its_files_too(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    live = Rotating(tmp_path / "live", ours)
+
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"in")
+        await writer.drain()
+        writer.close()
+
+    async def get(folder: Path) -> bytes:
+        try:
+            async with asyncio.timeout(5):
+                reader, writer = await asyncio.open_connection(
+                    "127.0.0.1", port, ssl=tls_of(folder, "client").client_context()
+                )
+                try:
+                    return await reader.read()
+                finally:
+                    writer.close()
+        except (ssl.SSLError, ConnectionError):
+            return b"out"
+
+    context = FollowedContext(tls_of(live.folder, "router", asks_clients=True)).context
+    async with await asyncio.start_server(greet, "127.0.0.1", 0, ssl=context) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert (await get(ours), await get(theirs)) == (b"in", b"out")
+        live.install(theirs, "router.pem")
+        assert await get(ours) == b"in"
+        live.install(theirs, "router.key", "ca.pem")
+        assert (await get(ours), await get(theirs)) == (b"out", b"in")
+
+
+async def test_a_lasting_channel_follows_its_files(ours: Path, theirs: Path, tmp_path: Path) -> None:
+    live = Rotating(tmp_path / "live", ours)
+    tokenizer = GrpcTokenizer(f"unix:{tmp_path}/s", tls_of(live.folder, "router"))
+
+    async def asked() -> str:
+        with pytest.raises(MeshError) as told:
+            await tokenizer.encode(tokenizer_pb2.EncodeRequest(), 5.0)
+        return told.value.reason_name
+
+    async with serving(f"unix:{tmp_path}/s", tls=tls_of(ours, "tokenizer", asks_clients=True)):
+        assert await asked() == "EMPTY_PROMPT"
+    async with serving(f"unix:{tmp_path}/s", tls=tls_of(theirs, "tokenizer", asks_clients=True)):
+        assert await asked() == "NO_REPLICA"
+        live.install(theirs, "router.pem")
+        assert await asked() == "NO_REPLICA", "half replaced"
+        live.install(theirs, "router.key", "ca.pem")
+        assert await asked() == "EMPTY_PROMPT"
+    await tokenizer.close()
 
 
 async def test_files_that_cannot_be_used_are_named(ours: Path, theirs: Path, tmp_path: Path) -> None:
