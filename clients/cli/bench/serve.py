@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from radixmesh.cli.access import access_of
+from radixmesh.cli.access import Access, access_of
 from radixmesh.cli.bench.datasets import make_turns, plain_turns
 from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, load_turns
@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
 async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     address = options.target or "grpc://" + ",".join(find_routers([], options.project))
     best = oracle_of(plain_turns(options)).hit_rate if options.oracle else None
-    async with open_target(address, _target_options(options)) as target:
+    async with open_target(address, _target_options(options, address)) as target:
         vocab_size = await target.prepare()
         vocab_size = options.vocab_size or vocab_size
         turns = make_turns(options, vocab_size)
@@ -64,18 +64,26 @@ async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return 0 if summary.num_done == len(turns) else 1
 
 
-def _target_options(options: argparse.Namespace) -> TargetOptions:
+def _target_options(options: argparse.Namespace, address: str) -> TargetOptions:
     access = access_of(options)
     return TargetOptions(
         model=options.model,
         temperature=options.temperature,
         ignores_eos=not options.respect_eos,
         timeout_s=options.timeout,
-        api_key=access.api_key or options.api_key,
+        api_key=options.api_key or _api_key_for(address, options, access),
         tls=access.tls,
         is_plain=options.plain,
         is_ids_only=options.ids_only,
     )
+
+
+def _api_key_for(address: str, options: argparse.Namespace, access: Access) -> str:
+    """By default a mesh's key goes to meshes alone, and OpenAI's to servers of that API."""
+    is_http = address.startswith(("http://", "https://"))
+    if is_http and options.api_key_file is None:
+        return os.environ.get("OPENAI_API_KEY", "")
+    return access.api_key
 
 
 def _warm_up_turns(like: Sequence[LoadTurn], num: int, vocab_size: int | None) -> list[LoadTurn]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from pathlib import Path
 
 from radixmesh.cli.access import add_access_flags
@@ -47,9 +46,7 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("-p", "--project", help="which cluster, if several run here")
     group.add_argument("--model", default="", help="default: the first that is served")
-    group.add_argument(
-        "--api-key", default=os.environ.get("OPENAI_API_KEY", ""), help="default: OPENAI_API_KEY, for HTTP"
-    )
+    group.add_argument("--api-key", default="", help="default: RADIXMESH_API_KEY for meshes, OPENAI_API_KEY for HTTP")
     add_access_flags(group)
     group.add_argument("--plain", action="store_true", help="HTTP: send nothing that OpenAI's own API does not know")
     group.add_argument("--timeout", type=_positive, default=600.0, metavar="SECONDS", help="of a request (600)")
