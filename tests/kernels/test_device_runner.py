@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.plan_driver import check_same, drive
+from support.plan_driver import PLAIN_OPTIONS, check_same, drive
 
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -49,5 +49,5 @@ def _cpu_runner(page_size: int) -> ModelRunner:
 
 @pytest.mark.parametrize(("page_size", "chunk_len", "lag"), [(1, 7, 2), (4, 64, 1)])
 def test_tokens_and_logprobs_are_those_of_the_cpu_worker(page_size, chunk_len, lag):
-    want = drive(_cpu_runner(page_size), chunk_len=chunk_len, lag=0)
-    check_same(drive(_device_runner(page_size), chunk_len=chunk_len, lag=lag), want)
+    want = drive(_cpu_runner(page_size), chunk_len=chunk_len, lag=0, options=PLAIN_OPTIONS)
+    check_same(drive(_device_runner(page_size), chunk_len=chunk_len, lag=lag, options=PLAIN_OPTIONS), want)

@@ -21,6 +21,8 @@ OPTIONS = [
     Sampling(temperature=0.7, seed=3, min_p=0.05, frequency_penalty=0.5, presence_penalty=0.2),
     Sampling(temperature=0.0, num_top_logprobs=3, prompt_logprobs=True),
 ]
+# What takes little of Triton's interpreter.
+PLAIN_OPTIONS = [OPTIONS[0], OPTIONS[2], OPTIONS[5]]
 
 
 class PlanDriver:
@@ -76,7 +78,7 @@ class PlanDriver:
             prompt_ids=np.array(prompt, np.int32),
             max_total_len=total,
             sampling=sampling,
-            min_tokens=4,
+            min_tokens=0 if sampling in PLAIN_OPTIONS else 4,
             suppressed_ids=np.array([1, 33], np.int32),
         )
         self.tokens[slot] = []
@@ -107,10 +109,12 @@ class PlanDriver:
             self.tokens[slot] += [next(ids) for _ in range(count)]
 
 
-def drive(runner: ModelRunner, *, chunk_len: int, lag: int, num_steps: int = 6) -> PlanDriver:
-    """All of OPTIONS, one slot each."""
+def drive(
+    runner: ModelRunner, *, chunk_len: int, lag: int, num_steps: int = 6, options: list[Sampling] = OPTIONS
+) -> PlanDriver:
+    """All of `options`, one slot each."""
     driver = PlanDriver(runner, lag=lag)
-    for slot, sampling in enumerate(OPTIONS):
+    for slot, sampling in enumerate(options):
         driver.add(slot, PROMPTS[slot % len(PROMPTS)], sampling, chunk_len=chunk_len, num_out=16 + num_steps)
     driver.finish(num_steps)
     return driver

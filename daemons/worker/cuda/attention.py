@@ -21,10 +21,13 @@ class HostStep:
     """A step's lengths on the host, int32. `num_rows`: decode rows with padding, as the device step has them.
 
     decode_slots, decode_kv_lens [decode rows without padding]; chunk_slots, chunk_lens, chunk_kv_lens [chunks], the
-    chunk's own tokens counted.
+    chunk's own tokens counted. page_tables [slots, pages] of all slots; admissions counts the requests that took a slot
+    so far: while it and the slots are the same, so are the pages that rows share.
     """
 
     num_rows: int
+    page_tables: IntArray
+    admissions: int
     decode_slots: IntArray
     decode_kv_lens: IntArray
     chunk_slots: IntArray
@@ -76,10 +79,17 @@ class DeviceAttention(ABC):
 
     is_batch_invariant: bool
 
-    @abstractmethod
-    def plan(self, step: HostStep) -> None:
-        """Called before the step's work is launched or replayed; never waits for the device."""
+    def variants(self, num_rows: int) -> tuple[str, ...]:
+        """What plan() may answer for a step of so many decode rows: graphs are captured for each."""
+        return ("",)
 
     @abstractmethod
-    def begin(self, step: DeviceStep) -> StepAttention:
+    def plan(self, step: HostStep) -> str:
+        """Called before the step's work is launched or replayed; never waits for the device.
+
+        Answers which variant of the work suits the step; "" always does.
+        """
+
+    @abstractmethod
+    def begin(self, step: DeviceStep, variant: str) -> StepAttention:
         """Prepares a step; valid until the next begin()."""

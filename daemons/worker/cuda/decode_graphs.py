@@ -21,21 +21,21 @@ class DecodeGraphs:
     def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes if device.can_capture else ()
         self._device = device
-        self._graphs: dict[int, _Captured] = {}
+        self._graphs: dict[tuple[int, str], _Captured] = {}
 
     def bucket(self, num_rows: int) -> int | None:
         """Rows of the graph for a step, None if it is too large for all."""
-        return next((size for size in self.sizes if size >= num_rows and size in self._graphs), None)
+        return next((size for size in self.sizes if size >= num_rows), None)
 
-    def capture(self, num_rows: int, work: Callable[[], torch.Tensor]) -> None:
+    def capture(self, num_rows: int, variant: str, work: Callable[[], torch.Tensor]) -> None:
         """Runs `work`, which compiles what it needs, then records it."""
         work()
         replay, result = self._device.capture(work)
-        self._graphs[num_rows] = _Captured(replay, result)
+        self._graphs[num_rows, variant] = _Captured(replay, result)
 
-    def replay(self, num_rows: int) -> torch.Tensor:
+    def replay(self, num_rows: int, variant: str) -> torch.Tensor:
         """Launches a graph; its result, which the next replay of any graph overwrites."""
-        captured = self._graphs[num_rows]
+        captured = self._graphs[num_rows, variant]
         captured.replay()
         return captured.result
 

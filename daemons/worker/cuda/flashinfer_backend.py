@@ -18,7 +18,7 @@ class FlashInferBackend(DeviceAttention):
         self.kernels = kernels
         self._dummy_slot = dummy_slot
 
-    def plan(self, step: HostStep) -> None:
+    def plan(self, step: HostStep) -> str:
         if step.num_rows:
             slots = np.full(step.num_rows, self._dummy_slot, np.int32)
             kv_lens = np.ones(step.num_rows, np.int32)
@@ -27,8 +27,9 @@ class FlashInferBackend(DeviceAttention):
             self.kernels.plan_decode(slots, kv_lens)
         if len(step.chunk_slots):
             self.kernels.plan_extend(step.chunk_slots, step.chunk_lens, step.chunk_kv_lens)
+        return ""
 
-    def begin(self, step: DeviceStep) -> StepAttention:
+    def begin(self, step: DeviceStep, variant: str) -> StepAttention:
         return _FlashInferStep(self.kernels, step)
 
 

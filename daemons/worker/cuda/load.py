@@ -140,7 +140,7 @@ def fill_randomly(targets: TensorTargets) -> int:
 def _ops(settings: DeviceSettings, device: torch.device) -> Ops:
     if device.type != "cuda":
         return TorchOps()
-    return TritonOps(use_pdl=settings.use_pdl, max_fused_rows=8, is_deterministic=settings.deterministic)
+    return TritonOps(use_pdl=settings.use_pdl, is_deterministic=settings.deterministic)
 
 
 def _attention(

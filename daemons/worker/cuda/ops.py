@@ -155,7 +155,7 @@ class TritonOps(Ops):
     how many others there are.
     """
 
-    def __init__(self, *, use_pdl: bool = False, max_fused_rows: int = 8, is_deterministic: bool = False) -> None:
+    def __init__(self, *, use_pdl: bool = False, max_fused_rows: int = 1, is_deterministic: bool = False) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
         self._is_deterministic = is_deterministic

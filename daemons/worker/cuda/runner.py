@@ -43,6 +43,8 @@ from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
+# Prompts of these lengths are computed before anybody asks: kernels are specialised by size, libraries load late.
+_WARM_LENGTHS = (16, 17, 100, 128, 1000, 1024, 8191)
 
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -80,11 +82,13 @@ class DeviceRunner(ModelRunner):
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.vocab_size = decoder.config.vocab_size
+        self.num_layers = decoder.config.num_layers
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
+        self._admissions = 0
         self._device = device
         self._decoder = decoder
-        self._pool = pool
+        self.pool = pool
         max_pages = -(-limits.max_total_len // pool.page_size)
         with device.in_order(), torch.inference_mode():
             self._slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
@@ -109,26 +113,43 @@ class DeviceRunner(ModelRunner):
         return not sampling.wants_logprobs
 
     def admitted(self, admit: Admit) -> None:
+        self._admissions += 1
         self._slots.admitted(admit)
         self._sampler.admitted(admit)
 
     def warm_up(self) -> None:
-        """Compiles and captures what decode steps need, largest first: smaller graphs reuse its memory."""
-        nothing = np.zeros(0, np.int32)
+        """Compiles and captures what decode steps need, largest first: smaller graphs reuse its memory. Then runs
+        prefills of some lengths, so that no request waits for a compiler or a library's start."""
+        rows = _no_rows()
         with self._device.in_order(), torch.inference_mode():
             for num_rows in sorted(self._graphs.sizes, reverse=True):
-                step = HostStep(
-                    num_rows=num_rows,
-                    decode_slots=nothing,
-                    decode_kv_lens=nothing,
-                    chunk_slots=nothing,
-                    chunk_lens=nothing,
-                    chunk_kv_lens=nothing,
-                )
+                step = host_step(rows, (), num_rows)
                 self._attention.plan(step)
-                views = self._buffer.upload(step, _no_rows(), ())
-                self._graphs.capture(num_rows, partial(self._forward, views))
+                views = self._buffer.upload(step, rows, ())
+                for variant in self._attention.variants(num_rows):
+                    self._graphs.capture(num_rows, variant, partial(self._forward, views, variant))
+            for length in _WARM_LENGTHS:
+                if length < min(self.max_total_len, self._buffer.max_tokens):
+                    self._warm_prefill(length)
             self._device.mark().wait()
+
+    def _warm_prefill(self, length: int) -> None:
+        """A chunk of the dummy slot, whose KV goes to the dummy page."""
+        segment = Segment(
+            slot=self._slots.dummy_slot,
+            ids=np.zeros(length, np.int32),
+            start=0,
+            pages=np.zeros(0, np.int32),
+            sample=SampleInput(
+                sampling=Sampling(temperature=0.0),
+                prompt_ids=np.zeros(1, np.int32),
+                output_ids=np.zeros(0, np.int32),
+                position=length,
+            ),
+        )
+        tables = np.zeros((self._slots.dummy_slot + 1, 1), np.int32)
+        rows = replace(_no_rows(), page_tables=tables, num_pages=np.zeros(len(tables), np.int32))
+        self.launch(rows, [segment], 0)
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
@@ -137,14 +158,14 @@ class DeviceRunner(ModelRunner):
             self._slots.send(slots, rows.page_tables, rows.num_pages)
             self._sampler.send()
             bucket = self._graphs.bucket(len(rows.slots)) if not segments else None
-            step = host_step(rows, segments, bucket or len(rows.slots))
-            self._attention.plan(step)
+            step = host_step(rows, segments, bucket or len(rows.slots), self._admissions)
+            variant = self._attention.plan(step)
             start = self._device.mark()
             views = self._buffer.upload(step, rows, segments)
             if bucket is None:
-                hidden_TD = self._forward(views)
+                hidden_TD = self._forward(views, variant)
                 return self._launched(rows, segments, step, views, hidden_TD, start)
-            logits_TV = self._graphs.replay(bucket)
+            logits_TV = self._graphs.replay(bucket, variant)
             tokens = self._draw(logits_TV, views.decode_slots, views.decode_positions + 1, rows.slots)
             return RunningDeviceStep(self, start, self._down(tokens, len(rows.slots)), len(rows.slots))
 
@@ -165,8 +186,8 @@ class DeviceRunner(ModelRunner):
             self._slots.forget([segment.slot for segment in segments])
             self._slots.send(np.array([s.slot for s in segments], np.int32), tables, num_pages)
             step = host_step(rows, segments, 0)
-            self._attention.plan(step)
-            hidden_TD = self._forward(self._buffer.upload(step, rows, segments))
+            variant = self._attention.plan(step)
+            hidden_TD = self._forward(self._buffer.upload(step, rows, segments), variant)
             parts = [self._host_logits(part) for part in torch.split(hidden_TD, _LOGPROB_ROWS)]
         return np.split(np.concatenate(parts), np.cumsum(step.chunk_lens)[:-1])
 
@@ -176,18 +197,18 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         with self._device.in_order():
-            self._pool.copy_page(source, target, num_tokens)
+            self.pool.copy_page(source, target, num_tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
         with self._device.in_order():
-            self._pool.clear()
+            self.pool.clear()
 
-    def _forward(self, views: StepViews) -> torch.Tensor:
+    def _forward(self, views: StepViews, variant: str) -> torch.Tensor:
         """Hidden states of a step with chunks; logits of one of decodes alone, which a graph may record."""
         ids, positions, slots = views.rows(self._slots.last_tokens)
         target = KvTarget(positions, slots, self._slots.page_tables, self.page_size)
-        attention = self._attention.begin(views.attention(self._slots.page_tables))
+        attention = self._attention.begin(views.attention(self._slots.page_tables), variant)
         hidden_TD = self._decoder.forward(ids, target, attention)
         return hidden_TD if views.has_chunks else self._decoder.logits(hidden_TD)
 

@@ -21,6 +21,7 @@ class StepBuffer:
     """
 
     def __init__(self, device: Device, *, max_rows: int, max_tokens: int, dummy_slot: int) -> None:
+        self.max_tokens = max_tokens
         self._device = device
         self._max_rows = max_rows
         self._dummy_slot = dummy_slot
@@ -102,10 +103,12 @@ class StepViews:
         )
 
 
-def host_step(rows: DecodeRows, segments: Sequence[Segment], num_rows: int) -> HostStep:
+def host_step(rows: DecodeRows, segments: Sequence[Segment], num_rows: int, admissions: int = 0) -> HostStep:
     """Lengths of a step. `num_rows`: decode rows with padding."""
     return HostStep(
         num_rows=num_rows,
+        page_tables=rows.page_tables,
+        admissions=admissions,
         decode_slots=rows.slots,
         decode_kv_lens=rows.positions + 1,
         chunk_slots=_ints(segment.slot for segment in segments),

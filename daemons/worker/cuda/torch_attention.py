@@ -17,10 +17,10 @@ class TorchAttention(DeviceAttention):
         self.shape = shape
         self.page_size = page_size
 
-    def plan(self, step: HostStep) -> None:
-        return
+    def plan(self, step: HostStep) -> str:
+        return ""
 
-    def begin(self, step: DeviceStep) -> StepAttention:
+    def begin(self, step: DeviceStep, variant: str) -> StepAttention:
         return _TorchStep(self, step)
 
 

@@ -1,4 +1,5 @@
-"""Attention by the project's own kernels: decodes are scheduled on the device, so nothing is planned on the host."""
+"""Attention by the project's own kernels: decodes are scheduled on the device; the host only says which rows share
+a prefix, when that changes."""
 
 from __future__ import annotations
 
@@ -10,6 +11,12 @@ from radixmesh.daemons.worker.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention import DeviceAttention, DeviceStep, HostStep, StepAttention
 from radixmesh.kernels.decode_attention import DecodeWorkspace, paged_decode, plan_decode
 from radixmesh.kernels.extend_attention import paged_extend
+from radixmesh.kernels.prefix_groups import find_shared_prefixes
+from radixmesh.kernels.shared_prefix_attention import SharedPrefixWorkspace, paged_shared_decode, plan_shared_decode
+
+SHARED = "shared"
+# Fewer rows read so little that a second launch a layer costs more.
+_LEAST_SHARED_ROWS = 8
 
 
 class TritonAttention(DeviceAttention):
@@ -29,25 +36,46 @@ class TritonAttention(DeviceAttention):
         self.is_batch_invariant = is_deterministic
         self.shape = shape
         self.page_size = page_size
-        self.workspace = DecodeWorkspace(
-            max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, dtype, windows=tuple(set(windows))
-        )
+        sizes = (max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, dtype)
+        self.workspace = DecodeWorkspace(*sizes, windows=tuple(dict.fromkeys(windows)))
+        # A window may end within the prefix; and a row's bits would depend on who shares it.
+        can_share = not is_deterministic and set(windows) == {None}
+        self.shared = SharedPrefixWorkspace(*sizes) if can_share else None
+        self._shared_of = ""
+        self._has_groups = False
 
-    def plan(self, step: HostStep) -> None:
-        return
+    def variants(self, num_rows: int) -> tuple[str, ...]:
+        return ("", SHARED) if self.shared is not None and num_rows >= _LEAST_SHARED_ROWS else ("",)
 
-    def begin(self, step: DeviceStep) -> StepAttention:
+    def plan(self, step: HostStep) -> str:
+        if self.shared is None or len(step.decode_slots) < _LEAST_SHARED_ROWS:
+            return ""
+        of = f"{step.admissions} {step.decode_slots.tobytes().hex()}"
+        if of != self._shared_of:
+            self._shared_of = of
+            tables = step.page_tables[step.decode_slots]
+            groups = find_shared_prefixes(tables, step.decode_kv_lens, self.page_size)
+            self._has_groups = bool(groups)
+            if groups:
+                self.shared.set_groups(groups, step.decode_slots.tolist())
+        return SHARED if self._has_groups else ""
+
+    def begin(self, step: DeviceStep, variant: str) -> StepAttention:
         if self.is_batch_invariant and step.num_chunks:
             step = _as_decodes(step)
-        if step.num_decodes:
+        if variant == SHARED:
+            assert self.shared is not None
+            plan_shared_decode(step.decode_kv_lens, self.shared)
+        elif step.num_decodes:
             plan_decode(step.decode_kv_lens, self.workspace)
-        return _TritonStep(self, step)
+        return _TritonStep(self, step, is_shared=variant == SHARED)
 
 
 class _TritonStep(StepAttention):
-    def __init__(self, attention: TritonAttention, step: DeviceStep) -> None:
+    def __init__(self, attention: TritonAttention, step: DeviceStep, *, is_shared: bool) -> None:
         self._attention = attention
         self._step = step
+        self._is_shared = is_shared
 
     def attend(
         self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
@@ -56,19 +84,7 @@ class _TritonStep(StepAttention):
         out_THd = torch.empty_like(query_THd)
         num_decodes = step.num_decodes
         if num_decodes:
-            paged_decode(
-                query_THd[:num_decodes],
-                keys_SKd,
-                values_SKd,
-                step.page_tables,
-                step.decode_slots,
-                step.decode_kv_lens,
-                attention.page_size,
-                attention.shape.scale,
-                window,
-                attention.workspace,
-                out=out_THd[:num_decodes],
-            )
+            self._decode(query_THd[:num_decodes], keys_SKd, values_SKd, window, out_THd[:num_decodes])
         if step.num_chunks:
             paged_extend(
                 query_THd[num_decodes:],
@@ -85,6 +101,44 @@ class _TritonStep(StepAttention):
                 out=out_THd[num_decodes:],
             )
         return out_THd
+
+    def _decode(
+        self,
+        query_BHd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        out_BHd: torch.Tensor,
+    ) -> None:
+        step, attention = self._step, self._attention
+        if self._is_shared:
+            assert attention.shared is not None
+            paged_shared_decode(
+                query_BHd,
+                keys_SKd,
+                values_SKd,
+                step.page_tables,
+                step.decode_slots,
+                step.decode_kv_lens,
+                attention.page_size,
+                attention.shape.scale,
+                attention.shared,
+                out=out_BHd,
+            )
+            return
+        paged_decode(
+            query_BHd,
+            keys_SKd,
+            values_SKd,
+            step.page_tables,
+            step.decode_slots,
+            step.decode_kv_lens,
+            attention.page_size,
+            attention.shape.scale,
+            window,
+            attention.workspace,
+            out=out_BHd,
+        )
 
 
 def _as_decodes(step: DeviceStep) -> DeviceStep:
