@@ -15,7 +15,8 @@ import triton.language as tl
 
 from radixmesh.kernels.sample_params import SampleParams, packed_order, value_of
 
-_BLOCK = 1024
+BLOCK = 1024
+"""Ids that a program looks at together: a constant, so that no sum depends on how rows are cut."""
 _BUCKETS = 256
 # Eight buckets an e-fold: the last holds all that lies 32 and more below, e^-32 of the highest.
 _PER_NAT = 8
@@ -57,10 +58,10 @@ def _bucket(score, PER_NAT: tl.constexpr, BUCKETS: tl.constexpr):
     return tl.minimum(-score * PER_NAT, BUCKETS - 1.0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _survey_kernel(
     logits_ptr, highest_ptr, row_slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, histogram_ptr, weights_ptr, stride,
-    V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, PER_NAT: tl.constexpr,
+    num_blocks, V: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr, PER_NAT: tl.constexpr,
     BUCKETS: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
@@ -72,24 +73,27 @@ def _survey_kernel(
         inverse = bounded_inverse(temperature)
         histogram = tl.zeros((BUCKETS,), tl.int32)
         weight = tl.full((), 0.0, tl.float64)
-        for start in range(0, WIDTH, BLOCK):
-            ids = split * WIDTH + start + tl.arange(0, BLOCK)
+        block = split * num_blocks
+        end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
+        while block < end:
+            ids = block * BLOCK + tl.arange(0, BLOCK)
             mask = ids < V
             x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
             score = score_of(x, highest, inverse)
             histogram += tl.histogram(_bucket(score, PER_NAT, BUCKETS), BUCKETS, mask=mask)
             # Sums of blocks do not depend on how many blocks a program has, and so not on the batch.
             weight += tl.sum(tl.exp(score), axis=0).to(tl.float64)
+            block += 1
         buckets = tl.arange(0, BUCKETS)
         at = histogram_ptr + row * BUCKETS + buckets
         tl.atomic_add(at, histogram, mask=histogram > 0, sem="relaxed")
         tl.store(weights_ptr + row * MAX_SPLITS + split, weight)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _collect_kernel(
     logits_ptr, highest_ptr, row_slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, histogram_ptr, counts_ptr,
-    packed_ptr, stride, V: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PER_NAT: tl.constexpr,
+    packed_ptr, stride, num_blocks, V: tl.constexpr, BLOCK: tl.constexpr, PER_NAT: tl.constexpr,
     BUCKETS: tl.constexpr, CANDIDATES: tl.constexpr, IS_ADJUSTED: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
@@ -102,8 +106,10 @@ def _collect_kernel(
         within = tl.cumsum(tl.load(histogram_ptr + row * BUCKETS + tl.arange(0, BUCKETS)), axis=0)
         # The last bucket has no bottom.
         num_buckets = tl.minimum(tl.sum((within <= CANDIDATES).to(tl.int32), axis=0), BUCKETS - 1)
-        for start in range(0, WIDTH, BLOCK):
-            ids = split * WIDTH + start + tl.arange(0, BLOCK)
+        block = split * num_blocks
+        end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
+        while block < end:
+            ids = block * BLOCK + tl.arange(0, BLOCK)
             mask = ids < V
             x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
             score = score_of(x, highest, inverse)
@@ -114,6 +120,7 @@ def _collect_kernel(
                 first = tl.atomic_add(counts_ptr + row, num_near, sem="relaxed")
                 at = row * CANDIDATES + first + tl.cumsum(is_near, axis=0) - 1
                 tl.store(packed_ptr + at, packed_order(x, ids, IS_ADJUSTED), mask=is_near > 0)
+            block += 1
 
 
 def collect(
@@ -123,23 +130,23 @@ def collect(
     highest_T: torch.Tensor,
     scratch: CandidateScratch,
     splits: int,
-    width: int,
+    num_blocks: int,
     *,
     is_adjusted: bool,
 ) -> None:
     """Fills the scratch for rows with top-k or top-p: counts, packed candidates in any order, weights of all splits.
 
-    `splits` programs a row look at `width` ids each, a multiple of 1024. The caller zeroes histogram and counts.
+    `splits` programs a row look at `num_blocks` times BLOCK ids each. The caller zeroes histogram and counts.
     """
     num_rows, vocab_size = logits_TV.shape
-    assert width % _BLOCK == 0 and splits <= scratch.weights_TS.shape[1], (splits, width)
+    assert splits <= scratch.weights_TS.shape[1], splits
     arrays = (logits_TV, highest_T, row_slots_T, params.temperature_S, params.top_k_S, params.top_p_S)
     _survey_kernel[(splits, num_rows)](
-        *arrays, scratch.histogram_TB, scratch.weights_TS, logits_TV.stride(0), V=vocab_size, WIDTH=width,
-        BLOCK=_BLOCK, MAX_SPLITS=scratch.weights_TS.shape[1], PER_NAT=_PER_NAT, BUCKETS=_BUCKETS, num_warps=4,
+        *arrays, scratch.histogram_TB, scratch.weights_TS, logits_TV.stride(0), num_blocks, V=vocab_size,
+        BLOCK=BLOCK, MAX_SPLITS=scratch.weights_TS.shape[1], PER_NAT=_PER_NAT, BUCKETS=_BUCKETS, num_warps=4,
     )  # fmt: skip
     _collect_kernel[(splits, num_rows)](
-        *arrays, scratch.histogram_TB, scratch.counts_T, scratch.packed_TC, logits_TV.stride(0), V=vocab_size,
-        WIDTH=width, BLOCK=_BLOCK, PER_NAT=_PER_NAT, BUCKETS=_BUCKETS, CANDIDATES=scratch.packed_TC.shape[1],
+        *arrays, scratch.histogram_TB, scratch.counts_T, scratch.packed_TC, logits_TV.stride(0), num_blocks,
+        V=vocab_size, BLOCK=BLOCK, PER_NAT=_PER_NAT, BUCKETS=_BUCKETS, CANDIDATES=scratch.packed_TC.shape[1],
         IS_ADJUSTED=is_adjusted, num_warps=4,
     )  # fmt: skip

@@ -143,7 +143,7 @@ def _min_p_cut(highest, highest_order, temperature, min_p):
     return low.to(tl.int64) << 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _cut_off_kernel(
     logits_ptr, highest_ptr, row_slots_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, histogram_ptr, counts_ptr,
     weights_ptr, packed_ptr, cut_ptr, stride, num_splits, V: tl.constexpr, BLOCK: tl.constexpr,
@@ -185,18 +185,18 @@ def cut_off(
     scratch: CandidateScratch,
     cut_T: torch.Tensor,
     splits: int,
-    width: int,
+    num_blocks: int,
     *,
     is_adjusted: bool,
 ) -> None:
     """Writes each row's cut, int64 [>= T]: an id is kept if its packed (value, id) is not below it.
 
     highest int64 [T] holds the packed maxima of the rows. Rows that are greedy or have no filter keep all. `splits`
-    programs a row collect the candidates, of `width` ids each.
+    programs a row collect the candidates, of `num_blocks` blocks of ids each.
     """
     num_rows, vocab_size = logits_TV.shape
     assert highest_T.shape == (num_rows,) and highest_T.dtype == cut_T.dtype == torch.int64
-    collect(logits_TV, params, row_slots_T, highest_T, scratch, splits, width, is_adjusted=is_adjusted)
+    collect(logits_TV, params, row_slots_T, highest_T, scratch, splits, num_blocks, is_adjusted=is_adjusted)
     _cut_off_kernel[(num_rows,)](
         logits_TV, highest_T, row_slots_T, params.temperature_S, params.top_k_S, params.top_p_S, params.min_p_S,
         scratch.histogram_TB, scratch.counts_T, scratch.weights_TS, scratch.packed_TC, cut_T, logits_TV.stride(0),

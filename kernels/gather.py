@@ -13,7 +13,7 @@ _ROWS = 256
 _PAGES = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _gather_kernel(
     tokens_ptr, lens_ptr, row_slots_ptr, ids_ptr, positions_ptr, kv_lens_ptr, T, stride, dummy, BLOCK: tl.constexpr
 ):
@@ -29,7 +29,7 @@ def _gather_kernel(
     tl.store(kv_lens_ptr + rows, positions + 1, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _scatter_kernel(drawn_ptr, tokens_ptr, lens_ptr, row_slots_ptr, T, stride, L, dummy, BLOCK: tl.constexpr):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.load(row_slots_ptr + rows, mask=rows < T, other=dummy).to(tl.int64)
@@ -42,7 +42,7 @@ def _scatter_kernel(drawn_ptr, tokens_ptr, lens_ptr, row_slots_ptr, T, stride, L
     tl.store(lens_ptr + slots, lens + 1, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _indptr_kernel(kv_lens_ptr, indptr_ptr, last_lens_ptr, T, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     total = tl.full((), 0, tl.int32)
     start = tl.full((), 0, tl.int32)

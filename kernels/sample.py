@@ -23,12 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.candidates import CandidateScratch
+from radixmesh.kernels.candidates import BLOCK, CandidateScratch
 from radixmesh.kernels.cutoff import NO_CUT, cut_off
 from radixmesh.kernels.penalise import adjust
 from radixmesh.kernels.sample_params import SampleParams, packed_order, value_of
 
-_BLOCK = 1024
 _MAX_SPLITS = 128
 _CANDIDATES = 1024
 _PROGRAMS = 1024  # As many programs as fill the device; more rows need fewer splits.
@@ -63,32 +62,35 @@ class DrawScratch:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How rows are cut: `splits` programs a row, of `width` ids each."""
+    """How rows are cut: `splits` programs a row, of `num_blocks` blocks of ids each."""
 
     splits: int
-    width: int
+    num_blocks: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _highest_kernel(
-    logits_ptr, highest_ptr, V, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    logits_ptr, highest_ptr, V, stride, num_blocks, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     best = tl.full((BLOCK,), -(2**63), tl.int64)
-    for start in range(0, WIDTH, BLOCK):
-        ids = split * WIDTH + start + tl.arange(0, BLOCK)
+    block = split * num_blocks
+    end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
+    while block < end:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
         mask = ids < V
         x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=0.0).to(tl.float32)
         best = tl.maximum(best, tl.where(mask, packed_order(x, ids, IS_ADJUSTED), -(2**63)))
+        block += 1
     tl.store(highest_ptr + row * MAX_SPLITS + split, tl.max(best, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "num_blocks"])
 def _gumbel_kernel(
     logits_ptr, highest_ptr, cut_ptr, row_slots_ptr, positions_ptr, temperature_ptr, seed_ptr, best_ptr, best_id_ptr,
-    V, stride, num_splits, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    V, stride, num_splits, num_blocks, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
@@ -106,9 +108,10 @@ def _gumbel_kernel(
             cut = tl.load(cut_ptr + row)
         best = tl.full((), float("-inf"), tl.float64)
         best_id = tl.full((), 2**31 - 1, tl.int32)
-        for start in range(0, WIDTH, BLOCK):
-            first = split * WIDTH + start
-            ids = first + tl.arange(0, BLOCK)
+        block = split * num_blocks
+        end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
+        while block < end:
+            ids = block * BLOCK + tl.arange(0, BLOCK)
             mask = ids < V
             x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
             # +inf - +inf is NaN: with +inf in the row, only the ids that have it are candidates.
@@ -116,20 +119,21 @@ def _gumbel_kernel(
             is_kept = mask & tl.where(is_infinite, x == highest, x == x)
             if HAS_CUT:
                 is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
-            total = tl.where(is_kept, score + _gumbel(seed, position, first, BLOCK), float("-inf"))
+            total = tl.where(is_kept, score + _gumbel(seed, position, block, BLOCK), float("-inf"))
             block_best = tl.max(total, axis=0)
             block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
             # Blocks come in the order of ids: an equal sum later on is a higher id.
             best_id = tl.where(block_best > best, block_id, best_id)
             best = tl.maximum(block_best, best)
+            block += 1
         tl.store(best_ptr + row * MAX_SPLITS + split, best)
         tl.store(best_id_ptr + row * MAX_SPLITS + split, best_id)
 
 
 @triton.jit
-def _gumbel(seed, position, first, BLOCK: tl.constexpr):
-    """float64 noise of ids [first, first + BLOCK), `first` a multiple of four: Philox4x32-10, four ids a counter."""
-    quads = first // 4 + tl.arange(0, BLOCK // 4)
+def _gumbel(seed, position, block, BLOCK: tl.constexpr):
+    """float64 noise of the ids of a block: Philox4x32-10, four ids a counter."""
+    quads = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     zeros = quads * 0
     x0, x1, x2, x3 = tl.philox(seed, quads, zeros + position, zeros, zeros)
     bits = tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3))
@@ -137,7 +141,7 @@ def _gumbel(seed, position, first, BLOCK: tl.constexpr):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits"])
 def _finish_kernel(
     highest_ptr, best_ptr, best_id_ptr, row_slots_ptr, temperature_ptr, tokens_ptr, num_splits,
     MAX_SPLITS: tl.constexpr, HAS_SAMPLED: tl.constexpr,
@@ -192,20 +196,20 @@ def draw(
     cut = _cut(num_rows, vocab_size)
     grid = (cut.splits, num_rows)
     _highest_kernel[grid](
-        logits_TV, scratch.highest_TS, vocab_size, logits_TV.stride(0), WIDTH=cut.width, BLOCK=_BLOCK,
+        logits_TV, scratch.highest_TS, vocab_size, logits_TV.stride(0), cut.num_blocks, BLOCK=BLOCK,
         MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, num_warps=4,
     )  # fmt: skip
     if has_sampled and has_filters:
         highest_T = scratch.highest_TS[:num_rows, : cut.splits].amax(dim=1)
         cut_off(
-            logits_TV, params, row_slots_T, highest_T, scratch.candidates, scratch.cut_T, cut.splits, cut.width,
+            logits_TV, params, row_slots_T, highest_T, scratch.candidates, scratch.cut_T, cut.splits, cut.num_blocks,
             is_adjusted=has_penalties,
         )  # fmt: skip
     if has_sampled:
         _gumbel_kernel[grid](
             logits_TV, scratch.highest_TS, scratch.cut_T, row_slots_T, positions_T, params.temperature_S, params.seed_S,
-            scratch.best_TS, scratch.best_ids_TS, vocab_size, logits_TV.stride(0), cut.splits, WIDTH=cut.width,
-            BLOCK=_BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, HAS_CUT=has_filters, num_warps=4,
+            scratch.best_TS, scratch.best_ids_TS, vocab_size, logits_TV.stride(0), cut.splits, cut.num_blocks,
+            BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, HAS_CUT=has_filters, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
@@ -216,8 +220,7 @@ def draw(
 
 
 def _cut(num_rows: int, vocab_size: int) -> _Cut:
-    blocks = triton.cdiv(vocab_size, _BLOCK)
+    blocks = triton.cdiv(vocab_size, BLOCK)
     splits = min(max(_PROGRAMS // num_rows, 1), blocks, _MAX_SPLITS)
-    # A power of two of blocks a split, so that few variants of the kernels are compiled.
-    width = triton.next_power_of_2(triton.cdiv(blocks, splits)) * _BLOCK
-    return _Cut(triton.cdiv(vocab_size, width), width)
+    num_blocks = triton.cdiv(blocks, splits)
+    return _Cut(triton.cdiv(blocks, num_blocks), num_blocks)
