@@ -1,7 +1,7 @@
 """Health as progress: what a daemon says of itself to probes and load balancers. Pure: no I/O.
 
 LOADING ---loaded---> SERVING ---work pending, nothing completed for stall_s---> STALLED
-   |                    |  ^-------- something completed, or nothing pending --------|
+   |                    |  ^- something completed, nothing pending, or more patience -|
    |                    |                                                            |
    +-------drain--------+----------------------------drain---------------------------+---> DRAINING (for good)
 """
@@ -41,6 +41,7 @@ class Progress:
         self._is_loaded = False
         self._is_draining = False
         self._num_pending = 0
+        self._patience_s = stall_s
         self._num_completed = 0
         self._since = clock()  # Of the last completion, or of the first pending item after none.
         self._listeners: list[Callable[[], None]] = []
@@ -69,15 +70,19 @@ class Progress:
             self._since = self._clock()
         self._tell()
 
-    def work_pending(self, num: int) -> None:
-        """num items are pending now (absolute; 0 = idle). From none to some starts the stall clock."""
+    def work_pending(self, num: int, *, patience_s: float = 0.0) -> None:
+        """num items are pending now (absolute; 0 = idle). From none to some starts the stall clock.
+
+        patience_s: how long the item under way may take; counts where it is more than stall_s.
+        """
         assert num >= 0, f"pending work cannot be {num}"
         with self._lock:
             was_stalled = self._is_stalled()
             if self._num_pending == 0:
                 self._since = self._clock()
             self._num_pending = num
-            has_recovered = was_stalled and num == 0
+            self._patience_s = max(self.stall_s, patience_s)
+            has_recovered = was_stalled and not self._is_stalled()
         if has_recovered:
             self._tell()
 
@@ -118,7 +123,7 @@ class Progress:
         return unsubscribe
 
     def _is_stalled(self) -> bool:
-        return self._num_pending > 0 and self._clock() - self._since >= self.stall_s
+        return self._num_pending > 0 and self._clock() - self._since >= self._patience_s
 
     def _tell(self) -> None:
         with self._lock:

@@ -212,7 +212,11 @@ class Engine:
             await self._send_plans(claimed)
             self.deliver()
             self._check_hang()
-            self._progress.work_pending(max(self.planner.num_in_flight, self.planner.num_live))
+            num_pending = max(self.planner.num_in_flight, self.planner.num_live)
+            # A long step is no stall, unless it computes nothing while requests wait.
+            steps = self.planner.state.in_flight.steps() if self.planner.state is not None else []
+            is_computing = any(step.plan.has_forward for step in steps)
+            self._progress.work_pending(num_pending, patience_s=self._limit_s() if is_computing else 0.0)
 
     def _take(self, result: StepResult) -> None:
         now = time.monotonic()
@@ -265,12 +269,19 @@ class Engine:
         oldest = state.in_flight.oldest if state is not None else None
         if oldest is None:
             return
-        limit_s = max(self._patience_s, _HANG_FACTOR * oldest.plan.expected_us / 1e6)
+        limit_s = self._limit_s()
         waited_s = time.monotonic() - max(self._last_heard_s, oldest.sent_s)
         if waited_s > limit_s:
             self._patience_s = min(2 * limit_s, max(_MOST_PATIENCE_S, self._settings.hang_s))
             message = f"step {oldest.plan.step_id} has no result after {waited_s:.1f} s: the worker counts as dead"
             raise MeshError(ErrorReason.ERROR_REASON_STEP_TIMEOUT, message)
+
+    def _limit_s(self) -> float:
+        """How long the oldest step in flight may take."""
+        state = self.planner.state
+        oldest = state.in_flight.oldest if state is not None else None
+        expected_us = oldest.plan.expected_us if oldest is not None else 0
+        return max(self._patience_s, _HANG_FACTOR * expected_us / 1e6)
 
     async def _tick(self) -> None:
         """What happens by time alone: router streams that left, deadlines, loads, heartbeats, hangs."""

@@ -35,6 +35,9 @@ log = get_logger(__name__)
 
 # A refusal that says why the process ends should get out before it does.
 _LAST_WORDS_S = 0.2
+# A step counts as hung after 3 x its expected time. The first one, of which nobody knows anything, may be a slow one.
+_HANG_FACTOR = 3
+_UNKNOWN_STEP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +286,12 @@ class WorkerCore:
         self._metrics.device_busy_seconds.inc(device_s)
 
     def _count_in_flight(self) -> None:
-        self._progress.work_pending(self._num_in_flight)
+        under_way = next(iter(self._in_flight.values()), None)
+        patience_s = 0.0
+        if under_way is not None:
+            expected_s = under_way.header.expected_us / 1e6
+            patience_s = _HANG_FACTOR * expected_s if expected_s else _UNKNOWN_STEP_S
+        self._progress.work_pending(self._num_in_flight, patience_s=patience_s)
         self._metrics.plans_in_flight.set(self._num_in_flight)
 
     async def _next_answer(self) -> None:

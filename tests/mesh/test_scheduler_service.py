@@ -400,6 +400,22 @@ async def test_steps_longer_than_a_hang_come_through_in_the_end() -> None:
         assert (await state_of(address)).load.epoch > 1, "it did look like a hang at first"
 
 
+async def test_a_long_step_is_no_stall_of_anybody() -> None:
+    """Or a supervisor would kill a slow worker, and its scheduler, again and again."""
+    async with running(WorkerDaemon, worker_settings(simulated_base_us=1_000_000)) as worker:
+        settings = SchedulerSettings(workers=(worker.address,), depth="0")
+        async with running(SchedulerDaemon, settings) as daemon, serve_client(daemon.address) as client:
+            both = (worker.runtime.progress, daemon.runtime.progress)
+            for progress in both:
+                progress.stall_s = 0.3
+            handle = await client.submit(PROMPT, max_tokens=3)
+            states = set()
+            while not client.seen[handle].is_over:
+                states |= {progress.state for progress in both}
+                await asyncio.sleep(0.02)
+            assert states == {State.SERVING}
+
+
 async def test_a_scheduler_that_admits_nobody_does_not_call_itself_well() -> None:
     async with running(WorkerDaemon, worker_settings()) as worker:
         settings = SchedulerSettings(workers=(worker.address,))

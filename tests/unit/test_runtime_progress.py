@@ -56,6 +56,26 @@ def test_pending_work_without_completion_stalls_and_a_completion_recovers() -> N
     assert progress.state is State.SERVING
 
 
+def test_an_item_that_is_expected_to_take_longer_is_no_stall() -> None:
+    progress, clock = _serving(stall_s=10.0)
+    changes: list[State] = []
+    progress.subscribe(lambda: changes.append(progress.state))
+    progress.work_pending(1, patience_s=30.0)
+    clock.now += 29.9
+    assert progress.state is State.SERVING
+    clock.now += 0.1
+    assert progress.state is State.STALLED
+    progress.work_pending(1, patience_s=60.0)
+    assert changes == [State.SERVING]
+    # Patience is that of the item under way, and never less than stall_s.
+    progress.completed()
+    progress.work_pending(1, patience_s=0.001)
+    clock.now += 9.9
+    assert progress.state is State.SERVING
+    clock.now += 0.1
+    assert progress.state is State.STALLED
+
+
 def test_work_that_waits_while_loading_counts_from_the_end_of_loading() -> None:
     clock = Clock()
     progress = Progress(stall_s=10, clock=clock)
