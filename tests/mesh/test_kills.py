@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,16 @@ async def with_answers(mesh: Mesh, jobs: list[Job]) -> list[Job]:
     return [job if job.answers else job.learned(await job.run(mesh.client)) for job in jobs]
 
 
-async def kill_all(backend: str, plan: list[tuple[str, signal.Signals]], *, model: str = "tiny-llama") -> list[Kill]:
+async def kill_all(
+    backend: str,
+    plan: list[tuple[str, signal.Signals]],
+    *,
+    model: str = "tiny-llama",
+    worker: Mapping[str, object] | None = None,
+) -> list[Kill]:
     pick = random.Random(SEED)
     # Steps of the tiny model are quick: at least two simulated milliseconds keep streams open over several kills.
-    worker = {"simulated_base_us": 6000} if backend == "simulated" else {}
+    worker = {"simulated_base_us": 6000} if backend == "simulated" else dict(worker or {})
     async with running_mesh(backend, model=model, worker=worker) as mesh:
         jobs = await with_answers(mesh, storm_jobs(backend, model))
         kills = []

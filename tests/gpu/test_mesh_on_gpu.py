@@ -1,0 +1,31 @@
+"""The whole mesh with a worker on a GPU: recitations as on the CPU, and kills that no stream notices."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+from mesh.test_kills import kill_all
+from support.jobs import recitations
+from support.mesh import SERVICES, running_mesh
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
+
+WORKER = {"backend": "cuda", "dtype": "float32", "num_pages": 60_000, "num_slots": 64, "max_total_len": 1024}
+
+
+@pytest.mark.parametrize("depth", ["0", "1", "2"])
+async def test_recitations(depth: str) -> None:
+    jobs = recitations("tiny-llama")
+    async with running_mesh("cpu", worker=WORKER, scheduler={"depth": depth, "chunk_tokens": 7}) as mesh:
+        got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
+        wrong = [job.name for job, answers in zip(jobs, got, strict=True) if job.answers and answers != job.answers]
+        assert wrong == []
+        assert mesh.bugs == []
+
+
+async def test_no_stream_notices_a_kill() -> None:
+    rounds = int(os.environ.get("RADIXMESH_KILL_ROUNDS", "1"))
+    plan = [(service, signal.SIGKILL) for service in SERVICES]
+    plan += [("scheduler", signal.SIGKILL)] * rounds
+    await kill_all("cpu", plan, worker=WORKER)
