@@ -17,13 +17,18 @@ COMPOSE = Path(__file__).parents[2] / "compose"
 
 @dataclass(slots=True, kw_only=True)
 class Project:
-    """One compose file, up or not. Its published ports are free ones of this machine."""
+    """One compose file, with overlays, up or not. Its published ports are free ones of this machine.
+
+    name: instead of the file's.
+    """
 
     engine: Engine
     file: Path
+    overlays: tuple[Path, ...] = ()
+    name: str = ""
     variables: dict[str, str] = field(default_factory=dict)
-    grpc_port: int = field(default_factory=lambda: _free_port())
-    http_port: int = field(default_factory=lambda: _free_port())
+    grpc_port: int = field(default_factory=lambda: free_port())
+    http_port: int = field(default_factory=lambda: free_port())
 
     def __post_init__(self) -> None:
         ports = {"RADIXMESH_GRPC_PORT": str(self.grpc_port), "RADIXMESH_HTTP_PORT": str(self.http_port)}
@@ -40,7 +45,9 @@ class Project:
         return f"http://127.0.0.1:{self.http_port}/v1"
 
     def compose(self, *arguments: str, timeout_s: float = 180.0) -> str:
-        return self.engine.docker("compose", "-f", str(self.file), *arguments, timeout_s=timeout_s)
+        files = [word for file in (self.file, *self.overlays) for word in ("-f", str(file))]
+        name = ["-p", self.name] if self.name else []
+        return self.engine.docker("compose", *name, *files, *arguments, timeout_s=timeout_s)
 
     def up(self, *arguments: str) -> None:
         """Starts what is not up and waits until all is healthy."""
@@ -101,7 +108,8 @@ def _number(name: str) -> int:
     return int(last) if last.isdecimal() else 0
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
