@@ -12,7 +12,7 @@ _VERBS = {
     "bench": "measure a mesh, or any OpenAI server, under load",
     "health": "ask one daemon whether it serves; for health checks",
 }
-_DAEMONS = ("tokenizer", "detokenizer", "worker", "scheduler", "router")
+_DAEMONS = ("tokenizer", "detokenizer", "worker", "scheduler", "router", "front")
 _EXIT_USAGE = 2
 
 

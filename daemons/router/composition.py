@@ -10,7 +10,6 @@ from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Journal
-from radixmesh.daemons.router.name_watch import Lookup, NameWatch
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.policy import make_policy
 from radixmesh.daemons.router.request_maker import RequestMaker
@@ -21,6 +20,7 @@ from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.tokenizer_pool import TokenizerPool, TokenizerReplica
 from radixmesh.daemons.runtime.hello import make_hello
 from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.name_watch import Lookup, NameWatch
 from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.daemons.runtime.tracing import Tracer
 from radixmesh.detokenizer.v1 import detokenizer_pb2

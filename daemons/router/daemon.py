@@ -72,6 +72,10 @@ class RouterDaemon(Daemon):
         self._names = self._runtime.spawn(self._router.follow_names(), "names")
 
     async def drain(self) -> None:
+        """Clients are told to go elsewhere while what they have here ends: by GOAWAY, and by connections that close."""
+        self._runtime.server.retire()
+        if self._http is not None:
+            self._http.retire()
         while self._router.num_streams:  # noqa: ASYNC110 - streams end in domain code, which knows no waiting.
             await asyncio.sleep(_DRAIN_POLL_S)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.journal import Output
-from radixmesh.daemons.router.name_watch import PeerPool
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.name_watch import PeerPool
 
 # How long a replica that lost or refused an entry is passed over by others.
 _SHUN_S = 0.2

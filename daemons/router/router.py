@@ -15,7 +15,6 @@ from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.journal import Journal, Request
-from radixmesh.daemons.router.name_watch import NameWatch
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.request_maker import RequestMaker
 from radixmesh.daemons.router.request_stream import RequestStream
@@ -27,6 +26,7 @@ from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.name_watch import NameWatch
 from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.daemons.runtime.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2

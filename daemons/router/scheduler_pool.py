@@ -10,10 +10,10 @@ from typing import NamedTuple
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
-from radixmesh.daemons.router.name_watch import PeerPool
 from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 _MIN_SHUN_S = 0.05

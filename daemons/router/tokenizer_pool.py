@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.name_watch import PeerPool
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.name_watch import PeerPool
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 log = get_logger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from types import TracebackType
 from typing import IO
 
 # A context variable is per task, not global state: each handler sees its own.
@@ -106,3 +108,21 @@ def configure_logging(level: str, daemon: str, instance: str, stream: IO[str] | 
     root.handlers = [handler]
     root.setLevel(level.upper())
     logging.captureWarnings(True)
+    if stream is None:
+        sys.excepthook = _log_uncaught
+        sys.unraisablehook = _log_unraisable
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What would be a traceback on stderr. grpc reports calls that were cut off by the server's stop this way too."""
+    level = logging.DEBUG if issubclass(kind, asyncio.CancelledError) else logging.ERROR
+    logging.getLogger(__name__).log(level, "uncaught_exception", exc_info=(kind, error, trace))
+
+
+def _log_unraisable(caught: sys.UnraisableHookArgs) -> None:
+    """As _log_uncaught, for what was raised where nobody can catch it: destructors, callbacks of C code."""
+    error = caught.exc_value or caught.exc_type()
+    level = logging.DEBUG if isinstance(error, asyncio.CancelledError) else logging.ERROR
+    fields = {_FIELDS: {"raised_in": repr(caught.object)}}
+    trace = (caught.exc_type, error, caught.exc_traceback)
+    logging.getLogger(__name__).log(level, "unraisable_exception", extra=fields, exc_info=trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar, cast
 
@@ -22,6 +23,8 @@ from .tls_files import TlsFiles
 from .trace_interceptor import TraceInterceptor
 
 _Servicer = TypeVar("_Servicer")
+# A grace that stop() always cuts short.
+_NEVER_S = 7 * 24 * 3600.0
 
 # A step's plan or a detokenizer batch is KBs; blobs (grammars, images) are the largest messages.
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -73,6 +76,7 @@ class MeshServer:
         self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
         self._service_names: list[str] = []
         self._addresses: tuple[str, ...] = ()
+        self._retiring: asyncio.Future[None] | None = None
         self.add(health_pb2_grpc.add_HealthServicer_to_server, health)
 
     @property
@@ -105,6 +109,11 @@ class MeshServer:
         self._addresses = tuple(self._bind(address, credentials) for address in listen)
         await self._server.start()
         return self._addresses
+
+    def retire(self) -> None:
+        """Takes no more connections and tells clients (GOAWAY) to go elsewhere; running calls go on until stop()."""
+        if self._retiring is None:
+            self._retiring = asyncio.ensure_future(self._server.stop(_NEVER_S))
 
     async def stop(self, grace_s: float) -> None:
         """Takes no new calls, gives the running ones grace_s seconds, then cancels them. Idempotent."""

@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -75,3 +77,19 @@ async def test_a_request_id_belongs_to_its_task(stream: io.StringIO) -> None:
     *worked, idle = _lines(stream)
     assert [line["request_id"] for line in worked] == [line["mine"] for line in worked] and len(worked) == 5
     assert "request_id" not in idle and current_request() == ""
+
+
+def test_what_nobody_catches_is_one_line_of_json_too() -> None:
+    program = (
+        "from radixmesh.daemons.runtime.logs import configure_logging\n"
+        "configure_logging('info', 'router', 'i')\n"
+        "class Broken:\n"
+        "    def __del__(self): raise ValueError('in a destructor')\n"
+        "broken = Broken(); del broken\n"
+        "raise KeyError('at the top')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert [line["event"] for line in lines] == ["unraisable_exception", "uncaught_exception"]
+    assert "in a destructor" in lines[0]["traceback"] and "at the top" in lines[1]["traceback"]

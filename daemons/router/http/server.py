@@ -75,6 +75,13 @@ class HttpServer:
         assert self._listener is not None, "bind() comes first"
         await self._server.serve([self._listener])
 
+    def retire(self) -> None:
+        """Takes no more connections and closes each after the answer that it is giving. Before stop()."""
+        for listener in self._server.servers:
+            listener.close()
+        for connection in tuple(self._server.server_state.connections):
+            connection.shutdown()
+
     def stop(self) -> None:
         """Takes no more connections, gives requests a moment, closes all: serve() returns then. Idempotent."""
         self._server.should_exit = True

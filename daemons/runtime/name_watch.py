@@ -10,8 +10,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.lookup import is_name
+from .logs import get_logger
+from .lookup import is_name
 
 log = get_logger(__name__)
 

@@ -1,0 +1,60 @@
+"""The front as a process keeps it alive."""
+
+from __future__ import annotations
+
+import asyncio
+
+from radixmesh.daemons.front.backend_pool import BackendPool, Probe
+from radixmesh.daemons.front.config import FrontSettings
+from radixmesh.daemons.front.door import Door
+from radixmesh.daemons.front.probes import grpc_probe, http_probe
+from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.lookup import look_up
+from radixmesh.daemons.runtime.name_watch import NameWatch
+
+log = get_logger(__name__)
+
+_DRAIN_POLL_S = 0.05
+
+
+class FrontDaemon(Daemon):
+    """A door for each protocol, each with routers of its own: one router may serve gRPC and not yet HTTP."""
+
+    def __init__(self, runtime: Runtime, settings: FrontSettings) -> None:
+        self._settings = settings
+        self._runtime = runtime
+        self._doors: list[Door] = []
+        self._pools: list[BackendPool] = []
+        self._watching: list[asyncio.Task[None]] = []
+
+    async def load(self) -> None:
+        settings = self._settings
+        if settings.grpc_front:
+            await self._open(settings.grpc_front, settings.grpc_routers, grpc_probe(settings.tls))
+        if settings.http_front:
+            await self._open(settings.http_front, settings.http_routers, http_probe(settings.tls))
+
+    async def drain(self) -> None:
+        for door in self._doors:
+            door.shut()
+        while any(door.num_connections for door in self._doors):  # noqa: ASYNC110 - connections end in callbacks.
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def close(self) -> None:
+        for task in self._watching:
+            task.cancel()
+        for door in self._doors:
+            door.close()
+        for pool in self._pools:
+            pool.close()
+
+    async def _open(self, address: str, routers: tuple[str, ...], probe: Probe) -> None:
+        pool = BackendPool(probe, self._settings.probe_s)
+        door = Door(pool, self._settings.connect_wait_s)
+        watch = NameWatch(routers, pool, look_up)
+        watch.start()
+        self._pools.append(pool)
+        self._doors.append(door)
+        self._watching.append(self._runtime.spawn(watch.run(), f"routers of {address}"))
+        log.info("door_opened", address=await door.open(address))

@@ -1,0 +1,166 @@
+"""One address for several routers: connections follow who serves, and a router that drains loses nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+from support.jobs import Job, recitations
+from support.mesh import COMPOSE
+
+from radixmesh.client import AsyncClient
+from radixmesh.daemons.cluster.local_cluster import LocalCluster
+from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.front.backend_pool import BackendPool
+from radixmesh.daemons.front.door import Door
+
+pytestmark = pytest.mark.timeout(240)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+class EchoServer:
+    """Answers every line with its own name before it; a client's end of file ends the answer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name.encode()
+        self.is_serving = True
+        self.address = ""
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(self.name + b" " + line)
+            await writer.drain()
+        writer.write(b"bye\n")
+        writer.close()
+
+    def stop(self) -> None:
+        self._server.close()
+
+
+@asynccontextmanager
+async def front(*names: str, wait_s: float = 5.0) -> AsyncIterator[tuple[Door, BackendPool, list[EchoServer], int]]:
+    servers = [EchoServer(name) for name in names]
+    for server in servers:
+        await server.start()
+
+    async def probe(address: str) -> bool:
+        return next(server for server in servers if server.address == address).is_serving
+
+    pool = BackendPool(probe, 0.02)
+    for server in servers:
+        pool.add(server.address)
+    door = Door(pool, wait_s)
+    port = int((await door.open("127.0.0.1:0")).rpartition(":")[2])
+    try:
+        yield door, pool, servers, port
+    finally:
+        door.close()
+        pool.close()
+        for server in servers:
+            server.stop()
+
+
+async def ask(port: int, line: bytes = b"hello\n") -> tuple[bytes, asyncio.StreamWriter, asyncio.StreamReader]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(line)
+    return await reader.readline(), writer, reader
+
+
+async def test_connections_are_spread_and_follow_who_serves() -> None:
+    async with front("a", "b") as (_door, pool, servers, port):
+        await until(lambda: all(backend.is_serving for backend in pool.backends))
+        answers = [await ask(port) for _ in range(6)]
+        assert sorted(answer for answer, _, _ in answers) == [b"a hello\n"] * 3 + [b"b hello\n"] * 3
+        servers[0].is_serving = False
+        await until(lambda: not pool.backends[0].is_serving)
+        assert [(await ask(port))[0] for _ in range(3)] == [b"b hello\n"] * 3
+        _, writer, reader = next(answer for answer in answers if answer[0].startswith(b"a"))
+        writer.write(b"still here\n")
+        assert await reader.readline() == b"a still here\n", "what is open stays open"
+        for _, writer, _ in answers:
+            writer.close()
+        await until(lambda: pool.backends[0].num_connections == 0)
+
+
+async def test_a_router_that_refuses_is_passed_over_and_one_that_is_awaited_gets_the_connection() -> None:
+    async with front("a", "b") as (_, pool, servers, port):
+        await until(lambda: all(backend.is_serving for backend in pool.backends))
+        servers[0].stop()  # Its probe still says that it serves.
+        assert [(await ask(port))[0] for _ in range(4)] == [b"b hello\n"] * 4
+    async with front("a") as (_door, pool, servers, port):
+        servers[0].is_serving = False
+        await until(lambda: not pool.backends[0].is_serving)
+        asking = asyncio.create_task(ask(port))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        servers[0].is_serving = True
+        assert (await asking)[0] == b"a hello\n"
+
+
+async def test_without_any_router_the_connection_ends_in_time() -> None:
+    async with front("a", wait_s=0.2) as (door, pool, servers, port):
+        servers[0].is_serving = False
+        await until(lambda: not pool.backends[0].is_serving)
+        async with asyncio.timeout(5):
+            with pytest.raises(ConnectionResetError):  # It is told so: what it sent was never read.
+                await ask(port)
+        await until(lambda: door.num_connections == 0)
+
+
+async def test_big_answers_and_ends_of_file_go_through() -> None:
+    async with front("a") as (door, pool, _servers, port):
+        await until(lambda: pool.backends[0].is_serving)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        line = b"x" * 60_000 + b"\n"
+
+        async def write() -> None:
+            for _ in range(100):
+                writer.write(line)
+                await writer.drain()
+            writer.write_eof()
+
+        writing = asyncio.create_task(write())
+        await asyncio.sleep(0.2)  # A slow reader: it stops the writer's side, and nothing is lost.
+        received = await reader.read()
+        await writing
+        assert received == (b"a " + line) * 100 + b"bye\n"
+        await until(lambda: door.num_connections == 0)
+
+
+async def test_routers_behind_a_front_are_replaced_under_streams() -> None:
+    """SIGTERM to each router in turn: what runs on it ends there, what is new goes to the other."""
+    jobs = sorted(recitations(with_sampled=False), key=lambda job: -len(job.answers[0].ids))[4:8]
+    async with LocalCluster(COMPOSE / "scale.yml", publish=False) as cluster:
+        await cluster.wait_healthy(90)
+        address = cluster.address("front", container_port=50050)
+        async with AsyncClient([address]) as client, asyncio.timeout(150):
+            reciting = [asyncio.create_task(keep_reciting(client, jobs, 5)) for _ in range(2)]
+            for replica in (1, 2):
+                await asyncio.sleep(1.0)
+                restarts = cluster.status("router", replica).restarts
+                assert cluster.kill("router", replica, signal.SIGTERM)
+                await cluster.wait_until("router", partial(is_back, restarts), replica=replica)
+            await asyncio.gather(*reciting)
+
+
+def is_back(restarts: int, status: ProcessStatus) -> bool:
+    return status.restarts > restarts and status.state is ProcessState.HEALTHY
+
+
+async def keep_reciting(client: AsyncClient, jobs: list[Job], rounds: int) -> None:
+    for _ in range(rounds):
+        answers = await asyncio.gather(*(job.run(client) for job in jobs))
+        assert answers == [job.answers for job in jobs]
