@@ -51,7 +51,7 @@ class Project:
 
     def up(self, *arguments: str) -> None:
         """Starts what is not up and waits until all is healthy."""
-        self.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "150", *arguments)
+        self.compose("up", "--detach", "--no-build", "--wait", "--wait-timeout", "280", *arguments, timeout_s=300)
 
     def down(self) -> None:
         self.compose("down", "--volumes", "--remove-orphans")
