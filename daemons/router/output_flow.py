@@ -246,13 +246,18 @@ class OutputFlow:
             output.ending = replace(output.ending, num_output=output.num_seen)
         output.move_to(OutputState.FINISHED)
         self._release(output)
-        self._metrics.requests_finished.labels(common_pb2.FinishReason.Name(output.ending.reason)).inc()
+        self._metrics.requests_finished.labels(_reason_label(output.ending)).inc()
         output.request.delivery.mark(output)
 
     def _release(self, output: Output) -> None:
         self._stopping.pop(output, None)
         self.schedulers.release(output)
         self.detokenizers.close_output(output)
+
+
+def _reason_label(ending: Ending) -> str:
+    """As schedulers name it."""
+    return common_pb2.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower()
 
 
 def _as_told(ending: Ending) -> Ending:

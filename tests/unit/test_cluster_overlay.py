@@ -9,7 +9,7 @@ from radixmesh.daemons.cluster.compose_reader import compose_from_tree, read_com
 from radixmesh.daemons.cluster.errors import ComposeError
 
 COMPOSE = Path(__file__).parents[2] / "compose"
-TOPOLOGIES = sorted(path.name for path in COMPOSE.glob("*.yml") if path.name != "observe.yml")
+TOPOLOGIES = sorted(path.name for path in COMPOSE.glob("*.yml") if not path.name.startswith("observe"))
 
 
 def merged_service(base, over):
@@ -72,9 +72,12 @@ def test_a_service_for_containers_only_goes_with_all_that_names_it():
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_the_observing_overlay_fits_every_topology_and_changes_nothing_for_local_processes(name):
+    overlay = COMPOSE / ("observe-scale.yml" if name == "scale.yml" else "observe.yml")
     alone = read_compose(COMPOSE / name, {})
-    observed = read_compose([COMPOSE / name, COMPOSE / "observe.yml"], {})
+    observed = read_compose([COMPOSE / name, overlay], {})
     assert observed.containers_only == ("prometheus", "grafana", "otel-collector", "jaeger")
+    daemons = [name for name, service in alone.services.items() if "RADIXMESH_METRICS_LISTEN" in service.environment]
+    assert set(observed.left_out) == {f"{name}.environment.RADIXMESH_OTLP_ENDPOINT" for name in daemons}
     assert observed.services == alone.services and observed.project == alone.project
 
 
