@@ -1,5 +1,7 @@
 # make run   install into .venv, start the mesh on the tiny model, stream an answer, keep serving
 # make test  install, run every test that belongs to the daily suite
+# make test-compose   the compose files in a Docker engine, which is started from Debian's packages where none runs
+# make images         the images of the daemons, from wheels that are downloaded first
 # make check format, lint, types, protos, stubs
 # make node  the Node client's packages, for its tests
 
@@ -26,7 +28,7 @@ PROTOS = $(shell find protos -name '*.proto' | sort)
 SOURCES = $(wildcard daemons kernels clients tests bench)
 MYPY_PACKAGES = $(foreach p,$(patsubst src/radixmesh/%,%,$(wildcard src/radixmesh/daemons src/radixmesh/kernels src/radixmesh/client src/radixmesh/cli)),$(if $(shell find -L src/radixmesh/$(p) -name '*.py' -print -quit),-p radixmesh.$(p)))
 
-.PHONY: help install tools buf node stubs run test test-full check check-format check-lint check-types check-protos check-stubs clean
+.PHONY: help install tools buf node stubs run images test test-full test-compose check check-format check-lint check-types check-protos check-stubs clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -81,6 +83,13 @@ test: install tools node
 
 test-full: install tools node
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
+
+test-compose: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/compose $(PYTEST_ARGS)
+
+images: install
+	compose/fetch_wheels.sh
+	docker compose -f compose/local.yml build
 
 check: check-format check-lint check-types check-protos check-stubs
 
