@@ -13,7 +13,6 @@ ended: its tail and this one's start share the memory's time.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -24,6 +23,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.rms_norm import rms_norm_reference
 
 MAX_ROWS = 8
@@ -249,12 +249,6 @@ def default_config(shape: Shape, itemsize: int) -> GemvConfig:
     return GemvConfig(rows=rows, num_warps=num_warps)
 
 
-@functools.cache
-def _has_gdc(device: torch.device) -> bool:
-    """Whether the device knows griddepcontrol (Hopper and later)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def _check(x_TK: torch.Tensor, w_NK: torch.Tensor, norm_weight_K: torch.Tensor | None) -> None:
     assert 1 <= x_TK.shape[0] <= MAX_ROWS and x_TK.is_contiguous(), (x_TK.shape, x_TK.stride())
     assert w_NK.shape[1] == x_TK.shape[1] and w_NK.is_contiguous(), (w_NK.shape, w_NK.stride())
@@ -283,5 +277,5 @@ def _launch(
         x_TK if residual_TN is None else residual_TN, out, shape.num_out, eps, M=x_TK.shape[0], K=shape.num_in,
         BLOCK_N=config.rows, BLOCK_K=block_k, CHUNKS=triton.cdiv(shape.num_in, block_k), IS_GATED=shape.is_gated,
         HAS_NORM=norm_weight_K is not None, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None,
-        HAS_GDC=_has_gdc(x_TK.device), num_warps=config.num_warps, launch_pdl=use_pdl, maxnreg=config.max_registers,
+        HAS_GDC=has_gdc(x_TK.device), num_warps=config.num_warps, launch_pdl=use_pdl, maxnreg=config.max_registers,
     )  # fmt: skip
