@@ -78,6 +78,8 @@ def paged_decode(
     window: int | None,
     workspace: DecodeWorkspace,
     out: torch.Tensor | None = None,
+    *,
+    use_pdl: bool = False,
 ) -> torch.Tensor:
     """Softmax attention of each row over its sequence, whose last token is the row's own. Returns [T, H, D].
 
@@ -85,6 +87,7 @@ def paged_decode(
     is token page_tables[s, p // page_size] * page_size + p % page_size of the pool. row_slots_T int32 [T].
     window: a token sees itself and the `window - 1` before it. A row with kv_len 0 gives zeros.
     `plan_decode` must have run with the same kv_lens_T. Raises ValueError on shapes or dtypes that do not fit.
+    use_pdl: begins while the kernel ahead of it ends (Hopper and later).
     """
     check_decode_inputs(workspace.shape, q_THd, keys_SKd, values_SKd, page_tables, row_slots_T)
     out = torch.empty_like(q_THd) if out is None else out
@@ -98,6 +101,7 @@ def paged_decode(
         scale=scale,
         window=window,
         out=out,
+        use_pdl=use_pdl,
     )
     return out
 

@@ -121,6 +121,8 @@ def paged_shared_decode(
     scale: float,
     workspace: SharedPrefixWorkspace,
     out: torch.Tensor | None = None,
+    *,
+    use_pdl: bool = False,
 ) -> torch.Tensor:
     """What `decode_attention.paged_decode` computes without a window, by the workspace's groups. Returns [T, H, D].
 
@@ -140,6 +142,7 @@ def paged_shared_decode(
         out=workspace.prefix_outputs_THd,
         members_UR=workspace.members_GR,
         out_lse=workspace.prefix_lses_TH,
+        use_pdl=use_pdl,
     )
     split_attention(
         workspace.suffix_plan,
@@ -152,5 +155,6 @@ def paged_shared_decode(
         out=out,
         begins_U=workspace.row_prefix_lens_T,
         initial=(workspace.prefix_outputs_THd, workspace.prefix_lses_TH),
+        use_pdl=use_pdl,
     )
     return out

@@ -47,6 +47,7 @@ def split_attention(
     members_UR: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
     out_lse: torch.Tensor | None = None,
+    use_pdl: bool = False,
 ) -> None:
     """Runs the kernel over a filled plan. inputs: queries, keys, values, page tables; nothing is checked here."""
     shape, config = plan.shape, plan.config
@@ -89,6 +90,8 @@ def split_attention(
         MIN_TILES=config.min_tiles,
         NUM_PROGRAMS=plan.num_programs,
         STAGES=config.num_stages,
+        PDL=use_pdl,
+        launch_pdl=use_pdl,
         num_warps=config.num_warps,
         maxnreg=config.max_registers,
     )
@@ -176,6 +179,7 @@ def _split_attention_kernel(
     MIN_TILES: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """See the module. Units are rows, or with `members_ptr` int32 [units, MEMBERS] groups of rows (-1: none).
 
@@ -184,6 +188,10 @@ def _split_attention_kernel(
     GROUP: tl.constexpr = H // KV_HEADS
     UNIT_HEADS: tl.constexpr = HEADS * GROUP
     HEAD_BLOCKS: tl.constexpr = KV_HEADS // HEADS
+    if PDL:
+        # What follows may come in beside these programs: few rows leave most of the device to it.
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     num_tiles = tl.load(tile_starts_ptr + num_units) * HEAD_BLOCKS
     share = tl.maximum((num_tiles + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)

@@ -63,9 +63,9 @@ def _attention_launches(head_dim: int, heads: int) -> None:
     tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
     plain = decode_attention.DecodeWorkspace(rows, heads, kv_heads, head_dim, "cpu")
     decode_attention.plan_decode(ints, plain)
-    decode_attention.paged_decode(q, pool, pool, tables, ints, ints, 1, 0.1, None, plain)
+    decode_attention.paged_decode(q, pool, pool, tables, ints, ints, 1, 0.1, None, plain, use_pdl=True)
     shared = shared_prefix_attention.SharedPrefixWorkspace(rows, heads, kv_heads, head_dim, "cpu")
-    shared_prefix_attention.paged_shared_decode(q, pool, pool, tables, ints, ints, 1, 0.1, shared)
+    shared_prefix_attention.paged_shared_decode(q, pool, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
     for chunk_len in (2, 64, 4096):
         extend_attention.paged_extend(q, pool, pool, tables, ints, torch.zeros(5).int(), ints, 1, 0.1, None, chunk_len)
 

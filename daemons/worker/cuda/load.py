@@ -176,6 +176,7 @@ def _attention(
             dtype=dtype,
             device=page_tables.device,
             is_deterministic=settings.deterministic,
+            use_pdl=settings.use_pdl,
         )
 
     return create

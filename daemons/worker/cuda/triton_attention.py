@@ -32,7 +32,9 @@ class TritonAttention(DeviceAttention):
         dtype: torch.dtype,
         device: torch.device,
         is_deterministic: bool,
+        use_pdl: bool,
     ) -> None:
+        self.use_pdl = use_pdl
         self.is_batch_invariant = is_deterministic
         self.shape = shape
         self.page_size = page_size
@@ -124,6 +126,7 @@ class _TritonStep(StepAttention):
                 attention.shape.scale,
                 attention.shared,
                 out=out_BHd,
+                use_pdl=attention.use_pdl,
             )
             return
         paged_decode(
@@ -138,6 +141,7 @@ class _TritonStep(StepAttention):
             window,
             attention.workspace,
             out=out_BHd,
+            use_pdl=attention.use_pdl,
         )
 
 
