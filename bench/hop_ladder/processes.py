@@ -48,6 +48,12 @@ class Processes:
                 process.kill()
                 process.wait()
 
+    async def stop(self, name: str) -> None:
+        """Tells one daemon to leave and waits for it."""
+        process = self._running.pop(name)
+        process.terminate()
+        await asyncio.to_thread(process.wait, _STOP_S)
+
     def pid(self, name: str) -> int:
         return self._running[name].pid
 

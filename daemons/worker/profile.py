@@ -56,10 +56,13 @@ class TorchProfiler(StepProfiler):
     def start(self, num_steps: int) -> None:
         if self._profile is not None:
             raise _invalid("a trace runs: stop it first")
-        from torch.profiler import profile
+        import torch
+        from torch.profiler import ProfilerActivity, profile
 
         self._last_path = ""
-        self._profile = profile()
+        # On a GPU its kernels alone: recording every operation of the host would hold up the thread that launches.
+        has_gpu = torch.cuda.is_available()
+        self._profile = profile(activities=[ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU])
         self._profile.start()
         # 0 counts down past zero: never reached.
         self._steps_left = num_steps

@@ -1,0 +1,104 @@
+"""GPU idle in steady decode through the mesh: by the union of kernel intervals in a profiler trace, by depth and rows.
+
+    python bench/gpu/idle.py --depths 0 1 2 auto --rows 1 64 256
+
+A scheduler and a worker as processes over gRPC; the worker's Profile verb traces some tens of steps while `rows`
+requests decode. Idle is the share of the time between the first and the last kernel in which none ran. The formula is
+1 - step / max(step, (step + gap) / (depth + 1)), with the gap that depth 0 shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+from gpu.shapes import write_shape
+from hop_ladder.bulk_stream import BulkStream
+from hop_ladder.processes import Processes
+
+from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
+
+_STEPS = 40
+
+
+async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        async with Processes(Path(folder), "unix", start_s=240.0) as processes:
+            worker = {
+                "backend": "cuda",
+                "model": write_shape(args.shape, Path(folder)),
+                "load_format": "dummy",
+                "num_slots": 256,
+                "max_tokens_per_step": 8192,
+                "max_total_len": 4096,
+                "dump_folder": folder,
+            }
+            await processes.start("worker", "worker", worker)
+            for depth in args.depths:
+                name = f"scheduler-{depth}"
+                flags = {"workers": processes.address("worker"), "depth": depth, "chunk_tokens": 8192}
+                await processes.start(name, "scheduler", flags)
+                for num_rows in args.rows:
+                    rows.append({"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows)})
+                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                await processes.stop(name)
+    return rows
+
+
+async def _idle(processes: Processes, scheduler: str, num_rows: int) -> dict[str, object]:
+    rng = np.random.default_rng(num_rows)
+    prompts = [rng.integers(10, 30_000, 128).astype(np.int32) for _ in range(num_rows)]
+    async with (
+        open_channel(processes.address("worker")) as channel,
+        BulkStream(processes.address(scheduler), f"idle-{num_rows}", f"{scheduler}-{num_rows}") as stream,
+    ):
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        await stream.submit(prompts, 600)
+        await stream.until(num_tokens=60 * num_rows)
+        start = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START, num_steps=_STEPS)
+        await stub.Profile(start)
+        await stream.until(num_tokens=stream.num_tokens + 3 * _STEPS * num_rows)
+        answer = await stub.Profile(worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_STOP))
+        state = await stream.state()
+    return {**_read(Path(answer.path)), "depth_reported": state.depth}
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Busy time of the device in a Chrome trace, without the first fifth, in which the profiler itself starts."""
+    events = json.loads(path.read_text())["traceEvents"]
+    kinds = ("kernel", "gpu_memcpy", "gpu_memset")
+    spans = sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e.get("cat") in kinds)
+    spans = spans[len(spans) // 5 :]
+    busy, end = 0.0, spans[0][0]
+    for first, last in spans:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    # Between two steps lies the copy of the tokens to the host.
+    copies = sorted(float(e["ts"]) for e in events if e.get("cat") == "gpu_memcpy" and "DtoH" in e["name"])
+    period = float(np.median(np.diff(copies))) if len(copies) > 2 else 0.0
+    return {
+        "idle": round(1.0 - busy / (end - spans[0][0]), 5),
+        "period_ms": round(period / 1e3, 4),
+        "gaps_over_20us": sum(1 for a, b in zip(spans, spans[1:], strict=False) if b[0] - a[1] > 20.0),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.2-3b")
+    parser.add_argument("--depths", nargs="+", default=["0", "1", "2", "auto"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
+    print(json.dumps({"command": " ".join(sys.argv), "idle": asyncio.run(measure(parser.parse_args()))}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
