@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _STEPS = 40
+_TOKENS = 300
 
 
 async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
@@ -62,13 +64,15 @@ async def _idle(processes: Processes, scheduler: str, num_rows: int) -> dict[str
         BulkStream(processes.address(scheduler), f"idle-{num_rows}", f"{scheduler}-{num_rows}") as stream,
     ):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        await stream.submit(prompts, 600)
+        await stream.submit(prompts, _TOKENS)
         await stream.until(num_tokens=60 * num_rows)
         start = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START, num_steps=_STEPS)
         await stub.Profile(start)
         await stream.until(num_tokens=stream.num_tokens + 3 * _STEPS * num_rows)
         answer = await stub.Profile(worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_STOP))
         state = await stream.state()
+        # The next measurement shares the device with none of these.
+        await stream.until(num_finished=num_rows)
     return {**_read(Path(answer.path)), "depth_reported": state.depth}
 
 
@@ -88,7 +92,7 @@ def _read(path: Path) -> dict[str, object]:
     return {
         "idle": round(1.0 - busy / (end - spans[0][0]), 5),
         "period_ms": round(period / 1e3, 4),
-        "gaps_over_20us": sum(1 for a, b in zip(spans, spans[1:], strict=False) if b[0] - a[1] > 20.0),
+        "gaps_over_20us": sum(1 for a, b in itertools.pairwise(spans) if b[0] - a[1] > 20.0),
     }
 
 
