@@ -1,0 +1,92 @@
+"""Draws of the device's sampler beside the CPU sampler's, from the same inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.daemons.worker.sampling.penalties import adjust_logits
+from radixmesh.daemons.worker.sampling.philox import Draw, gumbel_noise
+from radixmesh.daemons.worker.sampling.sampler import candidates, sample_tokens
+from radixmesh.kernels.sample import DrawScratch, draw
+from radixmesh.kernels.sample_params import SampleParams
+
+_MAX_LEN = 40
+
+
+def check_draws(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: DrawScratch | None = None) -> None:
+    """Each row's token is the CPU sampler's, or as good as it."""
+    rows = logits_TV.float().cpu().numpy()
+    expected = sample_tokens(rows, inputs)
+    for row, sample, actual, token in zip(rows, inputs, drawn(logits_TV, inputs, scratch), expected, strict=True):
+        assert actual == token or is_close_call(row, sample, actual, token), (sample, actual, token)
+
+
+def is_close_call(row: np.ndarray, sample: SampleInput, actual: int, expected: int) -> bool:
+    """Whether both tokens are candidates whose sums differ by roundings: another library's logarithm may swap them."""
+    if sample.sampling.is_greedy:
+        return False
+    adjusted = adjust_logits(row, sample.sampling, sample.prompt_ids, sample.output_ids, sample.suppressed_ids)
+    ids, scores = candidates(adjusted, sample.sampling)
+    sums = dict(zip(ids.tolist(), scores, strict=True))
+    (noise,) = gumbel_noise([Draw(sample.sampling.seed or 0, sample.position, np.array([actual, expected]))])
+    return actual in sums and abs(sums[actual] + noise[0] - sums[expected] - noise[1]) < 1e-9
+
+
+def drawn(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: DrawScratch | None = None) -> list[int]:
+    """The device's tokens. Without a scratch there is one with few candidates, which also bisects."""
+    num_rows, vocab_size = logits_TV.shape
+    device = logits_TV.device
+    is_penalised = any(has_penalties(sample) for sample in inputs)
+    scratch = scratch or DrawScratch(num_rows, vocab_size, device, has_penalties=is_penalised, num_candidates=32)
+    # Rows in another order than their slots.
+    slots = list(reversed(range(num_rows)))
+    before = logits_TV.clone()
+    tokens = draw(
+        logits_TV,
+        params_of(inputs, slots, device),
+        torch.tensor(slots, dtype=torch.int32, device=device),
+        torch.tensor([sample.position for sample in inputs], dtype=torch.int32, device=device),
+        scratch,
+        has_sampled=any(not sample.sampling.is_greedy for sample in inputs),
+        has_filters=any(s.sampling.top_k or s.sampling.top_p < 1 or s.sampling.min_p for s in inputs),
+        has_penalties=is_penalised,
+    )
+    assert torch.equal(logits_TV.nan_to_num(), before.nan_to_num())
+    return tokens.tolist()
+
+
+def has_penalties(sample: SampleInput) -> bool:
+    s = sample.sampling
+    is_changed = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty or s.logit_bias
+    return bool(is_changed or len(sample.suppressed_ids))
+
+
+def params_of(inputs: Sequence[SampleInput], slots: Sequence[int], device: torch.device) -> SampleParams:
+    """The parameters of each input at its slot."""
+    params = SampleParams.allocate(
+        len(inputs), max_total_len=_MAX_LEN, max_biases=8, max_suppressed=8, device=torch.device("cpu")
+    )
+    for slot, sample in zip(slots, inputs, strict=True):
+        s = sample.sampling
+        params.temperature_S[slot] = s.temperature
+        params.seed_S[slot] = int(np.uint64(s.seed or 0).astype(np.int64))
+        params.top_k_S[slot], params.top_p_S[slot], params.min_p_S[slot] = s.top_k, s.top_p, s.min_p
+        params.repetition_S[slot] = s.repetition_penalty
+        params.frequency_S[slot], params.presence_S[slot] = s.frequency_penalty, s.presence_penalty
+        params.prompt_len_S[slot] = sample.position - len(sample.output_ids)
+        ids = np.concatenate((sample.prompt_ids, sample.output_ids))
+        params.tokens_SL[slot] = 0
+        first = int(params.prompt_len_S[slot]) - len(sample.prompt_ids)
+        params.tokens_SL[slot, :first] = -1
+        params.tokens_SL[slot, first : first + len(ids)] = torch.from_numpy(ids)
+        params.num_biases_S[slot] = len(s.logit_bias)
+        for index, (token, bias) in enumerate(s.logit_bias):
+            params.bias_ids_SB[slot, index], params.bias_values_SB[slot, index] = token, bias
+        params.num_suppressed_S[slot] = len(sample.suppressed_ids)
+        params.suppressed_ids_SU[slot, : len(sample.suppressed_ids)] = torch.from_numpy(sample.suppressed_ids)
+        params.min_tokens_S[slot] = 1000 if len(sample.suppressed_ids) else 0
+    return SampleParams(**{name: getattr(params, name).to(device) for name in SampleParams.__slots__})
