@@ -16,6 +16,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from observability.dashboard import Dashboard, substitute
@@ -33,7 +34,28 @@ DASHBOARD = ROOT / "compose" / "observe" / "grafana" / "dashboards" / "radixmesh
 CONFIG = ROOT / "compose" / "observe" / "prometheus.yml"
 METRICS_PORT = 9100
 _POINTS = 300
-_WORKER = {"RADIXMESH_SIMULATED_BASE_US": "8000", "RADIXMESH_NUM_PAGES": "60000", "RADIXMESH_MAX_TOTAL_LEN": "8192"}
+_WORKER = {"RADIXMESH_SIMULATED_BASE_US": "8000", "RADIXMESH_MAX_TOTAL_LEN": "8192"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What Prometheus said to one query. series: labels, times, values; None where there is no number."""
+
+    panel_id: int
+    panel: str
+    expr: str
+    legend: str
+    series: list[dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """All queries over one stretch of time (unix seconds)."""
+
+    start: float
+    end: float
+    step_s: float
+    queries: list[Answer]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,12 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         answers = asyncio.run(_observe(args))
         if args.json is not None:
-            args.json.write_text(json.dumps(answers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        empty = [f"{answer['panel']}: {answer['expr']}" for answer in answers["queries"] if not answer["series"]]
-        print(f"{len(answers['queries'])} queries, {len(empty)} without an answer")
+            args.json.write_text(json.dumps(asdict(answers), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        empty = [f"{answer.panel}: {answer.expr}" for answer in answers.queries if not answer.series]
+        print(f"{len(answers.queries)} queries, {len(empty)} without an answer")
         print("\n".join(empty))
         if args.picture is not None:
-            draw(Dashboard.read(DASHBOARD).tree, answers, args.picture)
+            draw(Dashboard.read(DASHBOARD).tree, asdict(answers), args.picture)
             print(f"drew {args.picture}")
     except (PrometheusError, PageError) as error:
         print(f"observe.py: {error}", file=sys.stderr)
@@ -54,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-async def _observe(args: argparse.Namespace) -> dict[str, object]:
+async def _observe(args: argparse.Namespace) -> Answers:
     """Runs everything; the answers of all queries over the time of the load."""
     # One plan is refused on the way, so that losses have something to show.
     fault = f"refuse@{math.ceil(60 * args.seconds * 0.55)}"
@@ -88,27 +110,26 @@ async def _all_scraped(server: PrometheusServer, num_targets: int) -> None:
         await asyncio.sleep(0.2)
 
 
-def _ask(server: PrometheusServer, start: float, end: float) -> dict[str, object]:
+def _ask(server: PrometheusServer, start: float, end: float) -> Answers:
     dashboard = Dashboard.read(DASHBOARD)
     step_s = max(server.scrape_s, math.ceil((end - start) / _POINTS))
     # As Grafana computes it: four scrapes, or a step and a scrape where that is more.
     rate_interval_s = math.ceil(max(4 * server.scrape_s, step_s + server.scrape_s))
     values = dashboard.variables(server.api, rate_interval_s=rate_interval_s)
-    queries = [
-        {
-            "panel_id": query.panel_id,
-            "panel": query.panel,
-            "ref_id": query.ref_id,
-            "expr": substitute(query.expr, values),
-            "legend": query.legend,
-            "series": [
-                _as_json(line)
-                for line in server.api.query_range(substitute(query.expr, values), start=start, end=end, step_s=step_s)
-            ],
-        }
-        for query in dashboard.queries
-    ]
-    return {"start": start, "end": end, "step_s": step_s, "variables": values, "queries": queries}
+    answers = []
+    for query in dashboard.queries:
+        expr = substitute(query.expr, values)
+        lines = server.api.query_range(expr, start=start, end=end, step_s=step_s)
+        answers.append(
+            Answer(
+                panel_id=query.panel_id,
+                panel=query.panel,
+                expr=expr,
+                legend=query.legend,
+                series=[_as_json(line) for line in lines],
+            )
+        )
+    return Answers(start=start, end=end, step_s=step_s, queries=answers)
 
 
 def _as_json(series: Series) -> dict[str, object]:

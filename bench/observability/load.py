@@ -20,7 +20,9 @@ _SENTENCES = (
     "and wrinkled lip, and sneer of cold command,",
 )
 _TEXTS_PER_S = 4.0
-_CHATS = ("--dataset", "multi-turn", "--num-requests", "3000", "--concurrency", "40")
+# Four chats a second begin, of six turns each.
+_CHATS = ("--dataset", "multi-turn", "--concurrency", "40")
+_TURNS_PER_S = 24
 _BURST = (
     *("--dataset", "shared-prefix", "--num-requests", "128", "--per-group", "32"),
     *("--prefix-len", "1024", "--question-len", "64", "--output-len", "48", "--concurrency", "96"),
@@ -41,7 +43,7 @@ class Load:
         """All of it; what still runs at the end is cancelled, as clients that leave do."""
         async with AsyncClient(self._routers) as client:
             tasks = [
-                asyncio.create_task(self._bench(*_CHATS)),
+                asyncio.create_task(self._bench(*_CHATS, "--num-requests", str(int(_TURNS_PER_S * self._seconds)))),
                 asyncio.create_task(self._texts(client)),
                 asyncio.create_task(self._after(0.25, self._mistakes(client))),
                 asyncio.create_task(self._after(0.4, self._bench(*_BURST))),

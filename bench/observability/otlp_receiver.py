@@ -24,7 +24,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         self._arrived = asyncio.Event()
 
     async def __aenter__(self) -> OtlpReceiver:
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
         return self

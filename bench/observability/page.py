@@ -84,5 +84,5 @@ def _install() -> None:
 def _height(dashboard: Mapping[str, object]) -> int:
     panels = dashboard["panels"]
     assert isinstance(panels, list)
-    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
+    rows = max(int(panel["gridPos"]["y"]) + int(panel["gridPos"]["h"]) for panel in panels)
     return _HEAD_PX + rows * _ROW_PX + _FOOT_PX

@@ -31,7 +31,7 @@ class PrometheusApi:
     def is_ready(self) -> bool:
         try:
             with urllib.request.urlopen(f"{self._url}/-/ready", timeout=2) as answer:
-                return answer.status == 200
+                return bool(answer.status == 200)
         except OSError:
             return False
 

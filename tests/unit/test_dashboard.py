@@ -4,6 +4,8 @@ import copy
 import itertools
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -160,3 +162,11 @@ def test_the_overlay_mounts_what_exists_and_its_parts_agree():
         host, _, port = services[daemon]["environment"]["RADIXMESH_OTLP_ENDPOINT"].rpartition("//")[2].partition(":")
         listens = {end["endpoint"].partition(":")[2] for end in collector["receivers"]["otlp"]["protocols"].values()}
         assert host in services and port in listens
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool on PATH (Debian: apt-get install prometheus)")
+def test_prometheus_itself_accepts_the_scrape_configuration():
+    run = subprocess.run(
+        ["promtool", "check", "config", str(OBSERVE / "prometheus.yml")], capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
