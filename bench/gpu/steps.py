@@ -165,6 +165,7 @@ def main() -> None:
     parser.add_argument("--prefills", type=int, nargs="*", default=[128, 2048, 8192])
     parser.add_argument("--trace", type=int, default=0, metavar="N")
     parser.add_argument("--no-pdl", action="store_true")
+    parser.add_argument("--no-prefetch", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     args = parser.parse_args()
     started = time.perf_counter()
@@ -181,6 +182,7 @@ def main() -> None:
             mem_fraction=0.88,
             cuda_graphs=True,
             use_pdl=not args.no_pdl,
+            use_prefetch=not args.no_prefetch,
             deterministic=args.deterministic,
         )
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)

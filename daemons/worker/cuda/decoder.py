@@ -75,7 +75,7 @@ class DeviceDecoder:
         for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, _mlp(layer)
             qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=weights.norm_D, eps=eps)
-            o_TQ = self._attend(index, qkv_TX, weights, target, attention)
+            o_TQ = self._attend(index, qkv_TX, weights, target, attention, next_weight=weights.w_o_QD.t())
             x_TD = ops.linear_fused(o_TQ, weights.w_o_QD.t(), weights.b_o_D, add_to_TN=x_TD)
             if mlp.b_gate_up_F2 is None:
                 gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), layer.mlp_norm_D, eps)
@@ -87,11 +87,19 @@ class DeviceDecoder:
         return x_TD
 
     def _attend(
-        self, layer: int, qkv_TX: torch.Tensor, weights: AttentionWeights, target: KvTarget, attention: StepAttention
+        self,
+        layer: int,
+        qkv_TX: torch.Tensor,
+        weights: AttentionWeights,
+        target: KvTarget,
+        attention: StepAttention,
+        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys_SKd, values_SKd = self._kv.tokens("keys", layer), self._kv.tokens("values", layer)
         norms = HeadNorms(weights.q_norm_d, weights.k_norm_d, self.config.norm_eps)
-        q_THd = self._ops.rope_write_kv(qkv_TX, self._angles, target, keys_SKd, values_SKd, self._heads, norms)
+        q_THd = self._ops.rope_write_kv(
+            qkv_TX, self._angles, target, keys_SKd, values_SKd, self._heads, norms, next_weight
+        )
         return attention.attend(q_THd, keys_SKd, values_SKd, self.config.windows[layer]).flatten(1)
 
 

@@ -54,6 +54,7 @@ class DeviceSettings:
     cuda_graphs: bool
     use_pdl: bool
     deterministic: bool
+    use_prefetch: bool = True
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
@@ -140,7 +141,9 @@ def fill_randomly(targets: TensorTargets) -> int:
 def _ops(settings: DeviceSettings, device: torch.device) -> Ops:
     if device.type != "cuda":
         return TorchOps()
-    return TritonOps(use_pdl=settings.use_pdl, is_deterministic=settings.deterministic)
+    return TritonOps(
+        use_pdl=settings.use_pdl, use_prefetch=settings.use_prefetch, is_deterministic=settings.deterministic
+    )
 
 
 def _attention(

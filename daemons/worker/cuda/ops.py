@@ -73,8 +73,12 @@ class Ops(ABC):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
+        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes rotated keys, and values, into the pool; the rotated queries, [T, H, d]."""
+        """Writes rotated keys, and values, into the pool; the rotated queries, [T, H, d].
+
+        next_weight: what the product after the attention reads, and may be brought to the cache meanwhile.
+        """
 
     @abstractmethod
     def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor: ...
@@ -121,6 +125,7 @@ class TorchOps(Ops):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
+        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return rope_write_kv_reference(
             qkv_TX,
@@ -151,13 +156,22 @@ _TILE_ROWS = 64
 class TritonOps(Ops):
     """The project's kernels. use_pdl: a kernel may begin before the one ahead of it has ended (Hopper).
 
+    use_prefetch: the weights behind an attention of few rows are brought to the cache while it runs.
     is_deterministic: products are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
     """
 
-    def __init__(self, *, use_pdl: bool = False, max_fused_rows: int = 1, is_deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        use_pdl: bool = False,
+        use_prefetch: bool = True,
+        max_fused_rows: int = 1,
+        is_deterministic: bool = False,
+    ) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
+        self._use_prefetch = use_prefetch
         self._is_deterministic = is_deterministic
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -189,6 +203,7 @@ class TritonOps(Ops):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
+        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return rope_write_kv(
             qkv_TX,
@@ -207,6 +222,7 @@ class TritonOps(Ops):
             norms.key,
             norms.eps,
             use_pdl=self._use_pdl,
+            prefetch=next_weight if self._use_prefetch else None,
         )
 
     def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
