@@ -92,7 +92,7 @@ def _orders(report: Run) -> str:
                 run["workload"],
                 f"x{run['config']['speed']:g}",
                 f"{run['cache_tokens']:,} of {run['working_set_tokens']:,}",
-                run["policy"] + _ageing(run["config"]["planner"].get("max_wait_s")),
+                run["policy"] + _ageing(run["config"]["planner"].get("overtaking")),
                 f"{run['hit_rate']:.3f}",
                 f"{run['saturated']['out_tok_s']:,.0f}",
                 f"{run['saturated']['out_tok_s'] / max(1.0, base['saturated']['out_tok_s']):.3f}",
@@ -111,10 +111,59 @@ def _orders(report: Run) -> str:
     return _table(head, rows)
 
 
-def _ageing(max_wait_s: str | None) -> str:
-    if max_wait_s is None:
+def _ageing(overtaking: str | None) -> str:
+    if overtaking is None:
         return ""
-    return f" after {max_wait_s} s" if float(max_wait_s) < 1e6 else " without ageing"
+    return f" passing {overtaking} lines" if float(overtaking) < 1e6 else " without ageing"
+
+
+def _gains(report: Run) -> str:
+    """One row a cell: FCFS, LPM without ageing, LPM."""
+    runs = report["runs"]
+    rows = []
+    for fcfs, greedy, aged in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
+        config = fcfs["config"]
+        base, most, kept = (run["saturated"]["out_tok_s"] for run in (fcfs, greedy, aged))
+        ttft = [run["ttft_ms"] for run in (fcfs, greedy, aged)]
+        rows.append(
+            [
+                f"x{config['speed']:g}",
+                f"{fcfs['cache_tokens']:,}",
+                config["seed"],
+                " / ".join(f"{run['hit_rate']:.3f}" for run in (fcfs, greedy, aged)),
+                f"{base:,.0f}",
+                f"{100 * (most / base - 1):+.1f}%",
+                f"{100 * (kept / base - 1):+.1f}%",
+                " / ".join(f"{run['out_tok_s']:,.0f}" for run in (fcfs, greedy, aged)),
+                " / ".join(f"{times['mean']:,.0f}" for times in ttft),
+                f"{ttft[0]['p99']:,.0f}",
+                f"{ttft[1]['p99'] / ttft[0]['p99']:.2f}",
+                f"{ttft[2]['p99'] / ttft[0]['p99']:.2f}",
+            ]
+        )
+    rows.append(_all_cells(runs))
+    head = (
+        "speed, cache, seed, hit rate fcfs / lpm without ageing / lpm, tok/s while some wait fcfs, without ageing, lpm,"
+        " tok/s overall, TTFT mean ms, p99 ms fcfs, without ageing to FCFS, lpm to FCFS"
+    )
+    return _table(head, rows)
+
+
+def _all_cells(runs: list[Run]) -> list[object]:
+    """Throughput over the time of all cells, and the worst of their p99 ratios."""
+
+    def rate(first: int) -> float:
+        waiting = [run["saturated"] for run in runs[first::3]]
+        return float(sum(s["out_tok_s"] * s["seconds"] for s in waiting) / sum(s["seconds"] for s in waiting))
+
+    def worst(first: int) -> float:
+        return float(
+            max(run["ttft_ms"]["p99"] / f["ttft_ms"]["p99"] for run, f in zip(runs[first::3], runs[::3], strict=True))
+        )
+
+    gains = [f"{100 * (rate(first) / rate(0) - 1):+.1f}%" for first in (1, 2)]
+    ratios = [f"at most {worst(first):.2f}" for first in (1, 2)]
+    return ["all", "", "", "", f"{rate(0):,.0f}", *gains, "", "", "", *ratios]
 
 
 def _over_grpc(report: Run) -> str:
@@ -153,7 +202,7 @@ TABLES: dict[str, Callable[[Run], str]] = {
     "step-cost": _step_cost,
     "hit-rates": _hit_rates,
     "orders": _orders,
-    "ageing": _orders,
+    "ageing": _gains,
     "over-grpc": _over_grpc,
 }
 

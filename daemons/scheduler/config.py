@@ -19,7 +19,6 @@ _AT_LEAST_ONE = (
     "max_queue_tokens",
     "grant_ahead_tokens",
     "growth_tokens",
-    "aged_turns",
     "hold_tokens",
 )
 
@@ -40,8 +39,7 @@ class SchedulerSettings(CommonSettings):
     cache: str = setting("radix", f"prefix cache: {', '.join(PREFIX_CACHES)}")
     eviction: str = setting("lru", f"which cached prefix goes first: {', '.join(EVICTION_POLICIES)}")
     queue_policy: str = setting("fcfs", f"order of waiting requests: {', '.join(QUEUE_POLICIES)}")
-    max_wait_s: float = setting(1.0, "seconds after which a request that others pass by gets its turn; not of fcfs")
-    aged_turns: int = setting(2, "every which admission goes to such a request; 1: each")
+    overtaking: float = setting(2.0, "later requests that may pass one by, as a multiple of the line; not of fcfs")
     queue_seed: int = setting(0, "seed of the random order")
     max_preemptions: int = setting(4, "times that one request gives way to higher priorities (queue policy priority)")
     hold_tokens: int = setting(32, "a shared prefix of so many tokens that is being computed is waited for")
@@ -60,8 +58,8 @@ class SchedulerSettings(CommonSettings):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
-        if min(self.max_queue, self.max_wait_s, self.max_preemptions) < 0 or self.hang_s <= 0:
-            raise ValueError("--max-queue, --max-wait-s and --max-preemptions must be >= 0 and --hang-s > 0")
+        if min(self.max_queue, self.overtaking, self.max_preemptions) < 0 or self.hang_s <= 0:
+            raise ValueError("--max-queue, --overtaking and --max-preemptions must be >= 0 and --hang-s > 0")
         choices: Iterable[str]
         for name, choices in (
             ("cache", PREFIX_CACHES),
@@ -90,8 +88,7 @@ class SchedulerSettings(CommonSettings):
             cache=self.cache,
             eviction=self.eviction,
             queue_policy=self.queue_policy,
-            max_wait_s=self.max_wait_s,
-            aged_turns=self.aged_turns,
+            overtaking=self.overtaking,
             queue_seed=self.queue_seed,
             max_preemptions=self.max_preemptions,
             hold_tokens=self.hold_tokens,

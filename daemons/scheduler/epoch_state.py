@@ -61,6 +61,11 @@ class EpochState:
         self.pages.leave(request)
         self.decode_set.freed()
 
+    def settle(self, request: Request) -> None:
+        """Brings all tokens of a live request into its output."""
+        if request.slot >= 0:
+            self.table.settle(request.slot)
+
     def short_of_pages(self, slots: IntArray) -> IntArray:
         """Of these slots, those without a page for the token after their planned length."""
         table = self.table

@@ -15,16 +15,18 @@ from radixmesh.daemons.scheduler.request import Request
 
 ProbeRequest = Callable[[Request], Probe]
 
+_PASSED_ANYWAY = 8
+_FADING = 0.998
+
 
 class PlanView:
-    """What a lane may look at while one plan is made: the time, and the cache by a bounded number of probes.
+    """What a lane may look at while one plan is made: the cache, by a bounded number of probes.
 
     `number` tells plans apart.
     """
 
-    def __init__(self, number: int = 0, now: float = 0.0, probe: ProbeRequest | None = None, num_probes: int = 0):
+    def __init__(self, number: int = 0, probe: ProbeRequest | None = None, num_probes: int = 0):
         self.number = number
-        self.now = now
         self._probe = probe
         self.num_probes_left = num_probes
 
@@ -96,41 +98,54 @@ class SortedLane(Lane):
 
 
 class AgedLane(Lane):
-    """Any order, with a bound on how long it may pass somebody over.
+    """Any order, with a bound on how often it may pass somebody over; the bound grows with the line.
 
-    Once the oldest has waited max_wait_s it gets every turns-th admission until nobody old is left. So a request waits
-    at most max_wait_s, and from then on `turns` times what first-come order would take.
+    A request that comes when n wait is due after n + overtaking * max(n, longest) + 8 admissions, `longest` being the
+    longest line since it was last empty (what was long halves in 350 admissions). Who is due goes first, whoever was
+    due earliest. First come, first served takes n admissions, and `longest` of them for its unluckiest: so the
+    unluckiest here wait 1 + overtaking times as long at any load, and seldom that long: not all are passed over that
+    are allowed to be. A bound in seconds would be none at little load, and at much load, with every line longer, the
+    order of arrival. Who comes back (retracted, held back, after a new epoch) is due as if nobody had been before it.
     """
 
-    def __init__(self, inner: Lane, *, max_wait_s: float, turns: int) -> None:
+    def __init__(self, inner: Lane, *, overtaking: float) -> None:
         self._inner = inner
-        self._by_arrival = SortedLane(first_come)
-        self._max_wait_s = max_wait_s
-        self._turns = turns
-        self._num_since_old = 0
-        self._old: Request | None = None
+        self._overtaking = overtaking
+        self._due: dict[Request, int] = {}
+        self._by_due = SortedLane(lambda request: self._due[request])
+        self._num_admitted = 0
+        self._last_arrival = -1
+        self._longest = 0.0
 
     def push(self, request: Request) -> None:
+        is_new = request.arrival > self._last_arrival
+        num_before = len(self._due) if is_new else 0
+        self._last_arrival = max(self._last_arrival, request.arrival)
+        self._longest = max(self._longest, num_before)
+        most_passing = self._overtaking * max(num_before, self._longest if is_new else 0) + _PASSED_ANYWAY
+        self._due[request] = self._num_admitted + num_before + int(most_passing)
+        self._by_due.push(request)
         self._inner.push(request)
-        self._by_arrival.push(request)
 
     def head(self, view: PlanView) -> Request | None:
-        self._old = None
-        if self._num_since_old + 1 >= self._turns:
-            oldest = self._by_arrival.head(view)
-            if oldest is not None and view.now - oldest.waits_since_s >= self._max_wait_s:
-                self._old = oldest
-                return oldest
+        first = self._by_due.head(view)
+        if first is not None and self._due[first] <= self._num_admitted:
+            return first
         return self._inner.head(view)
 
     def remove(self, request: Request) -> None:
         self._inner.remove(request)
-        self._by_arrival.remove(request)
+        self._leave(request)
 
     def admitted(self, request: Request) -> None:
-        self._num_since_old = 0 if request is self._old else self._num_since_old + 1
         self._inner.admitted(request)
-        self._by_arrival.remove(request)
+        self._leave(request)
+        self._num_admitted += 1
+        self._longest *= _FADING
+
+    def _leave(self, request: Request) -> None:
+        self._by_due.remove(request)
+        del self._due[request]
 
     def __len__(self) -> int:
         return len(self._inner)

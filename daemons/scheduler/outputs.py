@@ -10,7 +10,8 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import TokenLogprobs
-from radixmesh.daemons.scheduler.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.request import Request
+from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,21 @@ class Finished:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     error: MeshError | None = None
+
+    @classmethod
+    def of(cls, request: Request, ending: Ending, error: MeshError | None, num_output: int | None) -> Finished:
+        """The end of a request. num_output None: as many as it has."""
+        return cls(
+            owner=request.owner,
+            handle=request.handle,
+            attempt=request.submission.attempt,
+            reason=ending.reason,
+            num_output=len(request.output) if num_output is None else num_output,
+            stop_id=ending.stop_id,
+            prompt_tokens=request.prompt_len,
+            cached_tokens=max(0, request.cached_tokens),
+            error=error,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

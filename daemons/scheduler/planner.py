@@ -11,6 +11,7 @@ from __future__ import annotations
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import StepPlan, StepResult
+from radixmesh.daemons.scheduler.blame import Blame
 from radixmesh.daemons.scheduler.cache_feed import CacheFeed
 from radixmesh.daemons.scheduler.deadlines import Deadlines
 from radixmesh.daemons.scheduler.decode_grants import grant_decodes
@@ -18,12 +19,13 @@ from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.flush import FlushWish
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
-from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected, TokenRow, rows_of
+from radixmesh.daemons.scheduler.intake import Intake, aborted_error
+from radixmesh.daemons.scheduler.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.plan_writer import enter_in_flight, plan_of
 from radixmesh.daemons.scheduler.planner_counters import PlannerCounters, check_pages
 from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
 from radixmesh.daemons.scheduler.preemption import Preemption
-from radixmesh.daemons.scheduler.prefill import Prefill, PrefillLimits
+from radixmesh.daemons.scheduler.prefill import Prefill
 from radixmesh.daemons.scheduler.prefix_cache import check_cache_choice, make_prefix_cache
 from radixmesh.daemons.scheduler.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue_limits import QueueLimits
@@ -32,17 +34,9 @@ from radixmesh.daemons.scheduler.request_observer import RequestObserver
 from radixmesh.daemons.scheduler.result_reader import ResultReader
 from radixmesh.daemons.scheduler.retraction import Retraction
 from radixmesh.daemons.scheduler.step_estimate import StepEstimate
-from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch, ending_of
+from radixmesh.daemons.scheduler.stop_conditions import Ending, FinishReason, StopWatch
 from radixmesh.daemons.scheduler.submissions import AbortOutcome, Submissions
-from radixmesh.daemons.scheduler.validation import (
-    check_same_prompt,
-    check_submission,
-    is_continued_alike,
-    make_request,
-)
-
-# A request whose admission was in so many refused plans does not get another epoch.
-_MAX_BLAMES = 2
+from radixmesh.daemons.scheduler.validation import check_submission
 
 
 class Planner:
@@ -69,12 +63,14 @@ class Planner:
         self._reader = ResultReader(self._finish, self._observer)
         self._outputs = Outputs()
         self._deadlines = Deadlines()
-        self._num_arrived = 0
-        self._blames: dict[Request, int] = {}
+        self._blame = Blame()
         self.cache_feed = CacheFeed(first_revision=first_revision)
         self.flush = FlushWish()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
+        self._intake = Intake(
+            self._submissions, self._queue, self._limits, self._deadlines, self.counters, self._finish, self._observer
+        )
         self._retraction = Retraction(self._queue, self._growth, self.counters, self._finish)
         self._preemption: Preemption | None = None
         if settings.queue_settings().may_preempt:
@@ -146,19 +142,14 @@ class Planner:
 
     def submit(self, submission: Submission) -> None:
         """Queues a request, or rejects it: the outputs say which. Equal submits are taken once."""
-        try:
-            self._submit(submission)
-        except MeshError as error:
-            s = submission
-            self.counters.num_rejected += 1
-            self._outputs.rejected.append(Rejected(owner=s.owner, handle=s.handle, attempt=s.attempt, error=error))
+        self._intake.submit(submission, self._group, self._state, self._stop_watch, self._outputs)
 
     def abort(self, request_id: str, index: int | None = None, below_attempt: int | None = None) -> AbortOutcome:
         """Ends live requests, whoever submitted them."""
         found = self._submissions.find(request_id, index, below_attempt)
         for request in found:
             # Whoever submitted it need not be who aborts it: the finish says why.
-            self._finish(request, Ending(FinishReason.ABORT), _aborted(request_id, below_attempt))
+            self._finish(request, Ending(FinishReason.ABORT), aborted_error(request_id, below_attempt))
             if below_attempt is None:
                 self._submissions.aborted(request)
         if found:
@@ -177,7 +168,8 @@ class Planner:
         """A stop string ended an output at that length; unknown handles have ended already."""
         request = self._submissions.by_handle(owner, handle)
         if request is not None:
-            self._settle(request)
+            if self._state is not None:
+                self._state.settle(request)
             self._finish(request, Ending(FinishReason.STOP), num_output=min(num_output, len(request.output)))
 
     # -- the worker group
@@ -198,12 +190,7 @@ class Planner:
             settings.cache, page_size=group.page_size, num_pages=group.num_pages, eviction=settings.eviction
         )
         self._state = EpochState(epoch, group, snapshot, cache)
-        limits = PrefillLimits(
-            chunk_tokens=settings.chunk_tokens,
-            max_running=min(settings.max_running or group.num_slots, self._budget(group)),
-            ahead_pages=self._ahead_pages(group),
-            hold_tokens=settings.hold_tokens,
-        )
+        limits = settings.prefill_limits(group)
         self._prefill = Prefill(limits, self._queue, self._growth, self.counters, self._observer)
         for request in self._submissions.live():
             try:
@@ -217,7 +204,7 @@ class Planner:
     def end_epoch(self, refused_step: int = 0, error: MeshError | None = None) -> None:
         """The group is lost, or refused a plan: results still outstanding are void, every request waits again.
 
-        A request whose admission was refused with its plan twice fails with `error`, or it would end every epoch.
+        Who keeps the group from serving fails, see Blame.
         """
         state, self._state = self._state, None
         if state is None:
@@ -226,17 +213,14 @@ class Planner:
         self.cache_feed.follow(None)
         self.counters.evicted_pages += state.pages.num_evicted
         self._queue.unhold_all()
-        admitted = {a.slot for s in state.in_flight.steps() if s.plan.step_id == refused_step for a in s.plan.admits}
-        blamed = [request for request in state.table.running() if request.slot in admitted]
+        culprits = self._blame.refused(state, refused_step, error) if refused_step else self._blame.lost(state, error)
         state.table.settle_all()
         for request in (*state.table.running(), *state.retracting.values()):
             request.slot = -1
             request.lifecycle = Lifecycle.WAITING
             self._queue.push(request)
-        for request in blamed:
-            self._blames[request] = self._blames.get(request, 0) + 1
-            if error is not None and self._blames[request] >= _MAX_BLAMES:
-                self._finish(request, Ending(FinishReason.ERROR), error)
+        for request, verdict in culprits:
+            self._finish(request, Ending(FinishReason.ERROR), verdict)
 
     def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
         """The next step, which the caller must send; None = there is nothing to do before the next result or submit.
@@ -246,19 +230,19 @@ class Planner:
         self._expire(now)
         state, prefill = self._state, self._prefill
         if state is None or prefill is None:
-            self._queue.begin_plan(now)
             return None
-        self._queue.begin_plan(now, state.pages.probe)
+        self._queue.begin_plan(state.pages.probe)
         prefill.begin_plan(state)
         if self.flush.is_wanted and self.flush.may_run(state):
             return self._sent(state, self.flush.make_plan(state), PlanDraft(0), now)
         state.is_decode_set_unsent |= state.decode_set.update()
         draft = PlanDraft(0)
-        grant_decodes(state, draft, self._ahead_pages(state.group), self._retraction.give_way)
-        if self._preemption is not None and not self.flush.is_wanted:
+        grant_decodes(state, draft, self._settings.ahead_pages(state.group), self._retraction.give_way)
+        on_trial = self._blame.on_trial(state)
+        if self._preemption is not None and not self.flush.is_wanted and on_trial is None:
             self._preemption.make_room(state, draft, prefill)
-        draft.token_budget = self._budget(state.group) - len(state.decode_set)
-        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted)
+        draft.token_budget = self._settings.step_tokens(state.group) - len(state.decode_set)
+        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=on_trial)
         self._limits.planned(now, len(draft.admits), len(self._queue))
         if not len(state.decode_set) and not draft.chunks:
             self._retraction.unblock(state)
@@ -291,68 +275,6 @@ class Planner:
 
     # -- inside
 
-    def _submit(self, submission: Submission) -> None:
-        live = self._submissions.get(submission.key)
-        if self._submissions.is_repeat(submission) or (
-            live is not None and (live.owner, live.handle) == (submission.owner, submission.handle)
-        ):
-            return
-        self._submissions.check_handle(submission)
-        self._submissions.check_attempt(submission)
-        if live is not None and self._attach(live, submission):
-            return
-        if self._group is None:
-            raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "no worker group yet: retry elsewhere, or later")
-        check_submission(submission, self._group)
-        if live is None and self._submissions.was_aborted(submission):
-            self._outputs.finished.append(_ended_before(submission))
-            return
-        if live is None:
-            self._limits.check(self.num_waiting, self.waiting_tokens)
-        else:
-            error = MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one")
-            self._finish(live, Ending(FinishReason.ABORT), error)
-        self._num_arrived += 1
-        self._add(make_request(submission, self._group, self._num_arrived))
-
-    def _add(self, request: Request) -> None:
-        self._submissions.add(request)
-        request.trace_context = self._observer.accepted(request)
-        self.counters.num_submitted += 1
-        self.counters.prompt_tokens += request.prompt_len
-        self._deadlines.add(request)
-        self._stop_watch.watch(request.end_ids)
-        self._queue.push(request)
-        ending = ending_of(request)
-        if ending is not None:  # Resumed with an output that is complete.
-            self._finish(request, ending)
-
-    def _attach(self, live: Request, submission: Submission) -> bool:
-        """The same attempt comes by another stream: rows go there, from where that stream's journal ends.
-
-        False if the submit has to replace the request: a higher attempt, or it knows more tokens than we have, or wants
-        them drawn in another way (a client that got no answer sent its request once more: it has another seed now).
-        Raises DUPLICATE_REQUEST if it is another request of that name.
-        """
-        if live.submission.attempt != submission.attempt:
-            return False
-        check_same_prompt(live, submission)
-        if not is_continued_alike(live, submission):
-            return False
-        self._settle(live)
-        known = submission.resumed_output_ids
-        output = live.output_ids()
-        if len(known) > len(output) or (output[: len(known)] != known).any():
-            return False
-        self._submissions.attach(live, submission.owner, submission.handle)
-        if live.slot >= 0 and self._state is not None:
-            self._state.table.owner[live.slot] = submission.owner
-            self._state.table.handle[live.slot] = submission.handle
-        if len(output) > len(known):
-            row = TokenRow(submission.owner, submission.handle, submission.attempt, len(known), output[len(known) :])
-            self._outputs.rows.append(rows_of([row]))
-        return True
-
     def _finish(
         self, request: Request, ending: Ending, error: MeshError | None = None, num_output: int | None = None
     ) -> None:
@@ -368,27 +290,10 @@ class Planner:
         self._stop_watch.unwatch(request.end_ids)
         self._submissions.end(request)
         self._deadlines.ended(request)
-        self._blames.pop(request, None)
+        self._blame.ended(request)
         self._observer.finished(request, ending.reason)
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
-        self._outputs.finished.append(
-            Finished(
-                owner=request.owner,
-                handle=request.handle,
-                attempt=request.submission.attempt,
-                reason=ending.reason,
-                num_output=len(request.output) if num_output is None else num_output,
-                stop_id=ending.stop_id,
-                prompt_tokens=request.prompt_len,
-                cached_tokens=max(0, request.cached_tokens),
-                error=error,
-            )
-        )
-
-    def _settle(self, request: Request) -> None:
-        """Brings all tokens of a live request into its output."""
-        if self._state is not None and request.slot >= 0:
-            self._state.table.settle(request.slot)
+        self._outputs.finished.append(Finished.of(request, ending, error, num_output))
 
     def _expire(self, now: float) -> None:
         for request in self._deadlines.due(now):
@@ -403,29 +308,3 @@ class Planner:
 
     def _expected_us(self, state: EpochState, draft: PlanDraft) -> int:
         return self.estimate.expect_us(len(state.decode_set) + draft.num_chunk_tokens)
-
-    def _budget(self, group: GroupInfo) -> int:
-        return min(self._settings.max_tokens_per_step or group.max_tokens_per_step, group.max_tokens_per_step)
-
-    def _ahead_pages(self, group: GroupInfo) -> int:
-        return max(1, self._settings.grant_ahead_tokens // group.page_size)
-
-
-def _aborted(request_id: str, below_attempt: int | None) -> MeshError:
-    details = {"request_id": request_id}
-    if below_attempt is not None:
-        return MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one", details)
-    return MeshError(ErrorReason.ERROR_REASON_ABORTED, "the request was aborted", details)
-
-
-def _ended_before(submission: Submission) -> Finished:
-    """The answer to a later attempt of a request that was aborted."""
-    return Finished(
-        owner=submission.owner,
-        handle=submission.handle,
-        attempt=submission.attempt,
-        reason=FinishReason.ABORT,
-        num_output=len(submission.resumed_output_ids),
-        prompt_tokens=len(submission.prompt_ids),
-        error=_aborted(submission.key.request_id, None),
-    )

@@ -61,8 +61,13 @@ class Prefill:
         self._num_reserved = None
         self._held_back.release(state)
 
-    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool) -> None:
-        """Continues prefills, then admits. A prefill that waits for pages keeps new requests out."""
+    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool, only: Request | None = None) -> None:
+        """Continues prefills, then admits. A prefill that waits for pages keeps new requests out.
+
+        only: nobody else is admitted.
+        """
+        if only is not None:
+            may_admit &= only.lifecycle is Lifecycle.WAITING
         state.prefilling = [r for r in state.prefilling if _is_prefilling(state, r)]
         is_blocked = False
         for request in state.prefilling:
@@ -72,8 +77,8 @@ class Prefill:
         while may_admit and not is_blocked and not draft.has_retracted and draft.token_budget > 0:
             if draft.num_admit_tokens >= _MAX_ADMIT_TOKENS:
                 return
-            request_or_none = self._queue.head()
-            if request_or_none is None or not self._admit(state, draft, request_or_none):
+            request_or_none = only or self._queue.head()
+            if request_or_none is None or not self._admit(state, draft, request_or_none) or only is not None:
                 return
 
     def has_room(self, state: EpochState, request: Request) -> bool:

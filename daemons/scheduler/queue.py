@@ -31,7 +31,6 @@ class WaitingQueue:
         """Heap of the negated priorities in _classes, and of some that are gone; each once."""
         self._listed: set[int] = set()
         self._held: dict[Request, None] = {}
-        self._unstamped: list[Request] = []
         self._view = PlanView()
         self._num = 0
         self.waiting_tokens = 0
@@ -40,18 +39,12 @@ class WaitingQueue:
     def num_held(self) -> int:
         return len(self._held)
 
-    def begin_plan(self, now: float, probe: ProbeRequest | None = None) -> None:
-        """A plan is about to be made: what came since the last one waits since now."""
-        for request in self._unstamped:
-            if request.waits_since_s < 0:
-                request.waits_since_s = now
-        self._unstamped.clear()
-        self._view = PlanView(self._view.number + 1, now, probe, _PROBES_A_PLAN if probe is not None else 0)
+    def begin_plan(self, probe: ProbeRequest | None = None) -> None:
+        """A plan is about to be made, and the cache may be asked again."""
+        self._view = PlanView(self._view.number + 1, probe, _PROBES_A_PLAN if probe is not None else 0)
 
     def push(self, request: Request) -> None:
         self._enter(request)
-        if request.waits_since_s < 0:
-            self._unstamped.append(request)
         self._num += 1
         self.waiting_tokens += request.total_len
 

@@ -14,12 +14,11 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """policy: a name in QUEUE_POLICIES. max_wait_s, aged_turns: see AgedLane; of those that pass others over. seed: of
-    the random order."""
+    """policy: a name in QUEUE_POLICIES. overtaking: see AgedLane; of those that pass others over. seed: of the random
+    order."""
 
     policy: str = "fcfs"
-    max_wait_s: float = 1.0
-    aged_turns: int = 2
+    overtaking: float = 2.0
     seed: int = 0
 
     @property
@@ -77,7 +76,7 @@ def make_lanes(settings: QueueSettings) -> LaneFactory:
 
 
 def _aged(lane: Lane, settings: QueueSettings) -> Lane:
-    return AgedLane(lane, max_wait_s=settings.max_wait_s, turns=settings.aged_turns)
+    return AgedLane(lane, overtaking=settings.overtaking)
 
 
 def _last_come(request: Request) -> int:

@@ -86,8 +86,6 @@ class Request:
     """Prompt tokens found in the cache at the first admission; -1 before."""
     waits_for_step: int = 0
     """While RETRACTING: the result after which it may be admitted again."""
-    waits_since_s: float = -1.0
-    """When it first waited, on the planner's clock; -1 = no plan was made since."""
     num_holds: int = 0
     """Times it was held back for what another computed."""
     num_preempted: int = 0

@@ -216,6 +216,20 @@ class World:
         assert not self.executor.table.live.any() if hasattr(self.executor.table, "live") else True
 
 
+def new_executor(world: World, *, step_us: float | None = None) -> StepExecutor:
+    """A worker that has just started: no KV, no epochs. step_us: time of a step beyond what its tokens take."""
+    runner = SimulatedRunner(
+        page_size=world.group.page_size,
+        num_pages=world.group.num_pages,
+        vocab_size=VOCAB_SIZE,
+        max_total_len=world.group.max_total_len,
+        alphabet=world.alphabet,
+        latency=LatencyModel() if step_us is None else LatencyModel(base=step_us),
+        clock=VirtualClock(),
+    )
+    return StepExecutor(runner, num_slots=world.group.num_slots, max_tokens_per_step=world.group.max_tokens_per_step)
+
+
 def submission(handle: int, prompt: list[int], **changes: object) -> Submission:
     base = Submission(
         key=RequestKey(f"r{handle}", 0),

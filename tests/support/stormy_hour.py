@@ -16,11 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.step import StepResult
 from radixmesh.daemons.scheduler.stop_conditions import FinishReason
-from radixmesh.daemons.worker.executor import StepExecutor
-from radixmesh.daemons.worker.simulated.clock import VirtualClock
-from radixmesh.daemons.worker.simulated.latency import LatencyModel
-from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
-from support.planner_world import VOCAB_SIZE, Record, World
+from support.planner_world import VOCAB_SIZE, Record, World, new_executor
 
 NUM_PAGES, NUM_SLOTS, STEP_TOKENS, LONGEST = 480, 12, 96, 200
 # A large model: some tens of thousands of steps an hour.
@@ -57,7 +53,7 @@ class StormyHour:
             max_queue=60,
             queue_policy=storm.policy,
         )
-        self.world.executor = _new_executor(self.world)
+        self.world.executor = new_executor(self.world, step_us=STEP_US)
         self.world.begin_epoch()
         self.texts = [[self.random.randrange(2, VOCAB_SIZE) for _ in range(60)] for _ in range(6)]
         self.counts: Counter[str] = Counter()
@@ -200,10 +196,9 @@ class StormyHour:
 
     def _lose_worker(self) -> None:
         """The process died: plans and KV with it. The next one knows no epochs."""
-        world = self.world
-        world.plans.clear()
-        world.executor = _new_executor(world)
-        world.epoch = 0
+        self.world.plans.clear()
+        self.world.executor = new_executor(self.world, step_us=STEP_US)
+        self.world.epoch = 0
         self._begin_epoch()
 
     def _idle(self) -> None:
@@ -250,17 +245,3 @@ class StormyHour:
             # Admitted in two plans that were refused: it may be why they were.
             is_blamed = finished.error.reason == ErrorReason.ERROR_REASON_INTERNAL and self.counts["refuse"] >= 2
             assert is_late or is_blamed, finished
-
-
-def _new_executor(world: World) -> StepExecutor:
-    """A worker that has just started: no KV, no epochs."""
-    runner = SimulatedRunner(
-        page_size=world.group.page_size,
-        num_pages=world.group.num_pages,
-        vocab_size=VOCAB_SIZE,
-        max_total_len=world.group.max_total_len,
-        alphabet=world.alphabet,
-        latency=LatencyModel(base=STEP_US),
-        clock=VirtualClock(),
-    )
-    return StepExecutor(runner, num_slots=world.group.num_slots, max_tokens_per_step=world.group.max_tokens_per_step)

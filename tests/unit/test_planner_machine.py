@@ -34,7 +34,7 @@ class PlannerMachine(RuleBasedStateMachine):
         ),
         queue_policy=st.sampled_from(sorted(QUEUE_POLICIES)),
         hold_tokens=st.sampled_from([1, 4, 1000]),
-        max_wait_s=st.sampled_from([0.0, 5.0, 1e9]),
+        overtaking=st.sampled_from([0.0, 2.0, 1e9]),
         depth=st.integers(0, 3),
         growth_tokens=st.sampled_from([1, 32]),
     )
@@ -47,7 +47,7 @@ class PlannerMachine(RuleBasedStateMachine):
         cache: tuple[str, str],
         queue_policy: str,
         hold_tokens: int,
-        max_wait_s: float,
+        overtaking: float,
         depth: int,
         growth_tokens: int,
     ) -> None:
@@ -62,7 +62,7 @@ class PlannerMachine(RuleBasedStateMachine):
             eviction=cache[1],
             queue_policy=queue_policy,
             hold_tokens=hold_tokens,
-            max_wait_s=max_wait_s,
+            overtaking=overtaking,
             growth_tokens=growth_tokens,
             max_total_len=90,
         )
