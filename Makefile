@@ -79,7 +79,7 @@ run: install
 	$(VENV)/bin/radixmesh up -f compose/local.yml --demo
 
 test: install tools node
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m 'not full' $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 tests/daily.sh $(PY) $(PYTEST_ARGS)
 
 test-full: install tools node
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)

@@ -28,7 +28,8 @@ class HealthService(health_pb2_grpc.HealthServicer):
 
     def __init__(self, progress: Progress, *, poll_s: float = 0.25) -> None:
         self._progress = progress
-        self._poll_s = min(poll_s, progress.stall_s / 4)
+        self.poll_s = min(poll_s, progress.stall_s / 4)
+        """How often watches look for what only time brings about."""
         self._services: set[str] = {""}
         self._is_closed = False
         self._watchers: set[asyncio.Event] = set()
@@ -68,7 +69,7 @@ class HealthService(health_pb2_grpc.HealthServicer):
                     yield _response(status)
                 if is_last:
                     return
-                await _wait(changed, self._poll_s)
+                await _wait(changed, self.poll_s)
         finally:
             self._watchers.discard(changed)
             unsubscribe()

@@ -144,7 +144,7 @@ async def stream(
 async def abort(bench: Bench, request_id: str, router: int = 0) -> router_pb2.AbortOutcome:
     async with open_channel(bench.mesh.routers[router]) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
-        return (await stub.Abort(router_pb2.AbortRequest(request_id=request_id), timeout=5)).outcome
+        return (await stub.Abort(router_pb2.AbortRequest(request_id=request_id), timeout=60)).outcome
 
 
 async def next_is_right(bench: Bench) -> None:

@@ -293,7 +293,7 @@ async def detokenize(mesh: Mesh, *frames: detokenizer_pb2.DetokenizeRequest) -> 
         await call.done_writing()
         answers: list[object] = []
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 while (answer := await call.read()) is not grpc.aio.EOF:
                     answers.append(answer)
                 code = await call.code()

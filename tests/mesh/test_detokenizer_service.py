@@ -84,7 +84,7 @@ class Conversation:
         await self.call.write(pb.DetokenizeRequest(**fields))
 
     async def read(self) -> pb.DetokenizeResponse:
-        response = await asyncio.wait_for(self.call.read(), 10)
+        response = await asyncio.wait_for(self.call.read(), 60)
         assert response is not grpc.aio.EOF
         return response
 
@@ -95,7 +95,7 @@ class Conversation:
     async def error(self) -> tuple[str, dict[str, str]]:
         """Reason and metadata of the error that ended the stream."""
         with pytest.raises(grpc.aio.AioRpcError) as raised:
-            while await asyncio.wait_for(self.call.read(), 10) is not grpc.aio.EOF:
+            while await asyncio.wait_for(self.call.read(), 60) is not grpc.aio.EOF:
                 pass
             raise grpc.aio.AioRpcError(
                 await self.call.code(), await self.call.initial_metadata(), await self.call.trailing_metadata()
@@ -132,7 +132,7 @@ def num_entries(daemon: Running[DetokenizerDaemon]) -> int:
     return daemon.daemon.num_entries
 
 
-async def until(condition: object, timeout_s: float = 5.0) -> None:
+async def until(condition: object, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # type: ignore[operator]
             await asyncio.sleep(0.01)
@@ -427,7 +427,7 @@ async def test_loading_and_draining_daemons_take_nothing_new(folder: Path) -> No
             ]
             assert not draining.done()
             await stream.send(close_handles=pack_ints([1]))
-            await asyncio.wait_for(draining, 5)
+            await asyncio.wait_for(draining, 60)
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -473,7 +473,7 @@ async def test_the_process_serves_soon(tmp_path: Path) -> None:
     async with process_of("radixmesh.daemons.detokenizer", argv, tmp_path / "address") as (address, _):
         while await check_health(address) != "SERVING":
             await asyncio.sleep(0.02)
-        # 0.7 s on an idle core; the bound leaves room for a busy machine.
-        assert time.monotonic() - start < 8
+        # 0.7 s on an idle core; the bound leaves room for a very busy machine.
+        assert time.monotonic() - start < 40
         async with Conversation(address) as stream:
             assert stream.hello.model.name == "tiny-llama"

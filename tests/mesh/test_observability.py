@@ -155,7 +155,7 @@ async def test_every_daemon_counts_what_it_did(mesh: Mesh) -> None:
 def scrape(mesh: Mesh, service: str) -> dict[str, float]:
     lines = [json.loads(line) for line in mesh.cluster.recent_lines(service) if line.startswith("{")]
     address = [line["metrics"] for line in lines if line["event"] == "listening"][-1]
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     samples = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
     return {name: float(value) for name, _, value in samples}

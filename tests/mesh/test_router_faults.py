@@ -56,7 +56,7 @@ async def run_many(client: AsyncClient, seeds: range, **options: object) -> None
         await asyncio.gather(*(one(seed) for seed in seeds))
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 10) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
@@ -443,7 +443,7 @@ async def test_a_tokenizer_that_hangs_is_not_waited_for() -> None:
         started = asyncio.get_running_loop().time()
         for _ in range(4):
             assert await client.tokenize("the end") == expected
-        assert asyncio.get_running_loop().time() - started < 3
+        assert asyncio.get_running_loop().time() - started < 8, "two of the four would wait for five seconds each"
         server.close()
 
 
@@ -487,6 +487,6 @@ async def test_thousands_that_wait_for_a_scheduler_cost_next_to_nothing() -> Non
             assert len(placed) <= 1, "nothing has changed: nobody is asked ten times a second"
             mesh.fakes[0].reject = None
             await mesh.schedulers[0].start()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 done = await waiting
             assert placed and output.ids.tolist() == done.outputs[0].ids

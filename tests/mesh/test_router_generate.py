@@ -264,6 +264,6 @@ async def test_the_client_without_async() -> None:
 
 
 async def _until(condition) -> None:  # type: ignore[no-untyped-def]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)

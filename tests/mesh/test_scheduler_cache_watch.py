@@ -55,7 +55,7 @@ class CacheWatcher:
         self._task = asyncio.ensure_future(self._read())
 
     async def until_at(self, revision: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while self.revision < revision or not self.is_complete:
                 assert not self._task.done(), self.error
                 await asyncio.sleep(0.01)
@@ -89,7 +89,7 @@ class CacheWatcher:
 
 async def idle(stub: scheduler_pb2_grpc.SchedulerServiceStub) -> scheduler_pb2.GetStateResponse:
     for _ in range(200):
-        state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5)
+        state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=60)
         if not state.load.num_running and not state.load.num_waiting:
             return state
         await asyncio.sleep(0.05)

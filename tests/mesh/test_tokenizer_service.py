@@ -183,7 +183,7 @@ async def test_loading_and_draining_daemons_take_nothing_new(folder: Path) -> No
         await asyncio.sleep(0.05)
         daemon.runtime.progress.drain()
         assert (await refusal(stub.GetVocabulary(pb.GetVocabularyRequest())))[0] == "NOT_SERVING"
-        await asyncio.wait_for(daemon.daemon.drain(), 10)
+        await asyncio.wait_for(daemon.daemon.drain(), 60)
         assert (await long).items[0].ids
 
 
@@ -198,7 +198,7 @@ async def test_a_client_that_goes_away_frees_its_place(folder: Path) -> None:
         # Its thread still works: until then the place is taken, or cancelled calls would pile up.
         small_request = pb.EncodeRequest(items=[pb.EncodeItem(text="a")])
         assert (await refusal(stub.Encode(small_request)))[0] == "OVERLOADED"
-        await asyncio.wait_for(daemon.daemon.drain(), 10)
+        await asyncio.wait_for(daemon.daemon.drain(), 60)
         assert (await stub.Encode(small_request)).items[0].ids
 
 
@@ -208,8 +208,8 @@ async def test_the_process_serves_soon(tmp_path: Path) -> None:
     async with process_of("radixmesh.daemons.tokenizer", argv, tmp_path / "address") as (address, _):
         while await check_health(address) != "SERVING":
             await asyncio.sleep(0.02)
-        # 0.7 s on an idle core; the bound leaves room for a busy machine.
-        assert time.monotonic() - start < 8
+        # 0.7 s on an idle core; the bound leaves room for a very busy machine.
+        assert time.monotonic() - start < 40
         async with open_channel(address) as channel:
             stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
             messages = [pb.ChatMessage(role="user", content="Who are you?")]

@@ -349,15 +349,13 @@ async def test_a_stream_cut_mid_step_completes_before_the_next_claim(tmp_path):
 
 
 async def test_the_loop_answers_while_a_step_runs(tmp_path):
-    slow = {"simulated_time": ClockKind.REAL, "simulated_base_us": 600_000.0}
+    slow = {"simulated_time": ClockKind.REAL, "simulated_base_us": 3_000_000.0}
     async with _worker(tmp_path, **slow) as worker, WorkerClient(worker.address, "a") as client:
         await client.hold(1)
         await client.plan(_first_plan())
-        loop = asyncio.get_running_loop()
-        start = loop.time()
         await client.stub.GetCapabilities(worker_pb2.GetCapabilitiesRequest())
-        assert await check_health(worker.address) == "SERVING"
-        assert loop.time() - start < 0.4
+        assert await check_health(worker.address, 60) == "SERVING"
+        assert worker.daemon.core.ledger.last_completed_step == 0, "the step still runs"
         await client.result()
 
 
@@ -404,7 +402,7 @@ async def test_a_step_that_dies_dumps_its_plan_and_ends_the_process(tmp_path):
         answer = await client.stub.GetCapabilities(worker_pb2.GetCapabilitiesRequest())
         assert answer.capabilities.state == worker_pb2.WORKER_STATE_FAILED
         with pytest.raises(TypeError):
-            await asyncio.wait_for(asyncio.shield(worker.runtime._failed), 5)
+            await asyncio.wait_for(asyncio.shield(worker.runtime._failed), 60)
 
 
 async def test_draining_answers_what_is_in_flight_then_ends_the_stream(tmp_path):
@@ -417,7 +415,7 @@ async def test_draining_answers_what_is_in_flight_then_ends_the_stream(tmp_path)
         worker.runtime.progress.drain()
         draining = asyncio.ensure_future(worker.daemon.drain())
         assert (await client.result()).ids.tolist() == _expected(1)
-        await asyncio.wait_for(draining, 5)
+        await asyncio.wait_for(draining, 60)
         assert (await client.ended()).reason_name == "NOT_SERVING"
 
 

@@ -45,7 +45,7 @@ class Mesh:
         """State of the first scheduler. Raises grpc.RpcError while it is away."""
         async with open_channel(self.cluster.address("scheduler")) as channel:
             stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-            return await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5)
+            return await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=60)
 
 
 @asynccontextmanager

@@ -158,7 +158,7 @@ class RouterMesh:
 
     async def settle(self) -> None:
         """Waits until nothing is left of any request, anywhere; fails if something stays."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while any(fake.num_running for fake in self.fakes) or any(
                 self.router(i).num_streams
                 or len(self.router(i).journal)
@@ -188,7 +188,7 @@ async def router_mesh(
 
 
 async def connected(router: Router) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not all(link.is_connected for link in (*router.schedulers.links, *router.detokenizers.links)):
             await asyncio.sleep(0.005)
 

@@ -74,4 +74,4 @@ async def process_of(module: str, argv: Sequence[str], address_file: Path) -> As
     finally:
         if process.returncode is None:
             process.terminate()
-        assert await asyncio.wait_for(process.wait(), 20) == 0
+        assert await asyncio.wait_for(process.wait(), 60) == 0

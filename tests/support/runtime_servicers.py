@@ -84,6 +84,7 @@ class Bench:
     addresses: tuple[str, ...]
     server: MeshServer
     progress: Progress
+    health: HealthService
     tokenizer: Tokenizer
     detokenizer: Detokenizer
     errors: list[MeshError] = field(default_factory=list)
@@ -95,7 +96,8 @@ async def serving(*listen: str, stall_s: float = 10.0, tls: TlsFiles | None = No
     progress = Progress(stall_s=stall_s)
     progress.loaded()
     errors: list[MeshError] = []
-    server = MeshServer(HealthService(progress), errors.append, tls)
+    health = HealthService(progress)
+    server = MeshServer(health, errors.append, tls)
     tokenizer, detokenizer = Tokenizer(), Detokenizer()
     server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, tokenizer)
     server.add(detokenizer_pb2_grpc.add_DetokenizerServiceServicer_to_server, detokenizer)
@@ -106,6 +108,7 @@ async def serving(*listen: str, stall_s: float = 10.0, tls: TlsFiles | None = No
             addresses=addresses,
             server=server,
             progress=progress,
+            health=health,
             tokenizer=tokenizer,
             detokenizer=detokenizer,
             errors=errors,

@@ -112,7 +112,7 @@ async def metrics_of(address: str) -> dict[str, float]:
     """A daemon's Prometheus samples, `name{labels}` -> value."""
 
     def fetch() -> str:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
             return str(answer.read(), "utf-8")
 
     samples = (line.rpartition(" ") for line in (await asyncio.to_thread(fetch)).splitlines() if line[0] != "#")

@@ -67,13 +67,13 @@ def turn(parent: int | None, ids: list[int], *, out_len: int = 2, delay_s: float
 
 async def test_a_turn_continues_its_parents_answer_after_its_delay() -> None:
     target = ScriptedTarget()
-    load = LoadGenerator(target, [turn(None, [1, 2]), turn(0, [5], delay_s=0.1), turn(1, [6]), turn(0, [7])])
+    load = LoadGenerator(target, [turn(None, [1, 2]), turn(0, [5], delay_s=0.5), turn(1, [6]), turn(0, [7])])
     await load.run()
     prompts = sorted(ids for _, ids in target.sent)
     assert prompts == sorted([[1, 2], [1, 2, 3, 3, 7], [1, 2, 3, 3, 5], [1, 2, 3, 3, 5, 14, 14, 6]])
     by_length = {tuple(ids): at for at, ids in target.sent}
-    assert by_length[1, 2, 3, 3, 5] - by_length[1, 2] >= 0.12
-    assert by_length[1, 2, 3, 3, 7] - by_length[1, 2] < 0.1
+    assert by_length[1, 2, 3, 3, 5] - by_length[1, 2] >= 0.5
+    assert by_length[1, 2, 3, 3, 7] < by_length[1, 2, 3, 3, 5]
     assert (load.num_skipped, load.num_made_up) == (0, 0)
 
 
@@ -121,7 +121,7 @@ async def test_a_gate_neither_loses_nor_makes_places() -> None:
     gate.leave()
     waiting[0].cancel()
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(gate.enter(0), 1)
+    await asyncio.wait_for(gate.enter(0), 60)
     blocked = asyncio.create_task(gate.enter(0))
     await asyncio.sleep(0.01)
     assert not blocked.done()

@@ -48,7 +48,7 @@ def finish(output: Output, num_output: int) -> None:
 
 
 async def take(delivery: Delivery) -> router_pb2.GenerateResponse | None:
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(60):
         return await delivery.take()
 
 

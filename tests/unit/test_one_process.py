@@ -136,4 +136,4 @@ async def test_a_dead_worker_ends_every_output_and_every_later_one() -> None:
                 async for _ in stream:
                     pass
         with pytest.raises(RuntimeError, match="the device is gone"):
-            await asyncio.wait_for(complete(composed, "too late", Stop(max_tokens=5)), 5)
+            await asyncio.wait_for(complete(composed, "too late", Stop(max_tokens=5)), 60)

@@ -40,7 +40,7 @@ def test_the_endpoint_serves_the_registry_and_frees_its_port() -> None:
     metrics = Metrics()
     metrics.output_tokens.inc(7)
     endpoint = serve_metrics(metrics, "127.0.0.1:0")
-    with urllib.request.urlopen(f"http://{endpoint.address}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{endpoint.address}/metrics", timeout=60) as answer:
         text = answer.read()
     endpoint.close()
     assert b"radixmesh_output_tokens_total 7.0" in text
