@@ -198,7 +198,7 @@ async def test_a_missing_command_is_reported_in_the_output(compose_path, make_cl
     async with make_cluster(), asyncio.timeout(60):
         while not any("no-such-command-anywhere" in line and "PATH" in line for _, line in journal.lines):
             await asyncio.sleep(0.02)
-        while not any(name == "a-1" and state == "backoff" for name, state, _ in journal.states):
+        while not any(name == "a-1" and state == "ended" for name, state, _ in journal.states):
             await asyncio.sleep(0.02)
 
 
