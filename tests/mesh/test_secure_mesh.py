@@ -86,7 +86,7 @@ async def test_who_has_no_certificate_reaches_no_daemon(mesh: Mesh, certificates
         replace(tls_of(theirs, "client"), ca_file=client.ca_file),
     )
     asked = [
-        check_health(mesh.cluster.address(service), 3.0, tls=tls) for service in SERVICES for tls in (client, *wrong)
+        check_health(mesh.cluster.address(service), 20.0, tls=tls) for service in SERVICES for tls in (client, *wrong)
     ]
     assert await asyncio.gather(*asked) == ["SERVING", *["UNREACHABLE"] * 3] * len(SERVICES)
     for tls in wrong:
