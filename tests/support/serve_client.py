@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
+from radixmesh.daemons.runtime.arrays import pack_ints, unpack_floats, unpack_ints
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import make_hello
@@ -25,6 +25,8 @@ class Seen:
     attempt: int
     first: int
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[tuple[float, tuple[int, ...], tuple[float, ...]]] = field(default_factory=list)
+    """Of each token that had any: its own, then ids and logprobs of the alternatives."""
     finished: scheduler_pb2.Finished | None = None
     rejected: scheduler_pb2.Rejected | None = None
 
@@ -126,6 +128,8 @@ class ServeClient:
             assert first == seen.first + len(seen.tokens), "a gap or a repetition"
             seen.tokens += ids[start : start + count]
             start += count
+        for row in rows.logprobs:
+            self.seen[handles[row.row]].logprobs += _logprobs_of(row.logprobs)
         for finished in frame.finished:
             assert self.seen[finished.handle].finished is None
             self.seen[finished.handle].finished = finished
@@ -140,17 +144,28 @@ def submit_of(
 ) -> scheduler_pb2.Submit:
     resumed = changes.pop("resumed", [])
     stop = common_pb2.StopParams(max_tokens=int(changes.pop("max_tokens", 8)))  # type: ignore[call-overload]
-    sampling = common_pb2.SamplingParams(temperature=float(changes.pop("temperature", 0.0)), seed=5)  # type: ignore[arg-type]
+    temperature = float(changes.pop("temperature", 0.0))  # type: ignore[arg-type]
+    sampling = changes.pop("sampling", common_pb2.SamplingParams(temperature=temperature, seed=5))
     values = {"request_id": f"{name}-{handle}", "task": common_pb2.TASK_GENERATE, **changes}
     return scheduler_pb2.Submit(
         handle=handle,
         sequence=sequence,
         prompt_ids=pack_ints(prompt),
         resumed_output_ids=pack_ints(resumed),  # type: ignore[arg-type]
-        sampling=sampling,
+        sampling=sampling,  # type: ignore[arg-type]
         stop=stop,
         **values,  # type: ignore[arg-type]
     )
+
+
+def _logprobs_of(message: common_pb2.Logprobs) -> list[tuple[float, tuple[int, ...], tuple[float, ...]]]:
+    own, num = unpack_floats(message.token_logprobs, "own").tolist(), message.num_top
+    ids = unpack_ints(message.top_ids, "top").tolist()
+    top = unpack_floats(message.top_logprobs, "top").tolist()
+    assert len(ids) == len(top) == num * len(own)
+    return [
+        (value, tuple(ids[i * num : (i + 1) * num]), tuple(top[i * num : (i + 1) * num])) for i, value in enumerate(own)
+    ]
 
 
 @asynccontextmanager

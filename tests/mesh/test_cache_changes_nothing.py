@@ -1,0 +1,144 @@
+"""The prefix cache changes no output: scheduler and CPU worker over gRPC, with and without it, both tiny models.
+
+Many requests share long prefixes of different lengths, memory holds a few of them, so that cached pages are evicted and
+running requests retracted all the time. Tokens and logprobs must be the same to the bit, greedy and sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from support.running_daemon import running
+from support.serve_client import Seen, serve_client
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
+from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.worker.__main__ import WorkerDaemon
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+MODELS = Path(__file__).parents[2] / "compose" / "models"
+NUM_TOKENS = 352
+"""KV memory. Five or six requests fill it."""
+MAX_TOKENS = 32
+
+
+class Run(NamedTuple):
+    outputs: list[Seen]
+    state: scheduler_pb2.GetStateResponse
+
+
+class Wish(NamedTuple):
+    prompt: list[int]
+    sampling: common_pb2.SamplingParams
+
+
+def wishes_of(model: str, num: int) -> list[Wish]:
+    """Prompts that begin with one of three texts and leave it at various places; every second one is sampled."""
+    recitations = json.loads((MODELS / model / "recitations.json").read_text())[:3]
+    texts = [recitation["prompt_ids"] + recitation["expected_ids"] for recitation in recitations]
+    wishes = []
+    for i in range(num):
+        text, other = texts[i % 3], texts[(i + 1) % 3]
+        # n = 2 of some prompts, continuations of others.
+        shared = (8, 24, 40, 40, 56)[i // 3 % 5]
+        prompt = text[:shared] + (other[: i % 4] if i % 5 else [])
+        if i % 2:
+            sampling = common_pb2.SamplingParams(temperature=0.9, top_p=0.95, seed=100 + i, num_top_logprobs=3)
+        else:
+            sampling = common_pb2.SamplingParams(temperature=0.0, num_top_logprobs=2)
+        wishes.append(Wish(prompt, sampling))
+    return wishes
+
+
+async def run(
+    model: str, wishes: list[Wish], page_size: int, *, num_tokens: int = NUM_TOKENS, **choices: object
+) -> Run:
+    """All wishes at once. Memory for so many tokens."""
+    worker_settings = WorkerSettings(
+        backend=Backend.CPU,
+        model=MODELS / model,
+        page_size=page_size,
+        num_pages=num_tokens // page_size,
+        num_slots=8,
+        max_total_len=192,
+        cpu_threads=1,
+    )
+    async with running(WorkerDaemon, worker_settings) as worker:
+        settings = SchedulerSettings(
+            workers=(worker.address,),
+            check_invariants=True,
+            **{"chunk_tokens": 24, "grant_ahead_tokens": 1, "growth_tokens": 1, **choices},  # type: ignore[arg-type]
+        )
+        async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
+            handles = [
+                await client.submit(wish.prompt, max_tokens=MAX_TOKENS, sampling=wish.sampling) for wish in wishes
+            ]
+            outputs = await client.over(*handles, timeout_s=240.0)
+            async with open_channel(scheduler.address) as channel:
+                stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+                return Run(outputs, await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=5))
+
+
+def compare(run: Run, plain: Run) -> None:
+    for number, (output, expected) in enumerate(zip(run.outputs, plain.outputs, strict=True)):
+        assert output.tokens == expected.tokens, number
+        assert len(output.logprobs) == len(output.tokens), number
+        assert output.logprobs == expected.logprobs, number
+        assert output.finished is not None and expected.finished is not None
+        assert output.finished.reason == expected.finished.reason, number
+
+
+async def undisturbed(model: str, wishes: list[Wish]) -> Run:
+    """No cache, and memory for all."""
+    plain = await run(model, wishes, 1, num_tokens=4096, cache="none")
+    assert not plain.state.num_retractions and not plain.state.prompt_cached_tokens
+    assert all(seen.finished is not None and seen.finished.error.reason == 0 for seen in plain.outputs)
+    assert sum(len(seen.tokens) for seen in plain.outputs) > 10 * len(wishes)
+    return plain
+
+
+def check_pressure(state: scheduler_pb2.GetStateResponse, *, is_cached: bool) -> None:
+    """A run without pressure proves nothing."""
+    assert state.num_retractions > 0
+    assert not state.num_breaches
+    if is_cached:
+        assert state.evicted_pages > 0 and state.prompt_cached_tokens > 0
+    else:
+        assert not state.prompt_cached_tokens
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
+async def test_outputs_are_the_same_with_and_without_the_cache(model: str) -> None:
+    wishes = wishes_of(model, 18)
+    plain = await undisturbed(model, wishes)
+    cached = await run(model, wishes, 4, cache="radix")
+    check_pressure(cached.state, is_cached=True)
+    compare(cached, plain)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
+async def test_outputs_are_the_same_by_every_cache_page_size_depth_and_order(model: str) -> None:
+    wishes = wishes_of(model, 45)
+    plain = await undisturbed(model, wishes)
+    for page_size in (1, 4, 16):
+        for cache in ("none", "trie", "radix"):
+            run_of = await run(model, wishes, page_size, cache=cache)
+            check_pressure(run_of.state, is_cached=cache != "none")
+            compare(run_of, plain)
+    for depth in ("0", "2", "auto"):
+        for queue_policy in ("lpm", "dfs-weight", "lcfs"):
+            run_of = await run(model, wishes, 1, cache="radix", depth=depth, queue_policy=queue_policy)
+            check_pressure(run_of.state, is_cached=True)
+            compare(run_of, plain)
+    for eviction in ("lfu", "fifo", "priority"):
+        run_of = await run(model, wishes, 4, cache="radix", eviction=eviction, chunk_tokens=7)
+        check_pressure(run_of.state, is_cached=True)
+        compare(run_of, plain)
