@@ -161,7 +161,7 @@ function drawTimeSeries(body, box, panel, series) {
   const hasRight = series.some((line) => line.right);
   new uPlot({
     width: body.clientWidth, height: body.clientHeight, legend: { show: false }, cursor: { show: false },
-    padding: [8, hasRight ? 0 : 12, 0, 0], tzDate: (at) => uPlot.tzDate(new Date(at * 1e3), "Etc/UTC"),
+    padding: [8, hasRight ? 0 : 22, 0, 0], tzDate: (at) => uPlot.tzDate(new Date(at * 1e3), "Etc/UTC"),
     scales: { x: { time: true }, left: { range }, right: { range } },
     axes: [
       { ...axis, size: 24, gap: 3, space: 64,
