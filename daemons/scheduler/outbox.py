@@ -5,20 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
-
 from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import TokenLogprobs
 from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected, TokenRows
+from radixmesh.daemons.scheduler.row_merge import compacted, merge_rows
 from radixmesh.scheduler.v1 import scheduler_pb2
+
+# Parts of rows that wait are merged when they are so many: a reader that is away costs what its tokens take, no more.
+_MOST_PARTS = 64
+# Ids, logprobs and such that wait for one reader: 16 MiB, a quarter of what a message may have.
+_MOST_VALUES = 1 << 22
+_VALUES_AN_EVENT = 64
 
 
 class Outbox:
-    """Pending output of one stream. A reader that is slow gets larger frames, never more of them."""
+    """Pending output of one stream. A reader that is slow gets larger frames, never more of them.
 
-    def __init__(self, owner: int) -> None:
+    One that never reads gets nothing any more once too much waits: is_overfull is set then, and stays.
+    """
+
+    def __init__(self, owner: int, most_values: int = _MOST_VALUES) -> None:
         self.owner = owner
+        self.is_overfull = False
+        self._most_values = most_values
+        self._num_values = 0
         self._rows: list[TokenRows] = []
         self._frame = scheduler_pb2.ServeResponse()
         self._is_empty = True
@@ -28,38 +41,38 @@ class Outbox:
     def add(self, outputs: Outputs) -> None:
         """Takes what of `outputs` is for this stream."""
         owner, frame = self.owner, self._frame
+        if self.is_overfull:
+            return
         for rows in outputs.rows:
             mine = rows.of_owner(owner)
             if len(mine):
-                self._rows.append(mine)
-                self._is_empty = False
+                self._add_rows(mine)
         for finished in outputs.finished:
             if finished.owner == owner:
                 frame.finished.append(_finished(finished))
-                self._is_empty = False
+                self._added(_VALUES_AN_EVENT)
         for rejected in outputs.rejected:
             if rejected.owner == owner:
                 frame.rejected.append(rejected_to_proto(rejected))
-                self._is_empty = False
+                self._added(_VALUES_AN_EVENT)
         for prompt in outputs.prompt_logprobs:
             if prompt.owner == owner:
-                frame.prompt_logprobs.add(
-                    handle=prompt.handle,
-                    first_position=prompt.first_position,
-                    logprobs=_logprobs([prompt.logprobs]),
-                )
-                self._is_empty = False
+                logprobs = _logprobs([prompt.logprobs])
+                frame.prompt_logprobs.add(handle=prompt.handle, first_position=prompt.first_position, logprobs=logprobs)
+                self._added(_VALUES_AN_EVENT + _num_values(prompt.logprobs))
         for vector in outputs.vectors:
             if vector.owner == owner:
                 frame.vectors.add(handle=vector.handle, values=pack_floats(vector.values))
-                self._is_empty = False
+                self._added(_VALUES_AN_EVENT + len(vector.values))
         if not self._is_empty:
             self._ready.set()
 
     def add_frame(self, part: scheduler_pb2.ServeResponse) -> None:
         """Merges answers that are messages already."""
+        if self.is_overfull:
+            return
         self._frame.MergeFrom(part)
-        self._is_empty = False
+        self._added(_VALUES_AN_EVENT + part.ByteSize() // 4)
         self._ready.set()
 
     def push_load(self) -> None:
@@ -75,6 +88,7 @@ class Outbox:
         """The pending frame, tokens merged; empty afterwards. The load is the caller's to add."""
         frame, rows = self._frame, self._rows
         self._frame, self._rows, self._is_empty = scheduler_pb2.ServeResponse(), [], True
+        self._num_values = 0
         self._ready.clear()
         if rows:
             merged, logprobs = merge_rows(rows)
@@ -88,53 +102,29 @@ class Outbox:
                 frame.tokens.logprobs.add(row=row, logprobs=_logprobs(parts))
         return frame
 
+    def _add_rows(self, rows: TokenRows) -> None:
+        self._rows.append(rows)
+        if len(self._rows) > _MOST_PARTS:
+            self._rows = [compacted(self._rows)]
+        self._added(len(rows.ids) + sum(_num_values(logprobs) for logprobs in rows.logprobs.values()))
 
-def merge_rows(parts: Sequence[TokenRows]) -> tuple[TokenRows, dict[int, list[TokenLogprobs]]]:
-    """Rows of several steps as one row per handle, in the order of the steps; logprobs by merged row."""
-    if len(parts) == 1:
-        return parts[0], {row: [value] for row, value in parts[0].logprobs.items()}
-    handles = np.concatenate([part.handles for part in parts])
-    counts = np.concatenate([part.counts for part in parts])
-    ids = np.concatenate([part.ids for part in parts])
-    order = np.argsort(handles, kind="stable")
-    is_new = np.diff(handles[order], prepend=handles[order][0] - 1) != 0
-    heads = np.flatnonzero(is_new)
-    starts = (np.cumsum(counts) - counts)[order]
-    lengths = counts[order]
-    within = np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    first_rows = order[heads]
-
-    def column(name: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        values: np.ndarray[tuple[int], np.dtype[np.int32]] = np.concatenate([getattr(part, name) for part in parts])
-        return values[first_rows]
-
-    merged = TokenRows(
-        owners=column("owners"),
-        handles=column("handles"),
-        attempts=column("attempts"),
-        firsts=column("firsts"),
-        counts=np.add.reduceat(lengths, heads).astype(np.int32),
-        ids=ids[np.repeat(starts, lengths) + within],
-    )
-    return merged, _merged_logprobs(parts, order, is_new)
+    def _added(self, num_values: int) -> None:
+        """So much was added; too much in all is dropped, and so is what comes later."""
+        self._is_empty = False
+        self._num_values += num_values
+        if self._num_values > self._most_values:
+            self.is_overfull = True
+            self._frame, self._rows = scheduler_pb2.ServeResponse(), []
 
 
-def _merged_logprobs(
-    parts: Sequence[TokenRows], order: np.ndarray[tuple[int], np.dtype[np.int64]], is_new: np.ndarray
-) -> dict[int, list[TokenLogprobs]]:
-    if not any(part.logprobs for part in parts):
-        return {}
-    flat: dict[int, TokenLogprobs] = {}
-    offset = 0
-    for part in parts:
-        flat.update({offset + row: value for row, value in part.logprobs.items()})
-        offset += len(part)
-    merged_rows = (np.cumsum(is_new) - 1).tolist()
-    grouped: dict[int, list[TokenLogprobs]] = {}
-    for row, merged_row in zip(order.tolist(), merged_rows, strict=True):
-        if row in flat:
-            grouped.setdefault(merged_row, []).append(flat[row])
-    return grouped
+def stalled() -> MeshError:
+    """Why a stream ends whose reader is away for too long."""
+    message = "this router read nothing for so long that too much waited for it: connect again and submit what is open"
+    return MeshError(ErrorReason.ERROR_REASON_CLIENT_STALLED, message)
+
+
+def _num_values(logprobs: TokenLogprobs) -> int:
+    return int(logprobs.own.size + logprobs.top_ids.size + logprobs.top.size)
 
 
 def _logprobs(parts: Sequence[TokenLogprobs]) -> common_pb2.Logprobs:

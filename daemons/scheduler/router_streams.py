@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.scheduler.outbox import Outbox
+from radixmesh.daemons.scheduler.outbox import Outbox, stalled
 from radixmesh.daemons.scheduler.outputs import Outputs
 
 # A router that lost its connection is back within this time, or its requests are aborted.
@@ -50,11 +50,20 @@ class RouterStreams:
         self._left[stream.owner] = now + _GRACE_S
 
     def expired(self, now: float) -> list[int]:
-        """Owners whose requests are to be aborted now; each is told once."""
+        """Owners whose requests are to be aborted now; each is told once for every reason.
+
+        Streams that left a while ago, and those whose router reads nothing: they are closed, as far as can be told to
+        one that does not read.
+        """
+        stalled_owners = []
+        for stream in self._open.values():
+            if stream.outbox.is_overfull and stream.closed_by is None:
+                stream.close(stalled())
+                stalled_owners.append(stream.owner)
         owners = [owner for owner, deadline in self._left.items() if deadline <= now]
         for owner in owners:
             del self._left[owner]
-        return owners
+        return owners + stalled_owners
 
     def deliver(self, outputs: Outputs) -> None:
         """Puts outputs into the outboxes of those they are for."""

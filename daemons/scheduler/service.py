@@ -147,6 +147,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _apply(self, stream: RouterStream, request: scheduler_pb2.ServeRequest) -> None:
         """One frame, in the order of its fields."""
+        if stream.closed_by is not None:
+            raise stream.closed_by
         planner, now = self._engine.planner, time.monotonic()
         for submit in request.submits:
             try:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Stop
@@ -21,6 +22,7 @@ from radixmesh.daemons.scheduler.outputs import Outputs, TokenRow, rows_of
 from radixmesh.daemons.scheduler.page_pool import PagePool, PageState
 from radixmesh.daemons.scheduler.planner_counters import check_pages
 from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
+from radixmesh.daemons.scheduler.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.step_estimate import StepEstimate
 
 
@@ -159,6 +161,49 @@ def test_a_slow_reader_gets_one_frame_with_every_token_in_order(steps: list[list
     assert not outbox.take(1).HasField("tokens")
 
 
+def _token_row(owner: int, handle: int, first: int) -> TokenRow:
+    ids = as_ints([10 * handle + first])
+    logprobs = TokenLogprobs(
+        own=np.array([-first], np.float32), num_top=1, top_ids=ids.reshape(1, 1), top=np.array([[first]], np.float32)
+    )
+    return TokenRow(owner, handle, 0, first, ids, logprobs if handle == 2 else None)
+
+
+def test_rows_for_a_reader_that_is_away_are_merged_and_none_is_lost() -> None:
+    outbox, num_steps = Outbox(7), 1_000
+    for step in range(num_steps):
+        outbox.add(Outputs(rows=[rows_of([_token_row(7, handle, step) for handle in (1, 2, 3)])]))
+        assert len(outbox._rows) <= 64
+    tokens = outbox.take(1).tokens
+    assert unpack_ints(tokens.handles, "").tolist() == [1, 2, 3]
+    assert unpack_ints(tokens.counts, "").tolist() == [num_steps] * 3
+    ids = unpack_ints(tokens.ids, "").reshape(3, num_steps)
+    assert (ids == 10 * np.array([[1], [2], [3]]) + np.arange(num_steps)).all()
+    (logprobs,) = tokens.logprobs
+    assert logprobs.row == 1
+    assert np.array_equal(np.frombuffer(logprobs.logprobs.token_logprobs, "<f4"), -np.arange(num_steps))
+    assert np.array_equal(unpack_ints(logprobs.logprobs.top_ids, ""), ids[1])
+    assert not outbox.is_overfull and not outbox.take(1).HasField("tokens")
+
+
+def test_a_router_that_never_reads_is_left_with_an_error_and_costs_no_more() -> None:
+    streams = RouterStreams()
+    away, other = streams.open("away"), streams.open("other")
+    away.outbox = Outbox(away.owner, most_values=500)
+    for step in range(400):
+        streams.deliver(Outputs(rows=[rows_of([_token_row(s.owner, 1, step) for s in (away, other)])]))
+        assert sum(len(rows.ids) for rows in away.outbox._rows) <= 500
+    assert not away.outbox.is_overfull and not streams.expired(0.0)
+    for step in range(400, 600):
+        streams.deliver(Outputs(rows=[rows_of([_token_row(s.owner, 1, step) for s in (away, other)])]))
+    assert away.outbox.is_overfull and not away.outbox._rows
+    assert streams.expired(0.0) == [away.owner], "its requests are aborted"
+    assert not streams.expired(0.0), "once"
+    assert away.closed_by is not None and away.closed_by.reason == ErrorReason.ERROR_REASON_CLIENT_STALLED
+    assert other.closed_by is None
+    assert unpack_ints(other.outbox.take(1).tokens.counts, "").tolist() == [600]
+
+
 async def test_rendezvous_waits_for_all_and_answers_all_alike() -> None:
     rendezvous = Rendezvous(3)
 
@@ -181,10 +226,8 @@ async def test_rendezvous_waits_for_all_and_answers_all_alike() -> None:
 
 
 def test_ended_keys_are_remembered_within_bounds() -> None:
-    from radixmesh.daemons.scheduler.submissions import Submissions
-
     world = World()
-    world.planner._submissions = Submissions(max_ended=3)
+    world.planner._submissions._max_ended = 3
     for _ in range(5):
         world.submit([2, 3], stop=Stop(max_tokens=1))
     world.run()
