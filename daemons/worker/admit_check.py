@@ -8,7 +8,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import Admit, Task
-from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS, Limits
 
 
 def check_admit(admit: Admit, limits: Limits) -> None:
@@ -31,6 +31,9 @@ def _check_offered(admit: Admit, limits: Limits) -> None:
 
 
 def _check_vocabulary(admit: Admit, vocab_size: int) -> None:
+    if len(admit.suppressed_ids) > MAX_SUPPRESSED_IDS:
+        message = f"{len(admit.suppressed_ids)} ids are suppressed before min_tokens: {MAX_SUPPRESSED_IDS} at most"
+        raise _invalid("suppressed_ids", message, MAX_SUPPRESSED_IDS)
     bias_ids = np.array([token for token, _ in admit.sampling.logit_bias], np.int32)
     for name, ids in (
         ("prompt_ids", admit.prompt_ids),

@@ -62,11 +62,14 @@ class LaunchedStep:
         self._ready_ns = ready_ns
         self._forward = forward
         self._result: StepResult | None = None
+        self._error: Exception | None = None
 
     @property
     def is_done(self) -> bool:
         """Whether finish() will not wait."""
-        return self._result is not None or self._forward is None or self._forward.running.is_done
+        if self._forward is None or self._result is not None or self._error is not None:
+            return True
+        return self._forward.running.is_done
 
     def wait(self) -> None:
         """Blocks until the device is done, on any thread. Raises what the device says of a step that died."""
@@ -74,14 +77,22 @@ class LaunchedStep:
             self._forward.running.wait()
 
     def finish(self) -> StepResult:
-        """The result; the same one if asked again."""
+        """The result; the same one if asked again, and the same error of a step that died."""
+        if self._error is not None:
+            raise self._error
         if self._result is None:
-            if self._forward is None:
-                self._result = self._builder.build(at_ns=self._ready_ns)
-            else:
-                output = self._executor.settle(self, self._forward)
-                self._result = self._builder.build_forward(self._forward.batch, output)
+            try:
+                self._result = self._finished()
+            except Exception as error:
+                self._error = error
+                raise
         return self._result
+
+    def _finished(self) -> StepResult:
+        if self._forward is None:
+            return self._builder.build(at_ns=self._ready_ns)
+        output = self._executor.settle(self, self._forward)
+        return self._builder.build_forward(self._forward.batch, output)
 
 
 class StepExecutor:

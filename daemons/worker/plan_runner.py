@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,11 +66,12 @@ class PlanRunner:
         self._dump = dump
         self._on_step = on_step
         self._is_epoch_over = True
-        self._is_dead = False
+        self._died_step: int | None = None
+        self._running: deque[LaunchedStep] = deque()
 
     def begin_epoch(self, epoch: int, group_generation: int) -> None:
         """All slots are free, plans of `epoch` run."""
-        if not self._is_dead:
+        if self._died_step is None:
             if self._traces is not None:
                 self._traces.begin_epoch()
             self._executor.begin_epoch(epoch, group_generation)
@@ -92,13 +94,19 @@ class PlanRunner:
             self._is_epoch_over = True
             return DoneJob(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
         except Exception as error:
+            if self._has_one_died():
+                self._is_epoch_over = True
+                return DoneJob(Answer(step_id=step_id))
             return DoneJob(self._died(plan, error))
+        self._running.append(step)
         return RunningPlan(self, plan, step, traced)
 
     def finish(self, plan: worker_pb2.StepPlan, step: LaunchedStep, traced: Sequence[TracedChunk] = ()) -> Answer:
         """The answer to a launched plan; waits for it. None of its own if a step before it died."""
         step_id = plan.header.step_id
-        if self._is_dead:
+        oldest = self._running.popleft()
+        assert oldest is step, "steps finish in the order of their launches"
+        if self._died_step is not None and step_id > self._died_step:
             return Answer(step_id=step_id)
         try:
             result = step.finish()
@@ -126,9 +134,22 @@ class PlanRunner:
             records_to_proto(records, is_last=i == last, namespaces=names) for i, (records, names) in enumerate(parts)
         ]
 
+    def _has_one_died(self) -> bool:
+        """Whether one of the steps that still run died: it may be what made the launch behind it fail.
+
+        Waits for them all; those that did not die answer as ever.
+        """
+        for step in self._running:
+            try:
+                step.finish()
+            except Exception:
+                return True
+        return False
+
     def _died(self, plan: worker_pb2.StepPlan, error: Exception) -> Answer:
-        self._is_epoch_over = self._is_dead = True
+        self._is_epoch_over = True
         epoch, step_id = plan.header.epoch, plan.header.step_id
+        self._died_step = step_id
         path = self._dump.write(plan, error)
         failure = MeshError(
             ErrorReason.ERROR_REASON_STEP_FAILED,

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.logs import get_logger
 
 if TYPE_CHECKING:
     from torch.profiler import profile
+
+_log = get_logger(__name__)
 
 
 class StepProfiler(ABC):
@@ -81,7 +84,11 @@ class TorchProfiler(StepProfiler):
             return
         self._steps_left -= 1
         if self._steps_left == 0:
-            self._last_path = self._finish()
+            try:
+                self._last_path = self._finish()
+            except (OSError, RuntimeError) as error:
+                # Steps go on without a trace: stop() says that none runs.
+                _log.warning("trace_not_written", folder=str(self._folder), error=repr(error))
 
     def _finish(self) -> str:
         running, self._profile = self._profile, None

@@ -1,18 +1,24 @@
 """The GPU's runner on the host, its operations replaced by their references: the same tokens as the CPU worker's."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.plan_driver import PLAIN_OPTIONS, check_same, drive
 
+from radixmesh.daemons.runtime.arrays import as_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 PAGES = 512
 
 
-def _device_runner(page_size: int) -> ModelRunner:
+def _device_runner(page_size: int, **changes: object) -> ModelRunner:
     from radixmesh.daemons.worker.cuda.device import HostDevice
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
 
@@ -30,7 +36,7 @@ def _device_runner(page_size: int) -> ModelRunner:
         use_pdl=False,
         deterministic=False,
     )
-    return load_device_runner(MODEL, settings, HostDevice())
+    return load_device_runner(MODEL, replace(settings, **changes), HostDevice())  # type: ignore[arg-type]
 
 
 def _cpu_runner(page_size: int) -> ModelRunner:
@@ -51,3 +57,57 @@ def _cpu_runner(page_size: int) -> ModelRunner:
 def test_tokens_and_logprobs_are_those_of_the_cpu_worker(page_size, chunk_len, lag):
     want = drive(_cpu_runner(page_size), chunk_len=chunk_len, lag=0, options=PLAIN_OPTIONS)
     check_same(drive(_device_runner(page_size), chunk_len=chunk_len, lag=lag, options=PLAIN_OPTIONS), want)
+
+
+def test_a_slot_with_all_pages_that_it_may_hold_leaves_its_neighbours_tables_alone():
+    """One page more than max_total_len needs may be granted ahead; the last slot's neighbour is the dummy."""
+    runner = _device_runner(1, num_slots=2, max_total_len=16)
+    executor = StepExecutor(runner, num_slots=2, max_tokens_per_step=64)
+    executor.begin_epoch(1)
+    most = executor.limits.max_pages_per_slot
+    pages = {0: np.arange(most, dtype=np.int32), 1: np.arange(100, 100 + most, dtype=np.int32)}
+    admits = tuple(
+        Admit(
+            slot=slot,
+            generation=1,
+            request_id="r",
+            prompt_ids=as_ints([5, 6]),
+            max_total_len=16,
+            sampling=PLAIN_OPTIONS[0],
+        )
+        for slot in pages
+    )
+    executor.run(
+        StepPlan(
+            epoch=1,
+            step_id=1,
+            admits=admits,
+            grants=tuple(Grant(slot=slot, pages=of_slot) for slot, of_slot in pages.items()),
+            chunks=tuple(Chunk(slot=slot, length=2) for slot in pages),
+            decode_set=as_ints([]),
+        )
+    )
+    tables = runner._slots.page_tables  # type: ignore[attr-defined]
+    assert tables[0, :most].tolist() == pages[0].tolist() and tables[1, :most].tolist() == pages[1].tolist()
+    assert (tables[2] == PAGES).all()
+
+
+def test_a_forward_of_nothing_is_a_step():
+    executor = StepExecutor(_device_runner(4), num_slots=8, max_tokens_per_step=64)
+    executor.begin_epoch(1)
+    result = executor.run(StepPlan(epoch=1, step_id=1, decode_set=as_ints([])))
+    assert len(result.counts) == 0 and result.device_start_ns <= result.device_end_ns
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"attention_backend": "magic"}, "attention_backend"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"num_slots": 2**24}, "num_slots"),
+    ],
+)
+def test_settings_that_cannot_be_are_told_by_their_flag(changes, field):
+    with pytest.raises(MeshError) as caught:
+        _device_runner(1, **changes)
+    assert caught.value.metadata["field"] == field

@@ -59,7 +59,8 @@ class LaggingWorld(World):
     def __init__(self, *, lag: int, **choices: object) -> None:
         self.launched: deque[LaunchedStep] = deque()
         self.lag = lag
-        super().__init__(runner_class=LaggingRunner, **choices)  # type: ignore[arg-type]
+        choices.setdefault("runner_class", LaggingRunner)
+        super().__init__(**choices)  # type: ignore[arg-type]
 
     def execute(self) -> bool:
         if self.plans:

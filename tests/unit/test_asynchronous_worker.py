@@ -4,11 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.lagging import LaggingWorld
+from support.lagging import LaggingRunner, LaggingStep, LaggingWorld
 from support.planner_world import VOCAB_SIZE
+from support.plans import admit, chunk, grant
 
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.runtime.step import StepPlan
+from radixmesh.daemons.runtime.step_codec import plan_to_proto
 from radixmesh.daemons.scheduler.request import RequestKey
+from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.plan_runner import PlanRunner
 
 
 def _storm(world: LaggingWorld, rng: np.random.Generator, num_requests: int) -> list:
@@ -73,3 +80,72 @@ def test_a_lagging_result_is_refused_nothing_by_its_successors():
     for record in seconds:
         assert record.tokens == world.expected(record.submission)
         assert record.finished.cached_tokens > 0
+
+
+class _DeadStep(LaggingStep):
+    def output(self):
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+class _DyingRunner(LaggingRunner):
+    """`dies_at`: the launch whose step dies; `refuses_at`: the one that fails as it is launched."""
+
+    dies_at = refuses_at = num_launches = 0
+
+    def launch(self, rows, segments, ready_ns):
+        self.num_launches += 1
+        if self.num_launches == self.refuses_at:
+            raise MemoryError("out of memory")
+        step = super().launch(rows, segments, ready_ns)
+        return _DeadStep(step._output) if self.num_launches == self.dies_at else step
+
+
+def _answers(tmp_path, *, dies_at=0, refuses_at=0, sampling=None):
+    """Of four plans that are launched one behind the other: a prompt, then its decodes."""
+    world = LaggingWorld(lag=0, num_slots=2, num_pages=64, eos_rate=0.0, runner_class=_DyingRunner)
+    world.executor.runner.dies_at, world.executor.runner.refuses_at = dies_at, refuses_at
+    runner = PlanRunner(world.executor, PlanDump(tmp_path, "instance"), lambda: None)
+    runner.begin_epoch(2, 0)
+    parts = {"admits": (admit(0, [5, 6, 7], sampling=sampling),), "grants": (grant(0, range(16)),)}
+    plans = [StepPlan(epoch=2, step_id=1, chunks=(chunk(0, 3),), decode_set=as_ints([]), **parts)]
+    plans += [StepPlan(epoch=2, step_id=step, decode_set=as_ints([0])) for step in (2, 3, 4)]
+    jobs = [runner.launch(plan_to_proto(plan), 0, None) for plan in plans]
+    return [job.finish() for job in jobs]
+
+
+def _kinds(answers):
+    return [
+        "died" if a.died else "result" if a.result else "none" if a.response is None else "refused" for a in answers
+    ]
+
+
+def _check_blamed(answer, tmp_path):
+    assert answer.refusal.reason == common_pb2.ERROR_REASON_STEP_FAILED
+    assert answer.response.refusal.step_id == answer.step_id
+    (dump,) = tmp_path.glob("*.bin")
+    assert dump.name.endswith(f"-2-{answer.step_id}.bin")
+
+
+def test_a_step_that_dies_ends_those_behind_it(tmp_path):
+    answers = _answers(tmp_path, dies_at=2)
+    assert _kinds(answers) == ["result", "died", "none", "none"]
+    _check_blamed(answers[1], tmp_path)
+
+
+def test_the_step_that_died_is_blamed_not_the_one_that_waited_for_it(tmp_path):
+    """Logprobs are told by the host: a decode that wants them waits for the step before as it is launched."""
+    answers = _answers(tmp_path, dies_at=2, sampling=Sampling(temperature=0.0, num_top_logprobs=1))
+    assert _kinds(answers) == ["result", "died", "none", "none"]
+    _check_blamed(answers[1], tmp_path)
+
+
+def test_a_launch_that_fails_behind_a_dead_step_is_not_blamed(tmp_path):
+    answers = _answers(tmp_path, dies_at=2, refuses_at=3)
+    assert _kinds(answers) == ["result", "died", "none", "none"]
+    _check_blamed(answers[1], tmp_path)
+
+
+def test_steps_before_a_launch_that_fails_give_their_results(tmp_path):
+    answers = _answers(tmp_path, refuses_at=3)
+    assert _kinds(answers) == ["result", "result", "died", "none"]
+    _check_blamed(answers[2], tmp_path)

@@ -16,7 +16,9 @@ from radixmesh.daemons.runtime.arrays import IntArray
 
 
 class Mark(ABC):
-    """A place in the device's order of work."""
+    """A place in the device's order of work. made_ns: the host's monotonic time just before it was made."""
+
+    made_ns: int
 
     @property
     @abstractmethod
@@ -64,7 +66,7 @@ class HostMark(Mark):
     """Reached when it was made."""
 
     def __init__(self) -> None:
-        self._at = time.perf_counter()
+        self.made_ns = time.monotonic_ns()
 
     @property
     def is_reached(self) -> bool:
@@ -75,7 +77,7 @@ class HostMark(Mark):
 
     def seconds_since(self, earlier: Mark) -> float:
         assert isinstance(earlier, HostMark)
-        return self._at - earlier._at
+        return (self.made_ns - earlier.made_ns) * 1e-9
 
 
 class HostDevice(Device):
@@ -99,6 +101,7 @@ class HostDevice(Device):
 
 class CudaMark(Mark):
     def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.made_ns = time.monotonic_ns()
         # Blocking: the waiting thread sleeps instead of spinning on a core.
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
@@ -156,8 +159,8 @@ class CudaDevice(Device):
 class DeviceClock:
     """Device times of steps on the host's monotonic clock.
 
-    Each mark is placed by its device time since the one before: a span is exact, and the clocks' drift is made up for
-    whenever the device had nothing to do (a step cannot end later than it was seen to be over).
+    Each mark is placed by its device time since the one before: a span is exact. The clocks' drift is made up for from
+    both sides: a step cannot start before it was launched, nor end later than it was seen to be over.
     """
 
     def __init__(self, origin: Mark) -> None:
@@ -166,7 +169,7 @@ class DeviceClock:
 
     def place(self, start: Mark, end: Mark) -> tuple[int, int]:
         """Times of a step's start and end, ns, both reached. Steps are placed in their order."""
-        start_ns = self._last_ns + int(start.seconds_since(self._last) * 1e9)
+        start_ns = max(self._last_ns + int(start.seconds_since(self._last) * 1e9), start.made_ns)
         end_ns = start_ns + int(end.seconds_since(start) * 1e9)
         late_ns = end_ns - time.monotonic_ns()
         if late_ns > 0:

@@ -65,7 +65,9 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
             "the cuda backend needs an NVIDIA GPU and a CUDA build of torch, and finds none here: use --backend cpu",
             {"feature": "cuda"},
         )
-    runner = load_device_runner(folder, settings, CudaDevice())
+    with fitting("a CUDA context and what other processes hold", "--mem-fraction, or who else uses the GPU"):
+        device = CudaDevice()
+    runner = load_device_runner(folder, settings, device)
     started = time.monotonic()
     with fitting("captured graphs", "--mem-fraction or --num-slots"):
         runner.warm_up()
@@ -77,10 +79,13 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     """The same on any device, not warmed up."""
     dtype = _dtype(settings.dtype)
     where = device.torch_device
+    _attention_name(settings, where)  # A wrong choice is told before the weights are read.
     placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
     with fitting("weights", "the model, or --dtype"):
         model = _load_decoder(folder, placement, settings.load_format)
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
+    _check_tables(settings, length)
+    graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
     memory = MemorySettings(
         mem_fraction=settings.mem_fraction,
         num_pages=settings.num_pages,
@@ -88,6 +93,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
+        graph_rows=graph_rows,
     )
     if where.type == "cuda":
         num_pages = choose_num_pages(memory, model.config, model.kv_layout, dtype, where)
@@ -101,9 +107,10 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
-        graph_rows=default_graph_rows(settings.num_slots) if settings.cuda_graphs else (),
+        graph_rows=graph_rows,
     )
-    return DeviceRunner(device, decoder, pool, create_attention, limits, is_deterministic=settings.deterministic)
+    with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
+        return DeviceRunner(device, decoder, pool, create_attention, limits, is_deterministic=settings.deterministic)
 
 
 def _load_decoder(folder: Path, placement: Placement, load_format: str) -> DecoderModel:
@@ -153,13 +160,8 @@ def _attention(
     dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionCreator:
-    """Checks the choice now, makes it when the page tables are there."""
-    name = settings.attention_backend
-    if name == "auto":
-        name = "triton" if device.type == "cuda" else "torch"
-    if name not in ATTENTION_BACKENDS or (settings.deterministic and name != "triton" and device.type == "cuda"):
-        choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
-        raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
+    """Makes the chosen one when the page tables are there."""
+    name = _attention_name(settings, device)
 
     def create(page_tables: torch.Tensor) -> DeviceAttention:
         if name == "torch":
@@ -175,7 +177,7 @@ def _attention(
             page_size=settings.page_size,
             windows=windows,
             # In deterministic mode the rows of chunks come as decodes too.
-            max_rows=settings.max_tokens_per_step if settings.deterministic else settings.num_slots,
+            max_rows=max(settings.num_slots, settings.max_tokens_per_step if settings.deterministic else 0),
             dtype=dtype,
             device=page_tables.device,
             is_deterministic=settings.deterministic,
@@ -205,6 +207,26 @@ def _flashinfer(
         windows=windows,
     )
     return FlashInferBackend(kernels, dummy_slot=page_tables.shape[0] - 1)
+
+
+def _attention_name(settings: DeviceSettings, device: torch.device) -> str:
+    name = settings.attention_backend
+    if name == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if name not in ATTENTION_BACKENDS or (settings.deterministic and name != "triton" and device.type == "cuda"):
+        choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
+        raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
+    return name
+
+
+def _check_tables(settings: DeviceSettings, max_total_len: int) -> None:
+    """Places in the page tables, and the positions they stand for, are int32 on the device."""
+    positions = (settings.num_slots + 1) * (max_total_len // settings.page_size + 1) * settings.page_size
+    if positions >= 2**31:
+        what = (
+            f"x {max_total_len} tokens of a request pass 2^31 positions: set fewer slots or a shorter --max-total-len"
+        )
+        raise _invalid("num_slots", f"{settings.num_slots} {what}")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -22,7 +22,8 @@ _SPARE_BYTES = 1536 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
-    """mem_fraction: share of the device's memory that weights, work space and KV take together."""
+    """mem_fraction: share of the device's memory that weights, work space and KV take together. graph_rows: sizes of
+    the decode steps that are captured."""
 
     mem_fraction: float
     num_pages: int | None
@@ -30,6 +31,7 @@ class MemorySettings:
     num_slots: int
     max_tokens_per_step: int
     max_total_len: int
+    graph_rows: tuple[int, ...] = ()
 
 
 def choose_num_pages(
@@ -68,9 +70,19 @@ def fitting(what: str, flags: str) -> Iterator[None]:
     """Turns running out of memory inside into a MeshError that names `what` did not fit and the flags to change."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        # What torch's allocator does not hand out itself (contexts, libraries) fails with an error of CUDA's.
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
+            raise
+        raise _does_not_fit(what, flags, _memory_figures()) from error
+
+
+def _memory_figures() -> dict[str, object]:
+    try:
         free, total = torch.cuda.mem_get_info()
-        raise _does_not_fit(what, flags, {"total_bytes": total, "free_bytes": free}) from error
+    except RuntimeError:
+        return {}
+    return {"total_bytes": total, "free_bytes": free}
 
 
 def _work_bytes(settings: MemorySettings, config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -83,11 +95,13 @@ def _work_bytes(settings: MemorySettings, config: DecoderConfig, dtype: torch.dt
     # Page tables and tokens, int32.
     tables = 8 * (settings.num_slots + 1) * settings.max_total_len
     rope = 4 * settings.max_total_len * config.head_dim
-    return rows + logits + tables + rope + _SPARE_BYTES
+    # Every graph keeps the logits that it leaves, in each of its variants (with a shared prefix, and without).
+    graphs = 2 * sum(settings.graph_rows) * config.vocab_size * dtype.itemsize
+    return rows + logits + graphs + tables + rope + _SPARE_BYTES
 
 
 def _does_not_fit(what: str, flags: str, fields: dict[str, object]) -> MeshError:
-    figures = ", ".join(f"{name} {value}" for name, value in fields.items())
+    figures = ", ".join(f"{name} {value}" for name, value in fields.items()) or "no figures to be had"
     return MeshError(
         ErrorReason.ERROR_REASON_INVALID_ARGUMENT,
         f"{what} do not fit the GPU's memory ({figures}): change {flags}",

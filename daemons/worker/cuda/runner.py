@@ -89,7 +89,9 @@ class DeviceRunner(ModelRunner):
         self._device = device
         self._decoder = decoder
         self.pool = pool
-        max_pages = -(-limits.max_total_len // pool.page_size)
+        # What plans may grant at most: `Limits.max_pages_per_slot`. A column less, and the last page of one slot would
+        # be written to the next one's table.
+        max_pages = limits.max_total_len // pool.page_size + 1
         with device.in_order(), torch.inference_mode():
             self._slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
             self._attention = create_attention(self._slots.page_tables)
@@ -161,6 +163,9 @@ class DeviceRunner(ModelRunner):
             step = host_step(rows, segments, bucket or len(rows.slots), self._admissions)
             variant = self._attention.plan(step)
             start = self._device.mark()
+            if not len(rows.slots) and not segments:
+                # Rows there were, but none had room: kernels take no grids of nothing.
+                return RunningDeviceStep(self, start, None, 0)
             views = self._buffer.upload(step, rows, segments)
             if bucket is None:
                 hidden_TD = self._forward(views, variant)

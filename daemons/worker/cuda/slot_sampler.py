@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_STOP_IDS
+from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES
 from radixmesh.daemons.runtime.step import Admit
+from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.kernels.sample import DrawScratch, draw
 from radixmesh.kernels.sample_params import SampleParams
 
-# Ids suppressed before min_tokens: stop ids and the model's own ends.
-_MAX_SUPPRESSED = MAX_STOP_IDS + 64
+_INT32_MAX = 2**31 - 1
 
 
 class Needs(IntFlag):
@@ -41,7 +41,7 @@ class SlotSampler:
             num_slots,
             max_total_len=max_total_len,
             max_biases=MAX_LOGIT_BIASES,
-            max_suppressed=_MAX_SUPPRESSED,
+            max_suppressed=MAX_SUPPRESSED_IDS,
             device=device,
         )
         self._max_rows, self._vocab_size = max_rows, vocab_size
@@ -116,7 +116,7 @@ class SlotSampler:
             (params.prompt_len_S, np.array([len(admit.prompt_ids) for admit in admits], np.int32)),
             (params.num_biases_S, np.array([len(admit.sampling.logit_bias) for admit in admits], np.int32)),
             (params.num_suppressed_S, np.array([len(admit.suppressed_ids) for admit in admits], np.int32)),
-            (params.min_tokens_S, np.array([admit.min_tokens for admit in admits], np.int32)),
+            (params.min_tokens_S, np.array([min(admit.min_tokens, _INT32_MAX) for admit in admits], np.int32)),
         ]
 
     def _send_lists(self, admit: Admit) -> None:

@@ -55,7 +55,9 @@ class TritonAttention(DeviceAttention):
         of = f"{step.admissions} {step.decode_slots.tobytes().hex()}"
         if of != self._shared_of:
             self._shared_of = of
-            tables = step.page_tables[step.decode_slots]
+            # Tables are as wide as the longest request may be: only what is in use is gathered.
+            num_pages = -(-int(step.decode_kv_lens.max()) // self.page_size)
+            tables = step.page_tables[:, :num_pages][step.decode_slots]
             groups = find_shared_prefixes(tables, step.decode_kv_lens, self.page_size)
             self._has_groups = bool(groups)
             if groups:

@@ -1,0 +1,123 @@
+"""The GPU worker's parts that need no GPU: tables by slot, times, what is said when memory does not suffice."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.plans import Steps, admit, chunk, grant, simulated_executor
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cuda import device as device_module
+from radixmesh.daemons.worker.cuda import memory
+from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, Mark
+from radixmesh.daemons.worker.cuda.slot_state import SlotState
+from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
+from radixmesh.daemons.worker.profile import TorchProfiler
+
+
+def test_a_slots_table_holds_what_its_request_was_granted_since_it_was_admitted():
+    state = SlotState(HostDevice(), num_slots=2, max_pages=4, dummy_page=9)
+    tables, num_pages = np.zeros((2, 4), np.int32), np.zeros(2, np.int32)
+    slots = np.array([1, 0], np.int32)
+    for pages in ([[1, 2, 3], [4]], [[1, 2, 3], [4, 5, 6, 7]]):
+        for slot, of_slot in enumerate(pages):
+            tables[slot, : len(of_slot)], num_pages[slot] = of_slot, len(of_slot)
+        state.send(slots, tables, num_pages)
+    state.admitted(admit(0, [3, 8]))
+    tables[0, :2], num_pages[0] = [8, 1], 2
+    state.send(slots, tables, num_pages)
+    assert state.page_tables.tolist() == [[8, 1, 3, 0], [4, 5, 6, 7], [9, 9, 9, 9]]
+    assert state.last_tokens.tolist() == [8, 0, 0]
+
+
+class _Mark(Mark):
+    is_reached = True
+
+    def __init__(self, made_ns, device_s):
+        self.made_ns, self.device_s = made_ns, device_s
+
+    def wait(self):
+        return
+
+    def seconds_since(self, earlier):
+        return self.device_s - earlier.device_s
+
+
+@pytest.mark.parametrize("rate", [1.0, 0.999, 1.001])
+def test_device_times_stay_on_the_hosts_clock_whatever_the_devices_does(monkeypatch, rate):
+    """Ten steps of 10 ms, a second apart, on a device whose clock is wrong."""
+    now_ns = [0]
+    monkeypatch.setattr(device_module.time, "monotonic_ns", lambda: now_ns[0])
+    clock = DeviceClock(_Mark(0, 5.0))
+    last_ns = 0
+    for step in range(1, 11):
+        start_s = float(step)
+        now_ns[0] = int((start_s + 0.0105) * 1e9)
+        marks = (_Mark(int(start_s * 1e9), 5.0 + at * rate) for at in (start_s, start_s + 0.01))
+        start_ns, end_ns = clock.place(*marks)
+        assert start_ns == pytest.approx(start_s * 1e9, abs=1e6) and end_ns <= now_ns[0]
+        assert end_ns - start_ns == pytest.approx(1e7, abs=2e4) and start_ns >= last_ns
+        last_ns = end_ns
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("too much"), RuntimeError("CUDA error: out of memory")])
+@pytest.mark.parametrize("has_context", [True, False])
+def test_what_does_not_fit_is_named_with_the_flag_to_change(monkeypatch, error, has_context):
+    def figures():
+        if not has_context:
+            raise RuntimeError("CUDA error: out of memory")
+        return 7, 11
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", figures)
+    message = r"tables do not fit .*7.*change --num-slots" if has_context else r"tables do not fit .*change --num-slots"
+    with pytest.raises(MeshError, match=message) as caught, memory.fitting("tables", "--num-slots or --mem-fraction"):
+        raise error
+    assert caught.value.reason_name == "INVALID_ARGUMENT"
+    with pytest.raises(RuntimeError, match="a bug"), memory.fitting("tables", "--num-slots"):
+        raise RuntimeError("a bug")
+
+
+def test_graphs_keep_their_logits_and_memory_is_left_for_them():
+    sizes = {"hidden_size": 64, "query_size": 64, "kv_size": 32, "mlp_size": 128, "head_dim": 16, "vocab_size": 1000}
+    config = SimpleNamespace(**sizes)
+    settings = memory.MemorySettings(
+        mem_fraction=0.9, num_pages=None, page_size=1, num_slots=8, max_tokens_per_step=64, max_total_len=128
+    )
+    plain = memory._work_bytes(settings, config, torch.bfloat16)
+    graphs = memory._work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), config, torch.bfloat16)
+    assert graphs - plain == 2 * 15 * 1000 * 2
+
+
+def test_more_suppressed_ids_than_tables_hold_are_refused():
+    steps = Steps(simulated_executor())
+    ids = [5 + i % 90 for i in range(MAX_SUPPRESSED_IDS + 1)]
+    with pytest.raises(MeshError, match="suppressed") as caught:
+        steps.run([], admits=[admit(0, [3], min_tokens=2, suppressed_ids=ids)], grants=[grant(0, [0, 1])])
+    assert caught.value.metadata["max"] == str(MAX_SUPPRESSED_IDS)
+    steps.run(
+        [],
+        admits=[admit(0, [3], min_tokens=2**32 - 1, suppressed_ids=ids[1:])],
+        grants=[grant(0, [0, 1])],
+        chunks=[chunk(0, 1)],
+    )
+
+
+def test_steps_go_on_where_a_trace_cannot_be_written(tmp_path, monkeypatch):
+    class Trace:
+        def start(self):
+            return
+
+        def stop(self):
+            return
+
+        def export_chrome_trace(self, path):
+            raise OSError(28, "No space left on device", path)
+
+    profiler = TorchProfiler(tmp_path)
+    profiler._profile, profiler._steps_left = Trace(), 1
+    profiler.on_step()
+    profiler.on_step()
+    with pytest.raises(MeshError, match="no trace runs"):
+        profiler.stop()
