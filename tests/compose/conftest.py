@@ -36,6 +36,8 @@ def images(engine: Engine) -> Engine:
     """The engine, with both images built from this tree. On an engine of our own the base image is Debian's Python, by
     debootstrap: there is no registry to be counted on."""
     environment = dict(engine.environment)
+    if os.environ.get("RADIXMESH_IMAGES") == "built":
+        return engine  # Whoever says so has built them from what is to be tested.
     if engine.is_ours:
         environment |= {"RADIXMESH_BASE": BASE, "CACHE": str(BASE_CACHE)}
         _timed("base image", [str(COMPOSE / "make_base.sh"), BASE], environment)

@@ -122,30 +122,31 @@ async def test_a_daemon_that_crashes_comes_back_and_no_stream_notices(
 ) -> None:
     container = project.container(service)
     before = project.inspect(container)["RestartCount"]
-    reciting = asyncio.create_task(recite(project, jobs[:8]))
+    of_a_few_seconds = [job for job in jobs if len(job.answers[0].ids) < 600][:4]
+    reciting = asyncio.create_task(recite(project, of_a_few_seconds))
     await asyncio.sleep(0.5)
     await asyncio.to_thread(project.kill_process, container)
     await reciting
     await asyncio.to_thread(project.wait_healthy, container)
     assert project.inspect(container)["RestartCount"] == int(str(before)) + 1
-    await recite(project, jobs[:2])
+    await recite(project, jobs[-2:])
 
 
 async def test_daemons_that_an_operator_kills_or_restarts_serve_again(project: Project, jobs: list[Job]) -> None:
     """`docker kill` counts as an operator's order: the engine leaves the container down until it is started."""
     for service in SERVICES:
         await asyncio.to_thread(project.engine.docker, "kill", project.container(service))
-        reciting = asyncio.create_task(recite(project, jobs[:2]))  # Waits for it.
+        reciting = asyncio.create_task(recite(project, jobs[-2:]))  # Waits for it.
         await asyncio.to_thread(project.compose, "up", "--detach", "--no-build", "--no-recreate", service)
         await reciting
     await asyncio.to_thread(project.compose, "restart", *SERVICES)
     for container in project.containers():
         await asyncio.to_thread(project.wait_healthy, container)
-    await recite(project, jobs)
+    await recite(project, jobs[-4:])
 
 
 async def test_more_tokenizers_are_found_while_serving(project: Project, jobs: list[Job]) -> None:
-    texts = [job for job in jobs if job.prompt is None or isinstance(job.prompt, str)]
+    texts = [job for job in jobs[-6:] if job.prompt is None or isinstance(job.prompt, str)]
     stop = asyncio.Event()
 
     async def keep_reciting() -> int:
