@@ -18,6 +18,8 @@ PY := $(VENV)/bin/python
 # PyPI's own Linux wheel runs on a CPU too but brings some GB of CUDA libraries.
 TORCH_INDEX ?=
 TORCH_CPU ?= torch==2.13.0
+# Runs the kernels' tests without a GPU. torch for CUDA brings the version it needs.
+TRITON_CPU ?= $(if $(filter x86_64,$(shell uname -m)),$(if $(filter Linux,$(shell uname -s)),triton==3.6.0))
 # Where generated stubs are written; the test that compares them writes elsewhere.
 STUBS_OUT ?= src
 # What protos are compared with by the advisory compatibility check.
@@ -40,7 +42,8 @@ $(VENV)/.installed: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "radixmesh needs Python >= 3.11: install it, or name it with PYTHON=..."; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	if ! nvidia-smi -L >/dev/null 2>&1 && ! $(PY) -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null; then \
-		$(PY) -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH_CPU); fi
+		$(PY) -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(TORCH_CPU) && \
+		$(if $(TRITON_CPU),$(PY) -m pip install -q $(TRITON_CPU),true); fi
 	$(PY) -m pip install -q -e '.[test,dev]'
 	touch $@
 
