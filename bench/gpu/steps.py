@@ -165,7 +165,8 @@ def main() -> None:
     parser.add_argument("--prefills", type=int, nargs="*", default=[128, 2048, 8192])
     parser.add_argument("--trace", type=int, default=0, metavar="N")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--no-prefetch", action="store_true")
+    parser.add_argument("--prefetch", action="store_true", help="bring the output projection to the cache early")
+    parser.add_argument("--attention-pdl", action="store_true", help="attention begins while the rotation ends")
     parser.add_argument("--deterministic", action="store_true")
     args = parser.parse_args()
     started = time.perf_counter()
@@ -182,7 +183,8 @@ def main() -> None:
             mem_fraction=0.88,
             cuda_graphs=True,
             use_pdl=not args.no_pdl,
-            use_prefetch=not args.no_prefetch,
+            use_prefetch=args.prefetch,
+            use_attention_pdl=args.attention_pdl,
             deterministic=args.deterministic,
         )
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)

@@ -40,7 +40,10 @@ ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """What the worker's flags of the same names say; num_pages None = as many as fit."""
+    """What the worker's flags of the same names say; num_pages None = as many as fit.
+
+    use_prefetch, use_attention_pdl: no flags yet, since what they gain has not been measured (bench/gpu/steps.py does).
+    """
 
     dtype: str
     attention_backend: str
@@ -54,7 +57,8 @@ class DeviceSettings:
     cuda_graphs: bool
     use_pdl: bool
     deterministic: bool
-    use_prefetch: bool = True
+    use_prefetch: bool = False
+    use_attention_pdl: bool = False
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
@@ -181,7 +185,7 @@ def _attention(
             dtype=dtype,
             device=page_tables.device,
             is_deterministic=settings.deterministic,
-            use_pdl=settings.use_pdl,
+            use_pdl=settings.use_attention_pdl,
         )
 
     return create

@@ -165,7 +165,7 @@ class TritonOps(Ops):
         self,
         *,
         use_pdl: bool = False,
-        use_prefetch: bool = True,
+        use_prefetch: bool = False,
         max_fused_rows: int = 1,
         is_deterministic: bool = False,
     ) -> None:
