@@ -216,9 +216,11 @@ class World:
         assert not self.executor.table.live.any() if hasattr(self.executor.table, "live") else True
 
 
-def new_executor(world: World, *, step_us: float | None = None) -> StepExecutor:
+def new_executor(
+    world: World, *, step_us: float | None = None, runner_class: type[SimulatedRunner] = SimulatedRunner
+) -> StepExecutor:
     """A worker that has just started: no KV, no epochs. step_us: time of a step beyond what its tokens take."""
-    runner = SimulatedRunner(
+    runner = runner_class(
         page_size=world.group.page_size,
         num_pages=world.group.num_pages,
         vocab_size=VOCAB_SIZE,

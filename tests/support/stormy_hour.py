@@ -16,7 +16,10 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.step import StepResult
 from radixmesh.daemons.scheduler.stop_conditions import FinishReason
-from support.planner_world import VOCAB_SIZE, Record, World, new_executor
+from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+from support.lagging import LaggingRunner, LaggingWorld
+from support.planner_world import VOCAB_SIZE, Record, new_executor
 
 NUM_PAGES, NUM_SLOTS, STEP_TOKENS, LONGEST = 480, 12, 96, 200
 # A large model: some tens of thousands of steps an hour.
@@ -27,7 +30,8 @@ FAULTS = ("refuse", "duplicate", "reorder", "delay", "vanish", "lose_worker")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storm:
     """fault_rate: probability of each kind of fault, a step. arrivals_s: requests a second, while it bursts twice as
-    many, while it is calm a tenth. abort_rate: share of requests that somebody gives up on."""
+    many, while it is calm a tenth. abort_rate: share of requests that somebody gives up on. lag: steps that the
+    worker launches before it tells the tokens of one."""
 
     seconds: float
     seed: int
@@ -35,6 +39,7 @@ class Storm:
     fault_rate: float = 0.002
     arrivals_s: float = 4.0
     abort_rate: float = 0.08
+    lag: int = 0
 
 
 class StormyHour:
@@ -43,7 +48,8 @@ class StormyHour:
     def __init__(self, storm: Storm) -> None:
         self.storm = storm
         self.random = random.Random(storm.seed)
-        self.world = World(
+        self.world = LaggingWorld(
+            lag=storm.lag,
             num_pages=NUM_PAGES,
             num_slots=NUM_SLOTS,
             max_tokens_per_step=STEP_TOKENS,
@@ -53,7 +59,7 @@ class StormyHour:
             max_queue=60,
             queue_policy=storm.policy,
         )
-        self.world.executor = new_executor(self.world, step_us=STEP_US)
+        self.world.executor = self._new_executor()
         self.world.begin_epoch()
         self.texts = [[self.random.randrange(2, VOCAB_SIZE) for _ in range(60)] for _ in range(6)]
         self.counts: Counter[str] = Counter()
@@ -129,7 +135,7 @@ class StormyHour:
         """The worker runs its next plan, or something happens instead or besides."""
         world = self.world
         if not world.plans:
-            return False
+            return self._execute(None)
         fault = next((kind for kind in FAULTS if self.random.random() < self.storm.fault_rate), None)
         if fault is not None:
             self.counts[fault] += 1
@@ -143,10 +149,14 @@ class StormyHour:
             self._execute(fault)
         return True
 
-    def _execute(self, fault: str | None) -> None:
-        world = self.world
-        world.execute()
-        self.num_steps += 1
+    def _execute(self, fault: str | None) -> bool:
+        """Launches the next plan, and takes the result of an earlier one. Whether there was anything to do."""
+        world, num_results = self.world, len(self.world.results)
+        self.num_steps += bool(world.plans)
+        if not world.execute():
+            return False
+        if len(world.results) == num_results:
+            return True
         result = world.results[-1]
         world.now += (result.device_end_ns - result.device_start_ns) / 1e9
         if self._held is not None:
@@ -158,6 +168,7 @@ class StormyHour:
             self._held = world.results.pop()
         elif fault == "delay":
             self._lag = self.random.randrange(1, 4)
+        return True
 
     def _process(self) -> None:
         """Takes what results have come, unless they are late."""
@@ -177,6 +188,8 @@ class StormyHour:
         world = self.world
         step_id = world.plans[0].step_id
         world.plans.clear()
+        while world.launched:
+            world.execute()
         self._lag = 0
         if self._held is not None:  # Its successor will never come.
             world.results.append(self._held)
@@ -197,9 +210,14 @@ class StormyHour:
     def _lose_worker(self) -> None:
         """The process died: plans and KV with it. The next one knows no epochs."""
         self.world.plans.clear()
-        self.world.executor = new_executor(self.world, step_us=STEP_US)
+        self.world.launched.clear()
+        self.world.executor = self._new_executor()
         self.world.epoch = 0
         self._begin_epoch()
+
+    def _new_executor(self) -> StepExecutor:
+        runner_class = LaggingRunner if self.storm.lag else SimulatedRunner
+        return new_executor(self.world, step_us=STEP_US, runner_class=runner_class)
 
     def _idle(self) -> None:
         self.world.now = max(self.world.now, min(self._next_arrival_s, self.world.now + 1.0))

@@ -7,6 +7,7 @@ import pytest
 from support.lagging import LaggingRunner, LaggingStep, LaggingWorld
 from support.planner_world import VOCAB_SIZE
 from support.plans import admit, chunk, grant
+from support.stormy_hour import Storm, StormyHour
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import as_ints
@@ -80,6 +81,15 @@ def test_a_lagging_result_is_refused_nothing_by_its_successors():
     for record in seconds:
         assert record.tokens == world.expected(record.submission)
         assert record.finished.cached_tokens > 0
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_a_storm_over_steps_in_flight(lag):
+    """Refusals, lost streams, flushes, aborts and retractions while tokens are not known yet."""
+    hour = StormyHour(Storm(seconds=60.0, seed=lag, fault_rate=0.01, lag=lag))
+    hour.run()
+    assert hour.num_steps > 400 and hour.world.planner.counters.num_breaches == 0
+    assert hour.counts["refuse"] and hour.counts["diverged"] and hour.counts["adopted_tokens"], hour.counts
 
 
 class _DeadStep(LaggingStep):
