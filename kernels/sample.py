@@ -219,6 +219,24 @@ def draw(
     return out
 
 
+def compile_draws(params: SampleParams, vocab_size: int, dtype: torch.dtype) -> None:
+    """Runs every kind of draw once for the dummy slot, so that no request waits for a compiler: for logits of `dtype`.
+
+    Whatever is drawn later, for however many rows, is compiled then.
+    """
+    device = params.seed_S.device
+    scratch = DrawScratch(1, vocab_size, device, has_penalties=True)
+    logits_TV = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+    row_slots_T = torch.full((1,), len(params.seed_S) - 1, dtype=torch.int32, device=device)
+    positions_T = torch.zeros(1, dtype=torch.int32, device=device)
+    for has_penalties in (False, True):
+        for has_sampled, has_filters in ((False, False), (True, False), (True, True)):
+            draw(
+                logits_TV, params, row_slots_T, positions_T, scratch, has_sampled=has_sampled,
+                has_filters=has_filters, has_penalties=has_penalties,
+            )  # fmt: skip
+
+
 def _cut(num_rows: int, vocab_size: int) -> _Cut:
     blocks = triton.cdiv(vocab_size, BLOCK)
     splits = min(max(_PROGRAMS // num_rows, 1), blocks, _MAX_SPLITS)

@@ -11,7 +11,8 @@ from support.device_draws import check_draws, drawn
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
-from radixmesh.kernels.sample import DrawScratch
+from radixmesh.kernels.sample import DrawScratch, compile_draws
+from radixmesh.kernels.sample_params import SampleParams
 
 _NAN, _INF = float("nan"), float("inf")
 _GREEDY = Sampling(temperature=0.0)
@@ -99,6 +100,14 @@ def test_a_draw_does_not_depend_on_the_rows_beside_it(device: torch.device) -> N
     logits = torch.randn(3, 1500, device=device)
     together = drawn(logits, inputs)
     assert together == [drawn(logits[row : row + 1], [inputs[row]])[0] for row in range(3)]
+
+
+def test_compiling_all_draws_changes_nothing(device: torch.device) -> None:
+    params = SampleParams.allocate(2, max_total_len=8, max_biases=2, max_suppressed=2, device=device)
+    before = [getattr(params, name).clone() for name in SampleParams.__slots__]
+    compile_draws(params, 30, torch.bfloat16)
+    for name, array in zip(SampleParams.__slots__, before, strict=True):
+        assert torch.equal(getattr(params, name), array), name
 
 
 def _random_input(generator: np.random.Generator, sampling: Sampling, vocab_size: int = 50) -> SampleInput:
