@@ -29,6 +29,7 @@ class DeviceDecoder:
     ) -> None:
         _check(config)
         self.config = config
+        self.dtype = weights.final_norm_D.dtype
         self._weights = weights
         self._kv = kv
         self._ops = ops

@@ -133,6 +133,7 @@ class DeviceRunner(ModelRunner):
             for length in _WARM_LENGTHS:
                 if length < min(self.max_total_len, self._buffer.max_tokens):
                     self._warm_prefill(length)
+            self._sampler.warm_up(self._decoder.dtype)
             self._device.mark().wait()
 
     def _warm_prefill(self, length: int) -> None:

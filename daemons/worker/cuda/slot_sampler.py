@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES
 from radixmesh.daemons.runtime.step import Admit
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
-from radixmesh.kernels.sample import DrawScratch, draw
+from radixmesh.kernels.sample import DrawScratch, compile_draws, draw
 from radixmesh.kernels.sample_params import SampleParams
 
 _INT32_MAX = 2**31 - 1
@@ -48,6 +48,10 @@ class SlotSampler:
         self._scratch = DrawScratch(max_rows, vocab_size, device, has_penalties=False)
         self._penalty_scratch: DrawScratch | None = None
         self._admitted: dict[int, Admit] = {}
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles every kind of draw from logits of `dtype`."""
+        compile_draws(self._params, self._vocab_size, dtype)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot. What it asks for is sent with the next step."""
