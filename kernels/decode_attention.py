@@ -6,6 +6,7 @@ T rows, H query heads, K KV heads, D head_dim, S tokens of the KV pool. The algo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,7 +18,8 @@ class DecodeWorkspace:
     """Buffers of `plan_decode` and `paged_decode` for up to `max_rows` rows; a few MB, allocated once.
 
     windows: the windows of the model's layers (None: all of the context); a step is planned for all of them.
-    config: None takes `decode_config`. Serves one stream: layers that run at the same time need one workspace each.
+    config: None takes `decode_config`. is_batch_invariant: a row's bits depend on its own sequence alone; costs speed
+    where there are few rows. Serves one stream: layers that run at the same time need one workspace each.
     """
 
     def __init__(
@@ -30,10 +32,11 @@ class DecodeWorkspace:
         dtype: torch.dtype = torch.bfloat16,
         windows: Sequence[int | None] = (None,),
         config: SplitConfig | None = None,
+        is_batch_invariant: bool = False,
     ) -> None:
         device = torch.device(device)
         self.shape = SplitShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self.config = config or decode_config(self.shape, dtype)
+        self.config = replace(config or decode_config(self.shape, dtype), is_whole=is_batch_invariant)
         self.plans = {window: SplitPlan(self.shape, self.config, max_rows, device) for window in windows}
         self.parts = SplitParts(list(self.plans.values()), device)
 

@@ -88,6 +88,7 @@ def split_attention(
         PAGE_SIZE=page_size,
         WINDOW=window,
         MIN_TILES=config.min_tiles,
+        IS_WHOLE=config.is_whole,
         NUM_PROGRAMS=plan.num_programs,
         STAGES=config.num_stages,
         PDL=use_pdl,
@@ -177,6 +178,7 @@ def _split_attention_kernel(
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     MIN_TILES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -219,6 +221,10 @@ def _split_attention_kernel(
         block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
         tile = work - block_work
         last = tl.minimum(tiles, work_end - block_work)
+        if IS_WHOLE:
+            last = tiles
+            # It started in the share of a program before.
+            tile = tl.where(tile > 0, tiles, 0)
         kv_end = tl.load(ends_ptr + unit)
         kv_begin = 0
         if begins_ptr is not None:
@@ -286,7 +292,7 @@ def _split_attention_kernel(
             tl.store(out_ptr + lane_offset, acc.to(out_ptr.dtype.element_ty), mask=is_own)
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
-        else:
+        elif not IS_WHOLE:
             place = 2 * program + (tile == 0).to(tl.int32)
             part_offset = (place * PART_ROWS + m)[:, None] * DP + column_dim[None, :]
             tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])
@@ -313,6 +319,6 @@ def _split_attention_kernel(
                 tl.store(out_ptr + r_lane[:, None] * D + d[None, :], merged.to(out_ptr.dtype.element_ty), mask=is_out)
                 if out_lse_ptr is not None:
                     tl.store(out_lse_ptr + r_lane, merged_lse, mask=is_row)
-        work += last - tile
+        work = block_work + last
         if work >= unit_end * HEAD_BLOCKS:
             unit += 1

@@ -8,8 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Programs whose first unit one program of the planning kernel finds.
+# Programs whose first unit one program of the planning kernel finds, and units that it looks at in one step.
 _PLANNED_AT_ONCE = 16
+_UNITS_AT_ONCE = 1024
 _CPU_PROGRAMS = 3
 
 
@@ -20,6 +21,8 @@ class SplitConfig:
     heads: KV heads of a program. block_n: KV tokens of a tile. min_tiles: a program's least share.
     num_stages: page table -> keys and values -> product is a pipeline of three, whose loads are (num_stages - 1) / 2
     tiles ahead: 3, 5 or 7. programs_per_sm: must all be resident at once, or the last ones wait for the first.
+    is_whole: units are never cut, so that a row's bits depend on nothing but the row. A unit belongs to the program
+    in whose share it starts.
     """
 
     heads: int
@@ -28,6 +31,7 @@ class SplitConfig:
     num_stages: int
     programs_per_sm: int
     min_tiles: int
+    is_whole: bool = False
 
     @property
     def max_registers(self) -> int:
@@ -101,7 +105,7 @@ class SplitPlan:
             LEAST_TILES=least_tiles,
             NUM_PROGRAMS=self.num_programs,
             AT_ONCE=_PLANNED_AT_ONCE,
-            UNITS=max(2, triton.next_power_of_2(self.max_units)),
+            UNITS=min(_UNITS_AT_ONCE, max(2, triton.next_power_of_2(self.max_units))),
         )
 
 
@@ -141,20 +145,46 @@ def _plan_kernel(
     AT_ONCE: tl.constexpr,
     UNITS: tl.constexpr,
 ):
-    unit = tl.arange(0, UNITS)
+    # Once for the total, from which a program's share follows, and once for where units begin.
+    total = 0
+    for begin in range(0, num_units, UNITS):
+        tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS)
+        total += tl.sum(tiles, 0)
+    share = tl.maximum((total * HEAD_BLOCKS + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
+    program = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    first = tl.zeros([AT_ONCE], tl.int32)
+    before = 0
+    if tl.program_id(0) == 0:
+        tl.store(tile_starts_ptr, 0)
+    for begin in range(0, num_units, UNITS):
+        unit = begin + tl.arange(0, UNITS)
+        tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS)
+        ends = before + tl.cumsum(tiles, 0)
+        if tl.program_id(0) == 0:
+            tl.store(tile_starts_ptr + 1 + unit, ends, mask=unit < num_units)
+        is_before = (ends[:, None] * HEAD_BLOCKS <= program[None, :] * share) & (unit < num_units)[:, None]
+        first += tl.sum(is_before.to(tl.int32), 0)
+        before += tl.sum(tiles, 0)
+    tl.store(first_units_ptr + program, tl.minimum(first, num_units - 1), mask=program < NUM_PROGRAMS)
+
+
+@triton.jit
+def _unit_tiles(
+    begins_ptr,
+    ends_ptr,
+    begin,
+    num_units,
+    WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LEAST_TILES: tl.constexpr,
+    UNITS: tl.constexpr,
+):
+    """Tiles of one block of heads of UNITS units from `begin` on; 0 past the last."""
+    unit = begin + tl.arange(0, UNITS)
     is_unit = unit < num_units
     length = tl.load(ends_ptr + unit, mask=is_unit, other=0)
     if begins_ptr is not None:
         length -= tl.load(begins_ptr + unit, mask=is_unit, other=0)
     if WINDOW is not None:
         length = tl.minimum(length, WINDOW)
-    tiles = tl.where(is_unit, tl.maximum((length + BLOCK_N - 1) // BLOCK_N, LEAST_TILES), 0)
-    ends = tl.cumsum(tiles, 0)
-    if tl.program_id(0) == 0:
-        tl.store(tile_starts_ptr, 0)
-        tl.store(tile_starts_ptr + 1 + unit, ends, mask=is_unit)
-    share = tl.maximum((tl.sum(tiles, 0) * HEAD_BLOCKS + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
-    program = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    is_before = (ends[:, None] * HEAD_BLOCKS <= program[None, :] * share) & is_unit[:, None]
-    first = tl.minimum(tl.sum(is_before.to(tl.int32), 0), num_units - 1)
-    tl.store(first_units_ptr + program, first, mask=program < NUM_PROGRAMS)
+    return tl.where(is_unit, tl.maximum((length + BLOCK_N - 1) // BLOCK_N, LEAST_TILES), 0)

@@ -7,6 +7,7 @@ import torch
 from support.paged_pool import PagedPool
 from support.triton_interpreter import DEVICE
 
+from radixmesh.kernels import split_schedule
 from radixmesh.kernels.decode_attention import DecodeWorkspace, paged_decode, paged_decode_reference, plan_decode
 from radixmesh.kernels.split_schedule import SplitConfig
 
@@ -71,6 +72,41 @@ def test_a_share_may_be_cut_anywhere_and_the_workspace_serves_again():
 def test_a_least_share_leaves_programs_without_work():
     workspace = _check([20, 20], config=_config(min_tiles=8))
     assert workspace.plans[None].num_programs * 8 > 2 * 2 * 2
+
+
+def test_a_row_has_the_same_bits_in_any_batch():
+    """Shares of several programs, whose ends would cut the long rows elsewhere in each batch."""
+    lengths = [100, 5, 0, 47, 160, 1]
+    pool = PagedPool.random(lengths, 2, 16, 1, torch.float32)
+    q = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    planes, rest = (pool.keys, pool.values, pool.page_tables), (1, 0.3, None)
+    workspace = DecodeWorkspace(8, 6, 2, 16, DEVICE, torch.float32, config=_config(), is_batch_invariant=True)
+
+    def attend(rows):
+        lens, slots = pool.lengths[rows].contiguous(), pool.slots[rows].contiguous()
+        plan_decode(lens, workspace)
+        got = paged_decode(q[rows].contiguous(), *planes, slots, lens, *rest, workspace)
+        want = paged_decode_reference(q[rows], *planes, slots, lens, *rest)
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-6)
+        return got
+
+    together = attend(list(range(6)))
+    for rows in ([0], [4], [5, 4], [3, 0, 4], [1, 2, 3]):
+        assert torch.equal(attend(rows), together[rows])
+
+
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+def test_more_rows_than_the_plan_looks_at_in_one_step(is_batch_invariant, monkeypatch):
+    monkeypatch.setattr(split_schedule, "_UNITS_AT_ONCE", 4)
+    lengths = [7, 0, 33, 1, 16, 40, 3, 3, 17, 0]
+    pool = PagedPool.random(lengths, 2, 16, 1, torch.float32)
+    q = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    workspace = DecodeWorkspace(
+        12, 6, 2, 16, DEVICE, torch.float32, config=_config(), is_batch_invariant=is_batch_invariant
+    )
+    plan_decode(pool.lengths, workspace)
+    inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, pool.lengths, 1, 0.3, None)
+    torch.testing.assert_close(paged_decode(*inputs, workspace), paged_decode_reference(*inputs), atol=2e-6, rtol=2e-6)
 
 
 def test_wrong_inputs_are_refused():
