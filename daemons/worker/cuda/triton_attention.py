@@ -39,7 +39,9 @@ class TritonAttention(DeviceAttention):
         self.shape = shape
         self.page_size = page_size
         sizes = (max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, dtype)
-        self.workspace = DecodeWorkspace(*sizes, windows=tuple(dict.fromkeys(windows)))
+        self.workspace = DecodeWorkspace(
+            *sizes, windows=tuple(dict.fromkeys(windows)), is_batch_invariant=is_deterministic
+        )
         # A window may end within the prefix; and a row's bits would depend on who shares it.
         can_share = not is_deterministic and set(windows) == {None}
         self.shared = SharedPrefixWorkspace(*sizes) if can_share else None
