@@ -251,10 +251,11 @@ def _split_attention_kernel(
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, HEADS * DP], tl.float32)
         if initial_ptr is not None:
-            is_continued = (tile == 0) & (kv_begin > 0)
-            highest = tl.load(initial_lse_ptr + m_lane, mask=is_query & is_continued, other=LOWEST)
-            total = tl.where(is_query & is_continued, 1.0, 0.0)
-            acc = tl.load(initial_ptr + lane_offset, mask=is_own & is_continued, other=0.0)
+            # Only the unit's first tile continues a prefix.
+            is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
+            highest = tl.load(initial_lse_ptr + m_lane, mask=is_continued, other=LOWEST)
+            total = tl.where(is_continued, 1.0, 0.0)
+            acc = tl.load(initial_ptr + lane_offset, mask=is_own & is_continued[:, None], other=0.0)
 
         keys_block_ptr = keys_ptr + head_block * (HEADS * D)
         values_block_ptr = values_ptr + head_block * (HEADS * D)
