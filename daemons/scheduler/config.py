@@ -39,7 +39,7 @@ class SchedulerSettings(CommonSettings):
     cache: str = setting("radix", f"prefix cache: {', '.join(PREFIX_CACHES)}")
     eviction: str = setting("lru", f"which cached prefix goes first: {', '.join(EVICTION_POLICIES)}")
     queue_policy: str = setting("fcfs", f"order of waiting requests: {', '.join(QUEUE_POLICIES)}")
-    overtaking: float = setting(2.0, "later requests that may pass one by, as a multiple of the line; not of fcfs")
+    overtaking: float = setting(1.0, "later requests that may pass one by, as a multiple of the line; not of fcfs")
     queue_seed: int = setting(0, "seed of the random order")
     max_preemptions: int = setting(4, "times that one request gives way to higher priorities (queue policy priority)")
     hold_tokens: int = setting(32, "a shared prefix of so many tokens that is being computed is waited for")

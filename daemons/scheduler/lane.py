@@ -15,7 +15,7 @@ from radixmesh.daemons.scheduler.request import Request
 
 ProbeRequest = Callable[[Request], Probe]
 
-_PASSED_ANYWAY = 8
+_SHORTEST_LINE = 8
 _FADING = 0.998
 
 
@@ -100,9 +100,9 @@ class SortedLane(Lane):
 class AgedLane(Lane):
     """Any order, with a bound on how often it may pass somebody over; the bound grows with the line.
 
-    A request that comes when n wait is due after n + overtaking * max(n, longest) + 8 admissions, `longest` being the
-    longest line since it was last empty (what was long halves in 350 admissions). Who is due goes first, whoever was
-    due earliest. First come, first served takes n admissions, and `longest` of them for its unluckiest: so the
+    A request that comes when n wait is due after n + overtaking * longest admissions, `longest` being the longest line
+    since it was last empty (what was long halves in 350 admissions; at least 8). Who is due goes first, whoever was due
+    earliest. First come, first served takes n admissions, and `longest` of them for its unluckiest: so the
     unluckiest here wait 1 + overtaking times as long at any load, and seldom that long: not all are passed over that
     are allowed to be. A bound in seconds would be none at little load, and at much load, with every line longer, the
     order of arrival. Who comes back (retracted, held back, after a new epoch) is due as if nobody had been before it.
@@ -122,8 +122,8 @@ class AgedLane(Lane):
         num_before = len(self._due) if is_new else 0
         self._last_arrival = max(self._last_arrival, request.arrival)
         self._longest = max(self._longest, num_before)
-        most_passing = self._overtaking * max(num_before, self._longest if is_new else 0) + _PASSED_ANYWAY
-        self._due[request] = self._num_admitted + num_before + int(most_passing)
+        line = max(self._longest if is_new else 0, _SHORTEST_LINE)
+        self._due[request] = self._num_admitted + num_before + int(self._overtaking * line)
         self._by_due.push(request)
         self._inner.push(request)
 

@@ -29,7 +29,7 @@ class PlannerSettings:
     cache: str = "radix"
     eviction: str = "lru"
     queue_policy: str = "fcfs"
-    overtaking: float = 2.0
+    overtaking: float = 1.0
     queue_seed: int = 0
     max_preemptions: int = 4
     hold_tokens: int = 32

@@ -18,7 +18,7 @@ class QueueSettings:
     order."""
 
     policy: str = "fcfs"
-    overtaking: float = 2.0
+    overtaking: float = 1.0
     seed: int = 0
 
     @property
