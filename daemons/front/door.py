@@ -56,7 +56,6 @@ class Door:
 
     def _on_client(self, client: ConnectionEnd) -> None:
         self._ends.add(client)
-        client.pause()  # Until there is somebody to read it.
         task = asyncio.get_running_loop().create_task(self._connect(client))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
