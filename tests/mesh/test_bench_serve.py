@@ -28,7 +28,7 @@ async def start(*flags: str) -> asyncio.subprocess.Process:
 
 async def bench(*flags: str) -> tuple[int | None, str, str]:
     process = await start(*flags)
-    out, err = await asyncio.wait_for(process.communicate(), 90)
+    out, err = await asyncio.wait_for(process.communicate(), 200)
     return process.returncode, out.decode(), err.decode()
 
 

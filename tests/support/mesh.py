@@ -61,7 +61,7 @@ async def running_mesh(
     detokenizer: Mapping[str, object] | None = None,
     api_key: str = "",
     tls: TlsFiles | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = 150.0,
 ) -> AsyncIterator[Mesh]:
     """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
 
