@@ -20,7 +20,7 @@ from pathlib import Path
 from radixmesh.client import AsyncClient
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_REST_S = 15.0
+_REST_S = 10.0
 
 
 def docker(*arguments: str) -> str:
