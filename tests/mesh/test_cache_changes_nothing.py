@@ -23,8 +23,8 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 MODELS = Path(__file__).parents[2] / "compose" / "models"
-NUM_TOKENS = 352
-"""KV memory. Five or six requests fill it."""
+NUM_TOKENS = 240
+"""KV memory. Three requests that share nothing fill it."""
 MAX_TOKENS = 32
 
 
