@@ -28,21 +28,25 @@ def _ask_fast(address: str, timeout_s: float) -> str | None:
     return ask_plain(address, timeout_s)
 
 
-def _open(address: str) -> "grpc.Channel":
-    """With the files of TLS that the daemon beside us has. Raises MeshError for those that cannot be used."""
+def _open(address: str) -> "grpc.Channel | str":
+    """With the files of TLS that the daemon beside us has; what is wrong with those, in words, where something is."""
     import grpc
 
     options: tuple[tuple[str, int | str], ...] = (("grpc.enable_http_proxy", 0),)
     if not os.environ.get("RADIXMESH_TLS_CA_FILE"):
         return grpc.insecure_channel(address, options=options)
+    from radixmesh.daemons.runtime.errors import MeshError
     from radixmesh.daemons.runtime.tls_credentials import channel_credentials
     from radixmesh.daemons.runtime.tls_files import TlsFiles
 
-    tls = TlsFiles.from_environment(os.environ)
-    name = tls.verified_name(is_unix=address.startswith("unix:"))
-    if name is not None:
-        options = (*options, ("grpc.ssl_target_name_override", name))
-    return grpc.secure_channel(address, channel_credentials(tls), options=options)
+    try:
+        tls = TlsFiles.from_environment(os.environ)
+        name = tls.verified_name(is_unix=address.startswith("unix:"))
+        if name is not None:
+            options = (*options, ("grpc.ssl_target_name_override", name))
+        return grpc.secure_channel(address, channel_credentials(tls), options=options)
+    except MeshError as error:
+        return str(error)
 
 
 def _ask(address: str, timeout_s: float) -> str:
@@ -50,12 +54,9 @@ def _ask(address: str, timeout_s: float) -> str:
     import grpc
     from grpc_health.v1 import health_pb2
 
-    from radixmesh.daemons.runtime.errors import MeshError
-
-    try:
-        opened = _open(address)
-    except MeshError as error:
-        return str(error)
+    opened = _open(address)
+    if isinstance(opened, str):
+        return opened
     with opened as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
