@@ -17,6 +17,7 @@ from radixmesh.daemons.worker.models.kv_layout import KvLayout
 _log = get_logger(__name__)
 
 # Kernels' own memory, libraries' workspaces, fragmentation.
+_MOST_CONTEXTS = 2
 _SPARE_BYTES = 1536 * 2**20
 
 
@@ -61,6 +62,9 @@ def choose_num_pages(
             "--mem-fraction, --max-total-len, --num-slots or --max-tokens-per-step",
             fields,
         )
+    else:
+        # More than every slot can fill twice over is no larger a cache in practice, and a scheduler counts every page.
+        fit = min(fit, _MOST_CONTEXTS * settings.num_slots * -(-settings.max_total_len // settings.page_size))
     _log.info("memory_sized", num_pages=fit, **fields)
     return fit
 
