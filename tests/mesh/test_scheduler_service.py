@@ -440,5 +440,5 @@ class NobodyEnters:
     def begin_plan(self, state: EpochState) -> None:
         self._prefill.begin_plan(state)
 
-    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool) -> None:
+    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool, only: object = None) -> None:
         return
