@@ -181,7 +181,7 @@ def test_no_bytes_break_the_parser(data: bytes) -> None:
 def test_every_reason_has_a_status(name: str) -> None:
     error = MeshError(ErrorReason.Value(name), "what to do", {"field": "f"})
     status = http_status(error)
-    assert status in (400, 404, 408, 409, 413, 429, 499, 500, 503)
+    assert status in (400, 401, 403, 404, 408, 409, 413, 429, 499, 500, 503)
     body = error_body(error)["error"]
     assert isinstance(body, dict)
     assert (body["code"], body["param"]) == (name.removeprefix("ERROR_REASON_"), "f")
