@@ -16,8 +16,8 @@ from radixmesh.daemons.worker.models.kv_layout import KvLayout
 
 _log = get_logger(__name__)
 
-# Kernels' own memory, libraries' workspaces, fragmentation.
 _MOST_CONTEXTS = 2
+# Kernels' own memory, libraries' workspaces, fragmentation.
 _SPARE_BYTES = 1536 * 2**20
 
 
