@@ -176,7 +176,7 @@ async def test_logs_are_json_and_name_the_request(project: Project) -> None:
     request_id = "asked-by-the-log-test"
     async with AsyncClient([project.router]) as client:
         with pytest.raises(Exception, match=r"(?i)deadline"):
-            await client.complete("The Tyger", request_id=request_id, deadline_s=0.05, max_tokens=900, ignore_eos=True)
+            await client.complete("The Tyger", request_id=request_id, deadline_s=1.0, max_tokens=900, ignore_eos=True)
     of_request = []
     for container in project.containers():
         lines = project.logs(container)
