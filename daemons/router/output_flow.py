@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 from radixmesh.common.v1 import common_pb2
@@ -57,6 +58,14 @@ class OutputFlow:
         for output in request.outputs:
             self._release(output)
         self._journal.drop(request)
+        log.info(
+            "request_over",
+            request_id=request.request_id,
+            prompt_tokens=request.num_prompt,
+            output_tokens=sum(len(output.ids) for output in request.outputs),
+            reasons=[_reason_of(output) for output in request.outputs],
+            seconds=round(time.monotonic() - request.accepted, 3),
+        )
 
     def abort(self, request: Request, error: MeshError) -> None:
         """Ends what is unfinished with FINISH_REASON_ABORT; the client gets what there is."""
@@ -269,3 +278,8 @@ def _superseded(error: MeshError) -> MeshError:
     if error.reason != ErrorReason.ERROR_REASON_STALE_ATTEMPT:
         return error
     return MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "the request was resumed by a higher resumption elsewhere")
+
+
+def _reason_of(output: Output) -> str:
+    """How an output ended; "left" where its client did not wait for that."""
+    return "left" if output.ending is None else _reason_label(output.ending)
