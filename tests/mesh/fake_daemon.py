@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,10 +40,11 @@ def main():
     health_pb2_grpc.add_HealthServicer_to_server(Health(), server)
     server.add_insecure_port(os.environ["RADIXMESH_LISTEN"])
     server.start()
-    stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: None if "FAKE_IGNORE_TERM" in os.environ else stopped.set())
+    stopped = []  # No Event: set by a handler that interrupts the thread on its way into wait(), it would deadlock.
+    signal.signal(signal.SIGTERM, lambda *_: None if "FAKE_IGNORE_TERM" in os.environ else stopped.append(True))
     print(f"peers {os.environ.get('FAKE_PEERS', '')}")
-    stopped.wait()
+    while not stopped:
+        time.sleep(0.01)
     print("goodbye")
     server.stop(0)
 
