@@ -88,7 +88,9 @@ test-full: install tools node
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
 test-compose: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/compose $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/compose $(PYTEST_ARGS) || { \
+		echo "=== what failed is run once more"; \
+		OMP_NUM_THREADS=1 $(PY) -m pytest tests/compose --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }
 
 images: install
 	compose/fetch_wheels.sh
