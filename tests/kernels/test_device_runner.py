@@ -1,10 +1,12 @@
 """The GPU's runner on the host, its operations replaced by their references: the same tokens as the CPU worker's."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.plan_driver import PLAIN_OPTIONS, check_same, drive
 
 from radixmesh.daemons.runtime.arrays import as_ints
@@ -13,6 +15,11 @@ from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="the runner on the host draws under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
+)
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 PAGES = 512
