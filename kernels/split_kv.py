@@ -139,6 +139,40 @@ def _merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM:
     return merged / total[:, None], highest + tl.log2(total)
 
 
+@triton.jit
+def _prefetch_tile(
+    keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, tile_starts_ptr, table_stride, unit, work,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Has the keys and values of the tile that a program begins with brought to the L2 cache; nobody waits for them.
+
+    A row's own token is among them and may be on its way there still: what is read later is read from the same cache.
+    """
+    LINES: tl.constexpr = (HEADS * D * keys_ptr.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128
+    LINES_PADDED: tl.constexpr = triton.next_power_of_2(LINES)
+    LINE: tl.constexpr = 128 * 8 // keys_ptr.dtype.element_ty.primitive_bitwidth
+    unit_begin = tl.load(tile_starts_ptr + unit)
+    tiles = tl.load(tile_starts_ptr + unit + 1) - unit_begin
+    head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
+    tile = work - unit_begin * HEAD_BLOCKS - head_block * tiles
+    kv_end = tl.load(ends_ptr + unit)
+    kv_begin = 0
+    if begins_ptr is not None:
+        kv_begin = tl.load(begins_ptr + unit)
+    if WINDOW is not None:
+        kv_begin = tl.maximum(kv_end - WINDOW, 0)
+    # Positions past the end ask for the last one again.
+    position = tl.minimum(kv_begin + tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.maximum(kv_end - 1, 0))
+    table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride
+    token = _token_index(table_ptr, position, position >= 0, PAGE_SIZE)
+    line = tl.minimum(tl.arange(0, LINES_PADDED), LINES - 1) * LINE
+    offset = token[:, None] * (KV_HEADS * D) + head_block * (HEADS * D) + line[None, :]
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [(keys_ptr + offset).to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(asm, "=r,l", [(values_ptr + offset).to(tl.int64)], tl.int32, is_pure=False, pack=1)
+
+
 # One compilation serves all batches: nothing is compiled anew for a batch of 1 or a slice of the slots.
 @triton.jit(
     do_not_specialize=["num_units", "table_stride"],
@@ -193,13 +227,18 @@ def _split_attention_kernel(
     if PDL:
         # What follows may come in beside these programs: few rows leave most of the device to it.
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     num_tiles = tl.load(tile_starts_ptr + num_units) * HEAD_BLOCKS
     share = tl.maximum((num_tiles + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
     work = program * share
     work_end = tl.minimum(work + share, num_tiles)
     unit = tl.load(first_units_ptr + program)
+    if PDL and members_ptr is None:
+        if work < work_end:
+            _prefetch_tile(
+                keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, tile_starts_ptr, table_stride,
+                unit, work, KV_HEADS, D, HEADS, HEAD_BLOCKS, BLOCK_N, PAGE_SIZE, WINDOW,
+            )  # fmt: skip
 
     column = tl.arange(0, HEADS * DP)
     column_head = column // DP
@@ -245,6 +284,10 @@ def _split_attention_kernel(
         is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
         if D != DP:
             is_own = is_own & (column_dim < D)[None, :]
+        if PDL:
+            # Queries, the rows' own keys and values, and parts of prefixes come from the kernels ahead; the rest does
+            # not, and has been read meanwhile.
+            tl.extra.cuda.gdc_wait()
         q = tl.load(q_ptr + lane_offset, mask=is_own, other=0.0)
 
         highest = tl.full([M], LOWEST, tl.float32)
