@@ -3,7 +3,8 @@
     python bench/gpu/mesh.py --workloads decode-256 single-stream --runs 3 > bench/results/h200-dense.json
 
 out_tok_s: output tokens over the time from the submission of the first request to the last token. device_busy: share of
-that time in which steps ran, by the worker's own device times. roofline_share: of the roofline's tokens per second.
+that time in which steps ran, by the worker's own device times. roofline_share: the least time that the GPU's memory and
+arithmetic allow, of the time taken.
 """
 
 from __future__ import annotations
@@ -25,14 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
-from gpu.shapes import write_shape
+from gpu.shapes import workload_roofline_s, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes, cpu_s
 
 from radixmesh.cli.bench.workloads import make_workload
 
-# Tokens per second of the roofline for the 3B shape, and what the peers reach.
-ROOFLINE = {"single-stream": 664.0, "decode-256": 48_388.0, "random": 9_983.0, "shared-prefix": 30_000.0}
 _START_S = 240.0
 _START_EVENTS = ("weights_loaded", "memory_sized", "graphs_captured")
 
@@ -97,7 +96,7 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
         "ms_per_step": round(wall / max(1, after_steps - steps) * 1e3, 3),
         "worker_cores": round((cpu_s(processes.pid("worker")) - cpu["worker"]) / wall, 2),
         "scheduler_cores": round((cpu_s(processes.pid("scheduler")) - cpu["scheduler"]) / wall, 2),
-        "roofline_share": round(tokens / wall / ROOFLINE[name], 4) if args.shape == "llama-3.2-3b" else None,
+        "roofline_share": round(workload_roofline_s(args.shape, prompts, lengths) / wall, 4),
     }
 
 

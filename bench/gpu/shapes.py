@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray
+
+# Ceilings of an H200: bytes a second of memory, FLOP a second in bf16.
+_BYTES_S, _FLOPS = 4.3e12, 770e12
+# Prompts that begin with so many equal tokens are of one group.
+_GROUP_TOKENS = 64
 
 _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
@@ -94,9 +104,40 @@ def kv_bytes_per_token(name: str) -> int:
 
 
 def roofline_s(name: str, *, rows: int, context: int) -> float:
-    """Least seconds of a decode step: weights or products (whichever is longer), and the KV of all rows.
+    """Least seconds of a decode step: weights or products (whichever is longer), and the KV of all rows."""
+    return _products_s(name, rows) + rows * context * kv_bytes_per_token(name) / _BYTES_S
 
-    Ceilings of an H200: 4.3 TB/s, 770 TFLOP/s in bf16.
-    """
-    products = weight_bytes(name) * rows  # 2 bytes a weight, 2 FLOP a weight and row.
-    return max(weight_bytes(name) / 4.3e12, products / 770e12) + rows * context * kv_bytes_per_token(name) / 4.3e12
+
+def workload_roofline_s(name: str, prompts: Sequence[IntArray], lengths: Sequence[int]) -> float:
+    """Least seconds of requests that all come at once: each prompt token computed once per distinct prefix, every step
+    with all requests that are not over, a prefix that requests share read once a step for all of them."""
+    prompt_lens, out_lens = np.array([len(prompt) for prompt in prompts]), np.array(lengths)
+    groups: dict[bytes, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(np.asarray(prompt[:_GROUP_TOKENS]).tobytes(), []).append(index)
+    shared_lens = np.zeros(len(prompts), np.int64)
+    for members in groups.values():
+        shared_lens[members] = _shared_len([prompts[i] for i in members])
+    own_lens = prompt_lens - shared_lens
+    num_computed = sum(int(shared_lens[m[0]]) + int(own_lens[m].sum()) for m in groups.values())
+    seconds = num_computed * weight_bytes(name) / _FLOPS
+    for step in range(int(out_lens.max())):
+        runs = out_lens > step
+        num_read = int((own_lens[runs] + step).sum())
+        num_read += sum(int(shared_lens[m[0]]) for m in groups.values() if runs[m].any())
+        seconds += _products_s(name, int(runs.sum())) + num_read * kv_bytes_per_token(name) / _BYTES_S
+    return seconds
+
+
+def _products_s(name: str, rows: int) -> float:
+    # 2 bytes a weight, 2 FLOP a weight and row.
+    return max(weight_bytes(name) / _BYTES_S, weight_bytes(name) * rows / _FLOPS)
+
+
+def _shared_len(prompts: Sequence[IntArray]) -> int:
+    """Tokens that all of a group begin with; none of a group of one."""
+    if len(prompts) < 2:
+        return 0
+    size = min(len(prompt) for prompt in prompts)
+    differs = np.any(np.stack([prompt[:size] for prompt in prompts]) != prompts[0][:size], axis=0)
+    return int(differs.argmax()) if differs.any() else size
