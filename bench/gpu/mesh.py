@@ -64,7 +64,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "shape": args.shape,
         "start_s": round(started, 2),
-        "start_log": [json.loads(line) for line in log.splitlines() if any(event in line for event in _START_EVENTS)],
+        "start_log": [_short(line) for line in log.splitlines() if any(event in line for event in _START_EVENTS)],
         "workloads": results,
     }
 
@@ -130,6 +130,12 @@ def _get(url: str) -> str:
         return str(answer.read().decode())
 
 
+def _short(line: str) -> dict[str, object]:
+    """A line of the log without where it comes from."""
+    fields = json.loads(line)
+    return {key: value for key, value in fields.items() if key not in ("ts", "level", "daemon", "instance", "logger")}
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -138,7 +144,8 @@ def _free_port() -> int:
 
 def _gpu() -> str:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip() or "no GPU"
+    gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    return f"{gpus[0]} (one of {len(gpus)} in the machine)" if gpus else "no GPU"
 
 
 def main() -> None:
