@@ -1,0 +1,66 @@
+"""cuBLASLt's algorithms against torch, in captured graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from radixmesh.daemons.worker.cuda.cublaslt import CublasLt, Product, ProductShape, check_small_product
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def lt() -> CublasLt:
+    return CublasLt(torch.device("cuda", torch.cuda.current_device()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_small_product_is_that_of_torch(lt: CublasLt, dtype: torch.dtype) -> None:
+    check_small_product(lt, dtype)
+
+
+@pytest.mark.parametrize("is_added", [False, True])
+@pytest.mark.parametrize("num_rows", [2, 16, 64, 256, 300])
+@pytest.mark.parametrize(("num_out", "num_in"), [(5120, 3072), (3072, 8192)])
+def test_every_algorithm_computes_in_a_graph_what_torch_does(
+    lt: CublasLt, num_out: int, num_in: int, num_rows: int, is_added: bool
+) -> None:
+    x_TK, w_NK = _random(num_rows, num_in), _random(num_out, num_in) * num_in**-0.5
+    before_TN = _random(num_rows, num_out)
+    expected_TN = x_TK.float() @ w_NK.float().t() + (before_TN.float() if is_added else 0)
+    product = Product(lt, ProductShape(num_rows, num_out, num_in, torch.bfloat16, is_added))
+    algorithms = product.algorithms(32)
+    assert algorithms
+    for algorithm in algorithms:
+        out_TN = before_TN.clone()
+        assert product.accepts(x_TK, w_NK, out_TN)
+        product.run(algorithm, x_TK, w_NK, out_TN)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out_TN.copy_(before_TN)
+            product.run(algorithm, x_TK, w_NK, out_TN)
+        for _ in range(2):
+            graph.replay()
+            error = float((out_TN.float() - expected_TN).abs().max() / expected_TN.abs().max())
+            assert error < 0.01, (algorithm.order, product.describe(algorithm), error)
+
+
+def test_an_algorithm_serves_other_numbers_of_rows_where_the_library_says_so(lt: CublasLt) -> None:
+    found = Product(lt, ProductShape(256, 5120, 3072, torch.bfloat16)).algorithms(8)
+    num_adopted = 0
+    for num_rows in (224, 160):
+        product = Product(lt, ProductShape(num_rows, 5120, 3072, torch.bfloat16))
+        x_TK, w_NK = _random(num_rows, 3072), _random(5120, 3072) * 3072**-0.5
+        out_TN, expected_TN = _random(num_rows, 5120), x_TK.float() @ w_NK.float().t()
+        for algorithm in filter(None, map(product.adopt, found)):
+            num_adopted += 1
+            product.run(algorithm, x_TK, w_NK, out_TN)
+            error = float((out_TN.float() - expected_TN).abs().max() / expected_TN.abs().max())
+            assert error < 0.01, (algorithm.order, product.describe(algorithm), error)
+    assert num_adopted
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
