@@ -232,7 +232,7 @@ class Product:
 
 
 def check_small_product(lt: CublasLt, dtype: torch.dtype) -> None:
-    """Computes one with each of the algorithms that the library names first. Raises CublasLtError unless torch agrees."""
+    """Computes one with each of the library's first algorithms. Raises CublasLtError unless torch agrees."""
     generator = torch.Generator(lt.device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
