@@ -4,7 +4,7 @@
 
 Starts compose/simulated.yml as local processes and the `prometheus` of PATH with compose/observe/prometheus.yml, sends
 load (chats, a burst, texts, mistakes, a kill, a refused plan), asks every query of the dashboard as Grafana would,
-and draws the panels with uPlot in a headless Chromium. The file is Grafana's, the picture is this tool's.
+and draws the panels with Grafana's components (@grafana/ui) in a headless Chromium. No Grafana server takes part.
 """
 
 from __future__ import annotations
