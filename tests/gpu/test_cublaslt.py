@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from functools import partial
+
 import pytest
 import torch
 
 from radixmesh.daemons.worker.cuda.cublaslt import CublasLt, Product, ProductShape, check_small_product
+from radixmesh.daemons.worker.cuda.product_tuning import GraphStand, MatrixGroup, ProductTuner
 
 pytestmark = pytest.mark.gpu
 
@@ -60,6 +64,28 @@ def test_an_algorithm_serves_other_numbers_of_rows_where_the_library_says_so(lt:
             error = float((out_TN.float() - expected_TN).abs().max() / expected_TN.abs().max())
             assert error < 0.01, (algorithm.order, product.describe(algorithm), error)
     assert num_adopted
+
+
+def test_tuned_products_are_torchs_in_a_graph(lt: CublasLt) -> None:
+    sizes, (num_out, num_in) = (256, 96, 16), (3072, 8192)
+    weights = [_random(num_out, num_in) * num_in**-0.5 for _ in range(4)]
+    tuner = ProductTuner(lt, partial(GraphStand, lt, torch.cuda.Stream()), time.monotonic)
+    products = tuner.tune([MatrixGroup(weights, is_added=False), MatrixGroup(weights, is_added=True)], sizes)
+    assert tuner.num_measured >= 2
+    for num_rows in (*sizes, 40):
+        x_TK, before_TN = _random(num_rows, num_in), _random(num_rows, num_out)
+        expected_TN = x_TK.float() @ weights[0].float().t()
+        added_TN = before_TN.clone()
+        products.linear(x_TK, weights[0])
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            out_TN = products.linear(x_TK, weights[0])
+            added_TN.copy_(before_TN)
+            products.add_linear(x_TK, weights[0], added_TN)
+        graph.replay()
+        for actual_TN, wanted_TN in ((out_TN, expected_TN), (added_TN, expected_TN + before_TN)):
+            assert float((actual_TN.float() - wanted_TN).abs().max() / wanted_TN.abs().max()) < 0.01
 
 
 def _random(*shape: int) -> torch.Tensor:

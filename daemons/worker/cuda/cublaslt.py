@@ -54,10 +54,13 @@ class ProductShape:
 class CublasLt:
     """The library's context on the current CUDA device, and work space that its products share: one stream at a time.
 
-    library: for tests; otherwise the one that torch has loaded. Raises CublasLtError.
+    library: for tests; otherwise the one that torch has loaded. alignment: bytes, of the start of every tensor; what
+    torch allocates on a GPU has 512. Raises CublasLtError.
     """
 
-    def __init__(self, device: torch.device, library: ctypes.CDLL | None = None) -> None:
+    def __init__(
+        self, device: torch.device, library: ctypes.CDLL | None = None, *, alignment: int = _ALIGNMENT
+    ) -> None:
         self.library = library or load_library()
         declare(self.library)
         self._handle = ctypes.c_void_p()
@@ -66,6 +69,7 @@ class CublasLt:
         # Some algorithms keep counters there that they expect, and leave, at zero.
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self.device = device
+        self.alignment = alignment
 
     @property
     def version(self) -> int:
@@ -157,7 +161,7 @@ class Product:
             and w_NK.shape == (shape.num_out, shape.num_in)
             and out_TN.shape == (shape.num_rows, shape.num_out)
             and all(
-                tensor.dtype == shape.dtype and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
+                tensor.dtype == shape.dtype and tensor.is_contiguous() and tensor.data_ptr() % self._lt.alignment == 0
                 for tensor in (x_TK, w_NK, out_TN)
             )
         )
@@ -221,7 +225,7 @@ class Product:
         values: list[tuple[int, ctypes.c_uint64 | ctypes.c_uint32]] = [
             (_PREF_MAX_WORKSPACE_BYTES, ctypes.c_uint64(_WORKSPACE_BYTES)),
             (_PREF_REDUCTION_SCHEME_MASK, ctypes.c_uint32(_REDUCTION_EXACT)),
-            *((attribute, ctypes.c_uint32(_ALIGNMENT)) for attribute in _PREF_MIN_ALIGNMENTS),
+            *((attribute, ctypes.c_uint32(lt.alignment)) for attribute in _PREF_MIN_ALIGNMENTS),
         ]
         for attribute, value in values:
             status = lt.library.cublasLtMatmulPreferenceSetAttribute(
