@@ -31,17 +31,19 @@ _TICK_S = 2.0
 # Shorter pauses are not told of.
 _PAUSE_S = 0.25
 _MAX_FAILURES = 50
+_NUM_OLDEST = 3
 
 
 class Tick(TypedDict):
     """One line. counts: requests by how they ended, totals. pauses: [from, to, 1 if before the first token] on the
-    monotonic clock. answers: probe -> how often which answer came; on the last line only."""
+    monotonic clock. oldest: some of the open requests, in words. answers: probe -> how often which answer came."""
 
     number: int
     counts: dict[str, int]
     failures: list[str]
     pauses: list[tuple[float, float, int]]
     num_open: int
+    oldest: list[str]
     answers: dict[str, dict[str, int]]
     is_last: bool
 
@@ -100,7 +102,8 @@ class Clients:
         self._failures: list[str] = []
         self._pauses: list[tuple[float, float, int]] = []
         self._answers: dict[int, Counter[str]] = {}
-        self._num_open = 0
+        self._open: dict[AsyncStream, tuple[float, Reading]] = {}
+        """Oldest first."""
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -115,14 +118,19 @@ class Clients:
             self._say(is_last=False)
 
     def _say(self, *, is_last: bool) -> None:
-        answers = {str(probe): dict(seen) for probe, seen in self._answers.items()}
+        now, answers = time.monotonic(), {str(probe): dict(seen) for probe, seen in self._answers.items()}
+        oldest = list(self._open.items())[:_NUM_OLDEST]
         tick = Tick(
             number=self._number,
             counts=dict(self._counts),
             failures=self._failures,
             pauses=self._pauses,
-            num_open=self._num_open,
-            answers=answers if is_last else {},
+            num_open=len(self._open),
+            oldest=[
+                f"{_name(reading.job, stream)}, {now - since:.0f} s, {reading.num_tokens} tokens"
+                for stream, (since, reading) in oldest
+            ],
+            answers=answers,
             is_last=is_last,
         )
         print(json.dumps(tick), flush=True)
@@ -133,21 +141,20 @@ class Clients:
             job = self._make.next()
             self._counts["begun"] += 1
             self._counts[f"kind {job.kind}"] += 1
-            self._num_open += 1
-            stream = self._client.generate(job.prompt, **job.options)
+            stream, reading = self._client.generate(job.prompt, **job.options), Reading.of(job)
+            self._open[stream] = (time.monotonic(), reading)
             try:
-                fault = await self._run(job, stream)
+                fault = await self._run(job, stream, reading)
             except Exception as error:  # Whatever it is, it is the finding.
                 fault = repr(error)
             finally:
-                self._num_open -= 1
+                del self._open[stream]
                 self._counts["resumed"] += stream.num_resumptions
             if fault:
                 self._fail(job, stream, fault)
 
-    async def _run(self, job: Job, stream: AsyncStream) -> str:
+    async def _run(self, job: Job, stream: AsyncStream, reading: Reading) -> str:
         """What was wrong; empty = nothing."""
-        reading = Reading.of(job)
         try:
             async with asyncio.timeout(job.leave_after if job.ending is Ending.HANG_UP else None):
                 return await self._read(job, stream, reading)
@@ -193,7 +200,11 @@ class Clients:
     def _fail(self, job: Job, stream: AsyncStream, fault: str) -> None:
         self._counts["failed"] += 1
         if self._counts["failed"] <= _MAX_FAILURES:
-            self._failures.append(f"{job.kind} {job.ending.value} {stream.request_id}: {fault[:500]}")
+            self._failures.append(f"{_name(job, stream)}: {fault[:500]}")
+
+
+def _name(job: Job, stream: AsyncStream) -> str:
+    return f"{job.kind} {job.ending.value} {stream.request_id}"
 
 
 async def main() -> None:

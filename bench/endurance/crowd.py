@@ -41,6 +41,7 @@ class Crowd:
         self._processes: list[asyncio.subprocess.Process] = []
         self._reading: list[asyncio.Task[None]] = []
         self._last: dict[int, Tick] = {}
+        self._is_over = False
         self.failures: list[str] = []
         self.pauses: list[tuple[float, float, int]] = []
         """(from, to, 1 if before the first token), on the monotonic clock."""
@@ -56,6 +57,7 @@ class Crowd:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over = True
         for process in self._processes:
             if process.returncode is None:
                 process.kill()
@@ -75,8 +77,13 @@ class Crowd:
         return sum(tick["num_open"] for tick in self._last.values())
 
     @property
+    def oldest(self) -> list[str]:
+        """Some of those that are open, in words."""
+        return [words for tick in self._last.values() for words in tick["oldest"]]
+
+    @property
     def answers(self) -> dict[str, Counter[str]]:
-        """Probe -> how often which answer came; complete once all processes have ended."""
+        """Probe -> how often which answer came."""
         merged: dict[str, Counter[str]] = {}
         for tick in self._last.values():
             for probe, seen in tick["answers"].items():
@@ -121,6 +128,8 @@ class Crowd:
             self.failures += tick["failures"]
             self.pauses += [(a, b, is_first) for a, b, is_first in tick["pauses"]]
         code = await process.wait()
+        if self._is_over:
+            return  # Killed with requests open: num_open tells of those.
         if code or number not in self._last or not self._last[number]["is_last"]:
             log = (self._folder / f"client-{number}.log").read_text()[-2000:]
             self.failures.append(f"client process {number} ended with {code}: {log}")

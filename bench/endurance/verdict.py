@@ -71,19 +71,21 @@ class AtRest:
         return faults
 
 
-def request_faults(counts: Counter[str], failures: Sequence[str], num_open: int) -> list[str]:
-    """What clients saw."""
+def request_faults(
+    counts: Counter[str], failures: Sequence[str], num_open: int, oldest: Sequence[str] = ()
+) -> list[str]:
+    """What clients saw. oldest: some of the open ones, in words."""
     faults = [f"a request failed: {failure}" for failure in failures[:10]]
     if counts["failed"] or len(failures) > 10:
         faults.append(f"{max(counts['failed'], len(failures))} failures in all")
     if num_open:
-        faults.append(f"{num_open} requests did not end")
+        faults.append(f"{num_open} requests did not end: {'; '.join(oldest) or 'no names'}")
     if counts["resumed"]:
         faults.append(f"{counts['resumed']} streams broke, though no router was killed")
     if not counts["finished"]:
         faults.append("no request finished")
     lost = counts["begun"] - counts["finished"] - counts["aborted"] - counts["failed"] - num_open
-    if lost:
+    if lost > 0:
         faults.append(f"{lost} requests of which nobody knows")
     return faults
 

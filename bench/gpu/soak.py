@@ -62,6 +62,7 @@ _REST_S = 10.0
 _LONGEST_QUIET = 4
 # Of the last kill: time to be felt before no request begins any more.
 _LAST_KILL_S = 15.0
+_BETWEEN_KILLS_S = 10.0
 
 
 class Soak:
@@ -141,18 +142,14 @@ class Soak:
             factor *= 2
 
     async def _kill_all(self, until: float) -> None:
-        """The scheduler every --kill-s, a little later or earlier; the worker once, between two of those."""
-        draw, period = random.Random(self._args.seed), self._args.kill_s
-        moments = []
-        number = 1
-        while number * period < until - self._began - _LAST_KILL_S:
-            moments.append((number * period + draw.uniform(-0.05, 0.05) * period, "scheduler"))
-            number += 1
-        if self._args.kill_worker:
-            half = (until - self._began) / 2
-            moments.append((period * (round(half / period - 0.5) + 0.5), "worker"))
-        for moment, service in sorted(moments):
-            await asyncio.sleep(self._began + moment - time.monotonic())
+        """What is to die by _kill_moments, and what came of it."""
+        args, back = self._args, self._began
+        for moment, service in _kill_moments(until - self._began, args.kill_s, args.seed, with_worker=args.kill_worker):
+            # A worker that took long to come back needs KV that its next scheduler can take over.
+            at = max(self._began + moment, back + min(_BETWEEN_KILLS_S, args.kill_s / 2))
+            if at > until - _LAST_KILL_S:
+                break
+            await asyncio.sleep(at - time.monotonic())
             with suppress(Exception):  # What is away at that moment cannot be asked; nobody has counted then either.
                 self._breaches += (await self.mesh.state()).num_breaches
             try:
@@ -160,6 +157,8 @@ class Soak:
             except Exception as error:  # The run goes on: what becomes of its requests is the question.
                 self._problems.append(f"kill of the {service} at {moment:.0f} s: {error!r}")
                 continue
+            finally:
+                back = time.monotonic()
             self._tell({"killed": kill["service"], "back_s": kill["back_s"], "adopted": kill["adopted_tokens"]})
 
     async def _sample(self, crowd: Crowd) -> None:
@@ -222,7 +221,7 @@ class Soak:
         drift = drift_of(warm, self._began, _PROGRESS_S)
         bounds = Bounds(mb_min=args.growth_mb_min, gpu_mb=args.growth_gpu_mb, drift=args.drift)
         mismatches = sum(seen.total() - max(seen.values()) for seen in crowd.answers.values())
-        problems = self._problems + request_faults(counts, crowd.failures, crowd.num_open)
+        problems = self._problems + request_faults(counts, crowd.failures, crowd.num_open, crowd.oldest)
         if mismatches and self._is_deterministic:
             problems.append(f"{mismatches} answers to probes differ from others to the same")
         if self._breaches:
@@ -266,6 +265,17 @@ class Soak:
 
         ends = [*(kill.at for kill in self.mesh.kills[1:]), float("inf")]
         return [row(kill, end) for kill, end in zip(self.mesh.kills, ends, strict=False)]
+
+
+def _kill_moments(seconds: float, period: float, seed: int, *, with_worker: bool) -> list[tuple[float, str]]:
+    """(seconds since the start, service), in order: the scheduler every `period`, a little later or earlier; the worker
+    once, at about half time, between two of those."""
+    draw = random.Random(seed)
+    numbers = range(1, int(seconds / period) + 1)
+    moments = [(period * (number + draw.uniform(-0.05, 0.05)), "scheduler") for number in numbers]
+    if with_worker:
+        moments.append((period * (round(seconds / 2 / period - 0.5) + 0.5), "worker"))
+    return sorted(moments)
 
 
 def _flags(texts: list[str]) -> dict[str, str]:
