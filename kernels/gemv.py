@@ -25,6 +25,7 @@ from torch.nn import functional
 
 from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.rms_norm import rms_norm_reference
+from radixmesh.kernels.row_scale import row_scale_reference
 
 MAX_ROWS = 8
 """Most rows of x: beyond, a tensor core product is faster."""
@@ -96,16 +97,21 @@ def _row_chunks(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.conste
 
 
 @triton.jit
-def _normed(x_chunks, norm_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
-    """RMSNorm of a row, rounded as `rms_norm` does."""
-    dtype = x_chunks[0].dtype
+def _scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
+    """The factor of RMSNorm of a row, [1] float32."""
     squares = x_chunks[0].to(tl.float32) * x_chunks[0].to(tl.float32)
     for chunk in tl.static_range(1, CHUNKS):
         squares += x_chunks[chunk].to(tl.float32) * x_chunks[chunk].to(tl.float32)
-    scale = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+    return tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+
+
+@triton.jit
+def _normed(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
+    """RMSNorm of a row by its factor, rounded as `rms_norm` does."""
+    dtype = x_chunks[0].dtype
     normed = ()
     for chunk in tl.static_range(CHUNKS):
-        unit = (x_chunks[chunk].to(tl.float32) * scale).to(dtype).to(tl.float32)
+        unit = (x_chunks[chunk].to(tl.float32) * scale[:, None]).to(dtype).to(tl.float32)
         normed = normed + ((unit * norm_chunks[chunk].to(tl.float32)).to(dtype),)
     return normed
 
@@ -123,7 +129,8 @@ def _dots(tiles, x_chunks, CHUNKS: tl.constexpr):
 def _gemv_kernel(
     x_ptr, w_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, N, eps, M: tl.constexpr, K: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr, IS_GATED: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GDC: tl.constexpr,
+    IS_NORMED: tl.constexpr, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_GDC: tl.constexpr,
 ):  # fmt: skip
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -142,13 +149,18 @@ def _gemv_kernel(
         tl.extra.cuda.gdc_wait()
     for m in tl.static_range(M):
         x_chunks = _row_chunks(x_ptr + m * K, K, BLOCK_K, CHUNKS)
+        scale = 1.0
+        if IS_NORMED:
+            scale = _scale(x_chunks, eps, K, CHUNKS)
         if HAS_NORM:
-            x_chunks = _normed(x_chunks, norm_chunks, eps, K, CHUNKS)
-        result = _dots(tiles, x_chunks, CHUNKS)
+            x_chunks = _normed(x_chunks, norm_chunks, scale, CHUNKS)
+            scale = 1.0
+        # Without a weight of the norm its factor is left to the end.
+        result = _dots(tiles, x_chunks, CHUNKS) * scale
         dtype = x_ptr.dtype.element_ty
         if IS_GATED:
             gate = result.to(dtype).to(tl.float32)
-            up = _dots(up_tiles, x_chunks, CHUNKS).to(dtype).to(tl.float32)
+            up = (_dots(up_tiles, x_chunks, CHUNKS) * scale).to(dtype).to(tl.float32)
             result = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
         if HAS_BIAS:
             result += tl.load(bias_ptr + rows, mask=mask, other=0.0).to(tl.float32)
@@ -164,18 +176,19 @@ def linear(
     bias_N: torch.Tensor | None = None,
     residual_TN: torch.Tensor | None = None,
     norm_weight_K: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = None,
     out: torch.Tensor | None = None,
     *,
     use_pdl: bool = False,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """x @ w^T, [T, N], of 1 to MAX_ROWS rows; with bias, with residual added, with x first RMS-normalised, as given.
+    """x @ w^T, [T, N], of 1 to MAX_ROWS rows; with bias, with residual added, as given. With `eps` x is first
+    RMS-normalised, and multiplied by `norm_weight` where there is one.
 
     All of one dtype (float32, float16, bfloat16) and contiguous; `out` may be float32, and may be the residual itself.
-    float32 sums; the product is rounded to the dtype before the residual is added. Rows of `norm_weight` are rounded
-    as in `rms_norm`. `use_pdl` as in `rms_norm`, and weights, norm weight included, are read without waiting: no
-    kernel ahead may be writing them. `config` overrides the tuned one.
+    float32 sums; the product is rounded to the dtype before the residual is added. Rows times `norm_weight` are
+    rounded as in `rms_norm`, without it they are not. `use_pdl` as in `rms_norm`, and weights, norm weight included,
+    are read without waiting: no kernel ahead may be writing them. `config` overrides the tuned one.
     """
     num_out, num_in = w_NK.shape
     _check(x_TK, w_NK, norm_weight_K)
@@ -194,7 +207,7 @@ def gate_up_silu(
     x_TK: torch.Tensor,
     w_2FK: torch.Tensor,
     norm_weight_K: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = None,
     out: torch.Tensor | None = None,
     *,
     use_pdl: bool = False,
@@ -220,16 +233,20 @@ def linear_reference(
     bias_N: torch.Tensor | None = None,
     residual_TN: torch.Tensor | None = None,
     norm_weight_K: torch.Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = None,
 ) -> torch.Tensor:
     """What `linear` computes, in torch."""
-    x_TK = x_TK if norm_weight_K is None else rms_norm_reference(x_TK, norm_weight_K, eps)
-    product_TN = functional.linear(x_TK, w_NK, bias_N)
+    if eps is not None and norm_weight_K is None:
+        product_TN = functional.linear(x_TK.float(), w_NK.float()) * row_scale_reference(x_TK, eps)
+        product_TN = (product_TN if bias_N is None else product_TN + bias_N).to(x_TK.dtype)
+    else:
+        x_TK = x_TK if norm_weight_K is None or eps is None else rms_norm_reference(x_TK, norm_weight_K, eps)
+        product_TN = functional.linear(x_TK, w_NK, bias_N)
     return product_TN if residual_TN is None else product_TN + residual_TN
 
 
 def gate_up_silu_reference(
-    x_TK: torch.Tensor, w_2FK: torch.Tensor, norm_weight_K: torch.Tensor | None = None, eps: float = 1e-6
+    x_TK: torch.Tensor, w_2FK: torch.Tensor, norm_weight_K: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """What `gate_up_silu` computes, in torch."""
     gate_TF, up_TF = linear_reference(x_TK, w_2FK, None, None, norm_weight_K, eps).chunk(2, dim=-1)
@@ -264,18 +281,20 @@ def _launch(
     residual_TN: torch.Tensor | None,
     out: torch.Tensor,
     shape: Shape,
-    eps: float,
+    eps: float | None,
     use_pdl: bool,
     config: GemvConfig | None,
 ) -> None:
+    assert norm_weight_K is None or eps is not None, "a norm's weight without its eps"
     itemsize = x_TK.element_size()
     config = config or default_config(shape, itemsize)
     # Warps lie side by side along K: each thread's 16 bytes of x meet its 16 bytes of every row.
     block_k = _LANES * config.num_warps * _LOAD_BYTES // itemsize
     _gemv_kernel[(triton.cdiv(shape.num_out, config.rows),)](
         x_TK, w_NK, x_TK if norm_weight_K is None else norm_weight_K, x_TK if bias_N is None else bias_N,
-        x_TK if residual_TN is None else residual_TN, out, shape.num_out, eps, M=x_TK.shape[0], K=shape.num_in,
+        x_TK if residual_TN is None else residual_TN, out, shape.num_out, eps or 0.0, M=x_TK.shape[0], K=shape.num_in,
         BLOCK_N=config.rows, BLOCK_K=block_k, CHUNKS=triton.cdiv(shape.num_in, block_k), IS_GATED=shape.is_gated,
-        HAS_NORM=norm_weight_K is not None, HAS_BIAS=bias_N is not None, HAS_RESIDUAL=residual_TN is not None,
-        HAS_GDC=has_gdc(x_TK.device), num_warps=config.num_warps, launch_pdl=use_pdl, maxnreg=config.max_registers,
+        IS_NORMED=eps is not None, HAS_NORM=norm_weight_K is not None, HAS_BIAS=bias_N is not None,
+        HAS_RESIDUAL=residual_TN is not None, HAS_GDC=has_gdc(x_TK.device), num_warps=config.num_warps,
+        launch_pdl=use_pdl, maxnreg=config.max_registers,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""RMSNorm of rows (Zhang and Sennrich 2019), alone or after adding to the residual stream. T rows, D features."""
+"""RMSNorm of rows (Zhang and Sennrich 2019). T rows, D features."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from radixmesh.kernels.row_scale import row_scale_reference
+
 _MAX_FEATURES = 1 << 16  # One program holds a row.
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, residual_ptr, w_ptr, out_ptr, x_stride, out_stride, D, eps, BLOCK_D: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, x_stride, out_stride, D, eps, BLOCK_D: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     features = tl.arange(0, BLOCK_D)
@@ -23,10 +24,6 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + features, mask=mask, other=0.0)
     dtype = x.dtype
-    if HAS_RESIDUAL:
-        residual = tl.load(residual_ptr + row * D + features, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(dtype)
-        tl.store(residual_ptr + row * D + features, x, mask=mask)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, axis=0) / D + eps)
     # Rounded before the weight is applied, as checkpoints were trained.
@@ -46,55 +43,24 @@ def rms_norm(
     _check(x_TD, w_D)
     out = torch.empty_like(x_TD) if out is None else out
     assert out.shape == x_TD.shape and out.dtype == x_TD.dtype and out.stride(1) == 1, (out.shape, out.dtype)
-    _launch(x_TD, None, w_D, eps, out, use_pdl)
-    return out
-
-
-def add_rms_norm(
-    x_TD: torch.Tensor,
-    residual_TD: torch.Tensor,
-    w_D: torch.Tensor,
-    eps: float,
-    out: torch.Tensor | None = None,
-    *,
-    use_pdl: bool = False,
-) -> torch.Tensor:
-    """residual += x in place, rounded to the dtype; returns `rms_norm` of the new residual.
-
-    residual [T, D] contiguous, of x's dtype; `out` may be x. Otherwise as `rms_norm`.
-    """
-    _check(x_TD, w_D)
-    assert residual_TD.shape == x_TD.shape and residual_TD.dtype == x_TD.dtype, (residual_TD.shape, residual_TD.dtype)
-    assert residual_TD.is_contiguous()
-    out = torch.empty_like(x_TD) if out is None else out
-    assert out.shape == x_TD.shape and out.dtype == x_TD.dtype and out.stride(1) == 1, (out.shape, out.dtype)
-    _launch(x_TD, residual_TD, w_D, eps, out, use_pdl)
+    num_rows, num_features = x_TD.shape
+    if num_rows:
+        block = triton.next_power_of_2(num_features)
+        # 16 features a thread: two loads of 16 bytes in flight where the dtype has two bytes.
+        num_warps = min(max(block // 512, 1), 16)
+        _rms_norm_kernel[(num_rows,)](
+            x_TD, w_D, out, x_TD.stride(0), out.stride(0), num_features, eps, BLOCK_D=block, PDL=use_pdl,
+            num_warps=num_warps, launch_pdl=use_pdl,
+        )  # fmt: skip
     return out
 
 
 def rms_norm_reference(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
     """What `rms_norm` computes, in torch."""
-    x_f32 = x_TD.float()
-    normed_TD = x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)
-    return w_D * normed_TD.to(x_TD.dtype)
+    return w_D * (x_TD * row_scale_reference(x_TD, eps)).to(x_TD.dtype)
 
 
 def _check(x_TD: torch.Tensor, w_D: torch.Tensor) -> None:
     assert x_TD.dim() == 2 and x_TD.stride(1) == 1, (x_TD.shape, x_TD.stride())
     assert w_D.shape == x_TD.shape[1:] and w_D.dtype == x_TD.dtype, (w_D.shape, w_D.dtype, x_TD.shape, x_TD.dtype)
     assert x_TD.shape[1] <= _MAX_FEATURES, x_TD.shape
-
-
-def _launch(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor | None, w_D: torch.Tensor, eps: float, out: torch.Tensor, pdl: bool
-) -> None:
-    num_rows, num_features = x_TD.shape
-    if num_rows == 0:
-        return
-    block = triton.next_power_of_2(num_features)
-    # 16 features a thread: two loads of 16 bytes in flight where the dtype has two bytes.
-    num_warps = min(max(block // 512, 1), 16)
-    _rms_norm_kernel[(num_rows,)](
-        x_TD, x_TD if residual_TD is None else residual_TD, w_D, out, x_TD.stride(0), out.stride(0), num_features, eps,
-        BLOCK_D=block, HAS_RESIDUAL=residual_TD is not None, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
-    )  # fmt: skip

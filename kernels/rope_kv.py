@@ -11,36 +11,33 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.hopper import has_gdc
+from radixmesh.kernels.row_scale import check_unnormed, row_scale, row_scale_reference
 
 _PREFETCH_BYTES = 4096  # A thread of a prefetching program asks for so many.
-_HEADS = 8  # Heads of one program: with 128 dims a warp holds four of them, 16 bytes of each half a thread.
+# Heads of one program: with 128 dims a warp holds four of them, 16 bytes of each half a thread. Fewer programs a row
+# would read its rows' factor less often, but leave too few to hide each other's waits.
+_HEADS = 16
 
 
 @triton.jit
-def _half(x_ptr, row, heads, dims, mask, stride, HEAD_DIM: tl.constexpr):
-    return tl.load(x_ptr + row * stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+def _finished(x, bias, scale, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr):
+    x = x.to(tl.float32)
+    if HAS_SCALE:
+        x *= scale
+    if HAS_BIAS:
+        x += bias.to(tl.float32)
+    return x
 
 
 @triton.jit
-def _rotated(first, second, cos, sin, w_ptr, dims, dim_mask, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
-    dtype = first.dtype
-    a = first.to(tl.float32)
-    b = second.to(tl.float32)
-    if HAS_NORM:
-        mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM
-        scale = tl.rsqrt(mean + eps)[:, None]
-        w_a = tl.load(w_ptr + dims, mask=dim_mask, other=0.0).to(tl.float32)[None, :]
-        w_b = tl.load(w_ptr + HEAD_DIM // 2 + dims, mask=dim_mask, other=0.0).to(tl.float32)[None, :]
-        a = ((a * scale).to(dtype).to(tl.float32) * w_a).to(dtype).to(tl.float32)
-        b = ((b * scale).to(dtype).to(tl.float32) * w_b).to(dtype).to(tl.float32)
-    return (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+def _norm_weight(q_norm_ptr, k_norm_ptr, dims, mask, is_query):
+    query, key = tl.load(q_norm_ptr + dims, mask=mask, other=0.0), tl.load(k_norm_ptr + dims, mask=mask, other=0.0)
+    return tl.where(is_query, query, key)
 
 
 @triton.jit
-def _store_halves(ptr, base, heads, dims, mask, first, second, HEAD_DIM: tl.constexpr):
-    at = ptr + base + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(at, first, mask=mask)
-    tl.store(at + HEAD_DIM // 2, second, mask=mask)
+def _normed(x, w, scale, dtype: tl.constexpr):
+    return ((x * scale).to(dtype).to(tl.float32) * w.to(tl.float32)[None, :]).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -55,59 +52,72 @@ def _prefetch(ptr, part, num_chunks, CHUNK: tl.constexpr, THREADS: tl.constexpr)
 
 @triton.jit
 def _rope_kv_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, q_ptr, keys_ptr,
-    values_ptr, prefetch_ptr, num_chunks, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr, HAS_PREFETCH: tl.constexpr, CHUNK: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, unnormed_ptr,
+    q_ptr, keys_ptr, values_ptr, prefetch_ptr, num_chunks, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_PREFETCH: tl.constexpr, CHUNK: tl.constexpr,
     THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Programs of a row: blocks of query heads, then of keys, then of values. Beside the first row's, the prefetch.
+    # Programs of a row: blocks of query heads, then of keys and values. Beside the first row's, the prefetch.
+    HALF: tl.constexpr = HEAD_DIM // 2
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    KV_BLOCKS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
+    KV_BLOCKS: tl.constexpr = (2 * NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     if HAS_PREFETCH:
-        if part >= Q_BLOCKS + 2 * KV_BLOCKS:
+        if part >= Q_BLOCKS + KV_BLOCKS:
             if row == 0:
-                _prefetch(prefetch_ptr, part - Q_BLOCKS - 2 * KV_BLOCKS, num_chunks, CHUNK, THREADS)
+                _prefetch(prefetch_ptr, part - Q_BLOCKS - KV_BLOCKS, num_chunks, CHUNK, THREADS)
             return
-    dims = tl.arange(0, BLOCK_D)
-    dim_mask = dims < HEAD_DIM // 2
+    is_query = part < Q_BLOCKS
+    dims = tl.arange(0, BLOCK_D2)
+    dim_mask = dims < HALF
+    heads = tl.where(is_query, part * BLOCK_H, NUM_HEADS + (part - Q_BLOCKS) * BLOCK_H) + tl.arange(0, BLOCK_H)
+    mask = (heads < tl.where(is_query, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS))[:, None] & dim_mask[None, :]
+    at = heads[:, None] * HEAD_DIM + dims[None, :]
+    # What the kernel ahead, a product, does not write is asked for before it has ended.
+    position = tl.load(positions_ptr + row)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
+    cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + dims, mask=dim_mask, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + dims, mask=dim_mask, other=0.0)[None, :]
+    bias_a, bias_b, scale = 0.0, 0.0, 1.0
+    if HAS_BIAS:
+        bias_a = tl.load(bias_ptr + at, mask=mask, other=0.0)
+        bias_b = tl.load(bias_ptr + HALF + at, mask=mask, other=0.0)
+    if HAS_NORM:
+        w_a = _norm_weight(q_norm_ptr, k_norm_ptr, dims, dim_mask, is_query)
+        w_b = _norm_weight(q_norm_ptr + HALF, k_norm_ptr + HALF, dims, dim_mask, is_query)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    position = tl.load(positions_ptr + row)
-    if part < Q_BLOCKS:
-        cos = tl.load(cos_ptr + position.to(tl.int64) * (HEAD_DIM // 2) + dims, mask=dim_mask, other=0.0)[None, :]
-        sin = tl.load(sin_ptr + position.to(tl.int64) * (HEAD_DIM // 2) + dims, mask=dim_mask, other=0.0)[None, :]
-        heads = part * BLOCK_H + tl.arange(0, BLOCK_H)
-        mask = (heads < NUM_HEADS)[:, None] & dim_mask[None, :]
-        first = _half(qkv_ptr, row, heads, dims, mask, qkv_stride, HEAD_DIM)
-        second = _half(qkv_ptr + HEAD_DIM // 2, row, heads, dims, mask, qkv_stride, HEAD_DIM)
-        first, second = _rotated(first, second, cos, sin, q_norm_ptr, dims, dim_mask, eps, HEAD_DIM, HAS_NORM)
-        _store_halves(q_ptr, row * NUM_HEADS * HEAD_DIM, heads, dims, mask, first, second, HEAD_DIM)
+    a = tl.load(qkv_ptr + row * qkv_stride + at, mask=mask, other=0.0)
+    b = tl.load(qkv_ptr + row * qkv_stride + HALF + at, mask=mask, other=0.0)
+    if HAS_SCALE:
+        scale = row_scale(unnormed_ptr, row, eps, D, BLOCK_D)
+    dtype: tl.constexpr = a.dtype
+    a = _finished(a, bias_a, scale, HAS_BIAS, HAS_SCALE)
+    b = _finished(b, bias_b, scale, HAS_BIAS, HAS_SCALE)
+    x, y = a, b
+    if HAS_NORM:
+        mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM
+        head_scale = tl.rsqrt(mean + eps)[:, None]
+        x, y = _normed(a, w_a, head_scale, dtype), _normed(b, w_b, head_scale, dtype)
+    first, second = (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+    if is_query:
+        q_at = q_ptr + row * NUM_HEADS * HEAD_DIM + at
+        tl.store(q_at, first, mask=mask)
+        tl.store(q_at + HALF, second, mask=mask)
     else:
-        slot = tl.load(row_slots_ptr + row).to(tl.int64)
-        page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
+        is_key = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
         base = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS * HEAD_DIM
-        kv_part = part - Q_BLOCKS
-        if kv_part < KV_BLOCKS:
-            cos = tl.load(cos_ptr + position.to(tl.int64) * (HEAD_DIM // 2) + dims, mask=dim_mask, other=0.0)[None, :]
-            sin = tl.load(sin_ptr + position.to(tl.int64) * (HEAD_DIM // 2) + dims, mask=dim_mask, other=0.0)[None, :]
-            heads = kv_part * BLOCK_H + tl.arange(0, BLOCK_H)
-            mask = (heads < NUM_KV_HEADS)[:, None] & dim_mask[None, :]
-            k_ptr = qkv_ptr + NUM_HEADS * HEAD_DIM
-            first = _half(k_ptr, row, heads, dims, mask, qkv_stride, HEAD_DIM)
-            second = _half(k_ptr + HEAD_DIM // 2, row, heads, dims, mask, qkv_stride, HEAD_DIM)
-            first, second = _rotated(first, second, cos, sin, k_norm_ptr, dims, dim_mask, eps, HEAD_DIM, HAS_NORM)
-            _store_halves(keys_ptr, base, heads, dims, mask, first, second, HEAD_DIM)
-        else:
-            heads = (kv_part - KV_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
-            mask = (heads < NUM_KV_HEADS)[:, None] & dim_mask[None, :]
-            v_ptr = qkv_ptr + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
-            first = _half(v_ptr, row, heads, dims, mask, qkv_stride, HEAD_DIM)
-            second = _half(v_ptr + HEAD_DIM // 2, row, heads, dims, mask, qkv_stride, HEAD_DIM)
-            _store_halves(values_ptr, base, heads, dims, mask, first, second, HEAD_DIM)
+        key_at = keys_ptr + base + at - NUM_HEADS * HEAD_DIM
+        tl.store(key_at, first, mask=mask & is_key)
+        tl.store(key_at + HALF, second, mask=mask & is_key)
+        value_at = values_ptr + base + at - (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
+        tl.store(value_at, a.to(dtype), mask=mask & (is_key == 0))
+        tl.store(value_at + HALF, b.to(dtype), mask=mask & (is_key == 0))
 
 
 def rope_write_kv(
@@ -128,6 +138,8 @@ def rope_write_kv(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
     *,
+    unnormed_TD: torch.Tensor | None = None,
+    bias_X: torch.Tensor | None = None,
     use_pdl: bool = False,
     prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -136,26 +148,36 @@ def rope_write_kv(
     qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous). cos and sin float32 [P, d/2].
     Row t is position positions[t] of slot row_slots[t] (both int32): its place in the pool is
     page_tables[slot, position // page_size] * page_size + position % page_size (page_tables int32 [slots, pages]).
-    keys and values [S, K, d] contiguous, of qkv's dtype. With q_norm and k_norm ([d], together) every head of queries
-    and keys is first RMS-normalised. float32 inside; rounded to the dtype after the norm and after the rotation.
-    Two rows may not share a place, but for those of a dummy slot, whose page then holds any of them.
-    `use_pdl` as in `rms_norm`. `prefetch`, contiguous, is brought to the L2 cache meanwhile (Hopper and later): the
-    weight of the product behind the attention, whose few rows leave the memory idle. It must fit there beside what
-    the attention reads.
+    keys and values [S, K, d] contiguous, of qkv's dtype. Two rows may not share a place, but for those of a dummy slot,
+    whose page then holds any of them.
+
+    `unnormed` [T, D], contiguous: the rows that qkv is the product of, where they went into it un-normed; qkv is first
+    multiplied by each row's factor, 1 / sqrt(mean(x^2) + eps). Then `bias` [(H + 2K) d] is added. With q_norm and
+    k_norm ([d], together) every head of queries and keys is then RMS-normalised. float32 inside; rounded to the dtype
+    after the norm of heads and after the rotation.
+
+    `use_pdl` as in `rms_norm`, and all but qkv and `unnormed` is read without waiting: the kernel ahead may not be
+    writing it. `prefetch`, contiguous, is brought to the L2 cache meanwhile (Hopper and later): the weight of the
+    product behind the attention, whose few rows leave the memory idle. It must fit there beside what the attention
+    reads.
     """
     num_rows = qkv_TX.shape[0]
     _check(qkv_TX, cos_PD2, sin_PD2, keys_SKd, values_SKd, num_heads, num_kv_heads, head_dim)
     assert positions_T.dtype == row_slots_T.dtype == page_tables.dtype == torch.int32
     assert positions_T.shape == row_slots_T.shape == (num_rows,) and page_tables.stride(1) == 1
     assert (q_norm_d is None) == (k_norm_d is None)
+    assert bias_X is None or (bias_X.shape == qkv_TX.shape[1:] and bias_X.is_contiguous()), bias_X.shape
+    if unnormed_TD is not None:
+        check_unnormed(unnormed_TD, qkv_TX)
     out = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out is None else out
     assert out.shape == (num_rows, num_heads, head_dim) and out.is_contiguous() and out.dtype == qkv_TX.dtype
     if num_rows == 0:
         return out
-    block_h = min(_HEADS, triton.next_power_of_2(max(num_heads, num_kv_heads)))
-    block_d = triton.next_power_of_2(head_dim // 2)
-    num_parts = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
-    num_warps = max(block_h * block_d // 256, 1)
+    block_h = min(_HEADS, triton.next_power_of_2(max(num_heads, 2 * num_kv_heads)))
+    block_d2 = triton.next_power_of_2(head_dim // 2)
+    num_parts = triton.cdiv(num_heads, block_h) + triton.cdiv(2 * num_kv_heads, block_h)
+    num_warps = max(block_h * block_d2 // 256, 1)
+    num_features = 1 if unnormed_TD is None else unnormed_TD.shape[1]
     has_prefetch = prefetch is not None and has_gdc(qkv_TX.device)
     num_chunks = 0
     if prefetch is not None and has_prefetch:
@@ -165,12 +187,13 @@ def rope_write_kv(
     # Rows are the second axis of the grid, which holds 65,535.
     assert num_rows < 1 << 16, num_rows
     _rope_kv_kernel[(num_parts, num_rows)](
-        qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, cos_PD2 if q_norm_d is None else q_norm_d,
-        cos_PD2 if k_norm_d is None else k_norm_d, out, keys_SKd, values_SKd, qkv_TX if prefetch is None else prefetch,
-        num_chunks, qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_H=block_h, BLOCK_D=block_d, HAS_NORM=q_norm_d is not None,
-        HAS_PREFETCH=has_prefetch, CHUNK=_PREFETCH_BYTES, THREADS=32 * num_warps, PDL=use_pdl, num_warps=num_warps,
-        launch_pdl=use_pdl,
+        qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2), _or(k_norm_d, cos_PD2),
+        _or(bias_X, cos_PD2), _or(unnormed_TD, qkv_TX), out, keys_SKd, values_SKd, _or(prefetch, qkv_TX), num_chunks,
+        qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, BLOCK_H=block_h, BLOCK_D2=block_d2,
+        BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None, HAS_BIAS=bias_X is not None,
+        HAS_SCALE=unnormed_TD is not None, HAS_PREFETCH=has_prefetch, CHUNK=_PREFETCH_BYTES, THREADS=32 * num_warps,
+        PDL=use_pdl, num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
     return out
 
@@ -191,28 +214,38 @@ def rope_write_kv_reference(
     q_norm_d: torch.Tensor | None = None,
     k_norm_d: torch.Tensor | None = None,
     eps: float = 1e-6,
+    *,
+    unnormed_TD: torch.Tensor | None = None,
+    bias_X: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `rope_write_kv` computes, in torch."""
-    positions = positions_T.long()
+    positions, dtype = positions_T.long(), qkv_TX.dtype
+    qkv_TX = qkv_TX.float() if unnormed_TD is None else qkv_TX * row_scale_reference(unnormed_TD, eps)
+    qkv_TX = qkv_TX if bias_X is None else qkv_TX + bias_X
     q_THd, k_TKd, v_TKd = qkv_TX.unflatten(1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_norm_d is not None and k_norm_d is not None:
-        q_THd, k_TKd = _normed(q_THd, q_norm_d, eps), _normed(k_TKd, k_norm_d, eps)
+        q_THd, k_TKd = _head_normed(q_THd, q_norm_d, eps), _head_normed(k_TKd, k_norm_d, eps)
     cos_T1h, sin_T1h = cos_PD2[positions].unsqueeze(1), sin_PD2[positions].unsqueeze(1)
     pages = page_tables[row_slots_T.long(), positions // page_size].long()
     places = pages * page_size + positions % page_size
-    keys_SKd[places] = _turned(k_TKd, cos_T1h, sin_T1h)
-    values_SKd[places] = v_TKd
-    return _turned(q_THd, cos_T1h, sin_T1h)
+    keys_SKd[places] = _turned(k_TKd, cos_T1h, sin_T1h).to(dtype)
+    values_SKd[places] = v_TKd.to(dtype)
+    return _turned(q_THd, cos_T1h, sin_T1h).to(dtype)
 
 
-def _normed(x_THd: torch.Tensor, w_d: torch.Tensor, eps: float) -> torch.Tensor:
-    x_f32 = x_THd.float()
-    return w_d * (x_f32 * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + eps)).to(x_THd.dtype)
+def _head_normed(x_THd: torch.Tensor, w_d: torch.Tensor, eps: float) -> torch.Tensor:
+    """Of float32, rounded as the weight's dtype is."""
+    return (w_d * (x_THd * row_scale_reference(x_THd, eps)).to(w_d.dtype)).float()
 
 
 def _turned(x_THd: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
     a, b = x_THd.float().chunk(2, dim=-1)
-    return torch.cat((a * cos_T1h - b * sin_T1h, b * cos_T1h + a * sin_T1h), dim=-1).to(x_THd.dtype)
+    return torch.cat((a * cos_T1h - b * sin_T1h, b * cos_T1h + a * sin_T1h), dim=-1)
+
+
+def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
+    """Something to point at where there is nothing, which the kernel does not read."""
+    return stand_in if tensor is None else tensor
 
 
 def _check(

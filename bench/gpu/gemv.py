@@ -40,7 +40,8 @@ _REPLAYS = 8
 class _Product:
     name: str
     shape: Shape
-    has_norm: bool
+    is_normed: bool
+    has_norm_weight: bool
     has_residual: bool
     configs: tuple[GemvConfig, ...]
 
@@ -50,11 +51,15 @@ def _configs(*pairs: tuple[int, int] | tuple[int, int, int]) -> tuple[GemvConfig
 
 
 _PRODUCTS = (
-    _Product("qkv", Shape(_QKV, _HIDDEN, False), True, False, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 4, 80))),
-    _Product("o", Shape(_HIDDEN, _HIDDEN, False), False, True, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 2))),
-    _Product("gate_up", Shape(_MLP, _HIDDEN, True), True, False, _configs((2, 4), (1, 4), (4, 4), (1, 2), (2, 4, 96))),
-    _Product("down", Shape(_HIDDEN, 8192, False), False, True, _configs((2, 8), (1, 4), (2, 4), (4, 8), (1, 8))),
-    _Product("lm_head", Shape(_VOCAB, _HIDDEN, False), True, False, _configs((4, 4), (2, 4), (8, 4), (4, 2))),
+    _Product(
+        "qkv", Shape(_QKV, _HIDDEN, False), True, False, False, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 4, 80))
+    ),
+    _Product("o", Shape(_HIDDEN, _HIDDEN, False), False, False, True, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 2))),
+    _Product(
+        "gate_up", Shape(_MLP, _HIDDEN, True), True, False, False, _configs((2, 4), (1, 4), (4, 4), (1, 2), (2, 4, 96))
+    ),
+    _Product("down", Shape(_HIDDEN, 8192, False), False, False, True, _configs((2, 8), (1, 4), (2, 4), (4, 8), (1, 8))),
+    _Product("lm_head", Shape(_VOCAB, _HIDDEN, False), True, True, False, _configs((4, 4), (2, 4), (8, 4), (4, 2))),
 )
 
 
@@ -130,8 +135,8 @@ def _ours(product: _Product, operands: _Operands, config: GemvConfig, use_pdl: b
         x, weight, norm, out = operands.x, operands.weights[layer], operands.norm, operands.out
         if product.shape.is_gated:
             return gate_up_silu(x, weight, norm, _EPS, out=out, use_pdl=use_pdl, config=config)
-        residual = operands.residual
-        return linear(x, weight, None, residual, norm, _EPS, out=out, use_pdl=use_pdl, config=config)
+        residual, eps = operands.residual, _EPS if product.is_normed else None
+        return linear(x, weight, None, residual, norm, eps, out=out, use_pdl=use_pdl, config=config)
 
     return run
 
@@ -144,8 +149,9 @@ def _error(product: _Product, operands: _Operands, config: GemvConfig) -> float:
         gate_up_silu(x, weight, norm, _EPS, out=actual, config=config)
         expected = gate_up_silu_reference(x, weight, norm, _EPS)
     else:
-        linear(x, weight, None, operands.residual, norm, _EPS, out=actual, config=config)
-        expected = linear_reference(x, weight, None, operands.residual, norm, _EPS)
+        eps = _EPS if product.is_normed else None
+        linear(x, weight, None, operands.residual, norm, eps, out=actual, config=config)
+        expected = linear_reference(x, weight, None, operands.residual, norm, eps)
     return round(float((actual.float() - expected.float()).abs().max() / expected.float().abs().max()), 5)
 
 
@@ -159,9 +165,9 @@ def _measure_step(layers: dict[str, list[torch.Tensor]]) -> dict[str, float]:
         def run(_: int) -> object:
             hidden = x.clone()
             for qkv, o, gate_up, down in zip(*(layers[name] for name in ("qkv", "o", "gate_up", "down")), strict=True):
-                heads = linear(hidden, qkv, None, None, norm, _EPS, use_pdl=use_pdl)[:, :_HIDDEN]
+                heads = linear(hidden, qkv, None, None, None, _EPS, use_pdl=use_pdl)[:, :_HIDDEN]
                 linear(heads, o, None, hidden, out=hidden, use_pdl=use_pdl)
-                gated = gate_up_silu(hidden, gate_up, norm, _EPS, use_pdl=use_pdl)
+                gated = gate_up_silu(hidden, gate_up, None, _EPS, use_pdl=use_pdl)
                 linear(gated, down, None, hidden, out=hidden, use_pdl=use_pdl)
             return linear(hidden, layers["lm_head"][0], None, None, norm, _EPS, use_pdl=use_pdl)
 
@@ -226,7 +232,7 @@ def _operands(product: _Product, weights: list[torch.Tensor], num_rows: int) -> 
     return _Operands(
         x=random(num_rows, shape.num_in),
         weights=weights,
-        norm=random(shape.num_in) if product.has_norm else None,
+        norm=random(shape.num_in) if product.has_norm_weight else None,
         residual=random(num_rows, shape.num_out) if product.has_residual else None,
         out=random(num_rows, shape.num_out),
     )

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 import torch
 from support.device_draws import check_draws, params_of
+from torch.nn import functional
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.kernels.gemv import gate_up_silu, gate_up_silu_reference, linear, linear_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
 from radixmesh.kernels.sample import DrawScratch, draw
+from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 pytestmark = pytest.mark.gpu
 
@@ -31,23 +33,66 @@ def test_a_captured_chain_of_products_equals_torch(num_rows: int, use_pdl: bool)
     def ours() -> torch.Tensor:
         hidden = x.clone()
         for _ in range(3):
-            heads = linear(hidden, qkv, None, None, norm, use_pdl=use_pdl)
+            heads = linear(hidden, qkv, None, None, norm, 1e-6, use_pdl=use_pdl)
             linear(heads, o, None, hidden, out=hidden, use_pdl=use_pdl)
-            gated = gate_up_silu(hidden, gate_up, norm, use_pdl=use_pdl)
+            gated = gate_up_silu(hidden, gate_up, None, 1e-6, use_pdl=use_pdl)
             linear(gated, down, None, hidden, out=hidden, use_pdl=use_pdl)
         return hidden
 
     def theirs() -> torch.Tensor:
         hidden = x.clone()
         for _ in range(3):
-            hidden = linear_reference(linear_reference(hidden, qkv, None, None, norm), o, None, hidden)
-            gated = gate_up_silu_reference(hidden, gate_up, norm)
+            hidden = linear_reference(linear_reference(hidden, qkv, None, None, norm, 1e-6), o, None, hidden)
+            gated = gate_up_silu_reference(hidden, gate_up, None, 1e-6)
             hidden = linear_reference(gated, down, None, hidden)
         return hidden
 
     actual, expected = _captured(ours), theirs()
     error = (actual.float() - expected.float()).norm() / expected.float().norm()
     assert error < 0.02, error
+
+
+@pytest.mark.parametrize("use_pdl", [False, True])
+@pytest.mark.parametrize("num_rows", [2, 256, 1000])
+def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int, use_pdl: bool) -> None:
+    """Layers but for their attention; the factors are read behind products that a library launches."""
+    num_heads, num_kv_heads, d = 24, 8, 128
+    x = _random(num_rows, _HIDDEN) * 4
+    qkv, o, down = (
+        _weight((num_heads + 2 * num_kv_heads) * d, _HIDDEN),
+        _weight(_HIDDEN, _HIDDEN),
+        _weight(_HIDDEN, _MLP),
+    )
+    gate_up, angles = _weight(2 * _MLP, _HIDDEN), torch.rand(num_rows, d // 2, device="cuda")
+    tables = torch.randperm(num_rows, device="cuda").to(torch.int32)[None]
+    slots = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
+    positions = torch.arange(num_rows, dtype=torch.int32, device="cuda")
+    place = (angles.cos(), angles.sin(), positions, slots, tables, 1)
+    pools = torch.zeros(2, 2, num_rows, num_kv_heads, d, device="cuda", dtype=torch.bfloat16)
+    shape = (num_heads, num_kv_heads, d)
+
+    def ours() -> torch.Tensor:
+        rows = x.clone()
+        for _ in range(3):
+            product = functional.linear(rows, qkv)
+            q = rope_write_kv(product, *place, *pools[0], *shape, unnormed_TD=rows, use_pdl=use_pdl)
+            rows.addmm_(q.flatten(1), o.t())
+            gated = silu_mul(functional.linear(rows, gate_up), unnormed_TD=rows, use_pdl=use_pdl)
+            rows.addmm_(gated, down.t())
+        return rows
+
+    def theirs() -> torch.Tensor:
+        rows = x.clone()
+        for _ in range(3):
+            q = rope_write_kv_reference(functional.linear(rows, qkv), *place, *pools[1], *shape, unnormed_TD=rows)
+            rows = torch.addmm(rows, q.flatten(1), o.t())
+            gated = silu_mul_reference(functional.linear(rows, gate_up), unnormed_TD=rows)
+            rows = torch.addmm(rows, gated, down.t())
+        return rows
+
+    for actual, expected in ((_captured(ours), theirs()), (pools[0], pools[1])):
+        error = (actual.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 0.02, error
 
 
 @pytest.mark.parametrize("num_rows", [1, 300])

@@ -59,13 +59,31 @@ def test_bias_residual_and_norm_are_fused(case: _Case, dtype: torch.dtype, devic
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
+@pytest.mark.parametrize("case", _CASES[:4], ids=str)
+def test_a_norm_without_a_weight_scales_the_product(case: _Case, dtype: torch.dtype, device: torch.device) -> None:
+    x, w = _operands(case, dtype, device)
+    x *= 5
+    bias = torch.randn(case.num_out, device=device).to(dtype)
+    actual = linear(x, w, bias, eps=1e-5, config=case.config)
+    _assert_near(actual, linear_reference(x, w, bias, eps=1e-5))
+    normed = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    _assert_near(actual, (normed @ w.double().T + bias.double()).to(dtype))
+
+
+def test_a_norms_weight_without_its_eps_is_refused(device: torch.device) -> None:
+    x, w = _operands(_Case(1, 64, 8), torch.float32, device)
+    with pytest.raises(AssertionError):
+        linear(x, w, norm_weight_K=x[0])
+
+
+@pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_gate_and_up_equal_the_reference(case: _Case, dtype: torch.dtype, device: torch.device) -> None:
     x, w = _operands(_Case(case.num_rows, case.num_in, 2 * case.num_out), dtype, device)
     norm = torch.randn(case.num_in, device=device).to(dtype)
-    for weight in (None, norm):
-        actual = gate_up_silu(x, w, weight, 1e-6, config=case.config)
-        _assert_near(actual, gate_up_silu_reference(x, w, weight, 1e-6))
+    for weight, eps in ((None, None), (None, 1e-6), (norm, 1e-6)):
+        actual = gate_up_silu(x, w, weight, eps, config=case.config)
+        _assert_near(actual, gate_up_silu_reference(x, w, weight, eps))
 
 
 def test_logits_may_be_wider_than_the_weights(device: torch.device) -> None:

@@ -20,6 +20,8 @@ class _Case:
     head_dim: int
     num_rows: int
     has_norm: bool = False
+    has_bias: bool = False
+    num_features: int | None = None
 
 
 _CASES = [
@@ -29,6 +31,12 @@ _CASES = [
     _Case(2, 2, 96, 4, has_norm=True),
     _Case(16, 8, 128, 2, has_norm=True),
     _Case(9, 3, 64, 4),
+    _Case(40, 20, 64, 2),
+    _Case(6, 2, 64, 3, num_features=96),
+    _Case(24, 8, 128, 3, has_bias=True, num_features=3072),
+    _Case(4, 4, 64, 2, has_norm=True, num_features=256),
+    _Case(2, 1, 80, 3, has_norm=True, has_bias=True, num_features=1000),
+    _Case(2, 2, 64, 2, has_bias=True),
 ]
 
 
@@ -40,19 +48,58 @@ def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.dev
     angles = torch.rand(16, d // 2, device=device) * 6
     positions, slots, tables = _places(case.num_rows, device)
     norms = torch.randn(2, d, device=device).to(dtype) if case.has_norm else (None, None)
+    # What a row is multiplied by is not near 1, so that a factor left out is seen.
+    unnormed = None if case.num_features is None else _rows(case.num_rows, case.num_features, device).to(dtype)
+    bias = torch.randn(qkv.shape[1], device=device).to(dtype) if case.has_bias else None
     results = []
     for function in (rope_write_kv, rope_write_kv_reference):
         keys, values = torch.zeros(2, *kv_shape, device=device, dtype=dtype)
         q = function(
             qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, keys, values, case.num_heads,
-            case.num_kv_heads, d, norms[0], norms[1], 1e-6,
+            case.num_kv_heads, d, norms[0], norms[1], 1e-6, unnormed_TD=unnormed, bias_X=bias,
         )  # fmt: skip
         results.append((q, keys, values))
     (q, keys, values), (expected_q, expected_keys, expected_values) = results
     unit = torch.finfo(dtype).eps
     torch.testing.assert_close(q, expected_q, rtol=max(2 * unit, 1e-5), atol=4 * unit)
     torch.testing.assert_close(keys, expected_keys, rtol=max(2 * unit, 1e-5), atol=4 * unit)
-    assert torch.equal(values, expected_values)
+    if case.num_features is None and not case.has_bias:
+        assert torch.equal(values, expected_values)
+    torch.testing.assert_close(values, expected_values, rtol=max(2 * unit, 1e-5), atol=4 * unit)
+
+
+def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.device) -> None:
+    qkv, unnormed = torch.randn(5, 8 * 64, device=device), _rows(5, 96, device)
+    positions, slots, tables = _places(5, device)
+    angles = torch.rand(16, 32, device=device)
+    results = []
+    for rows in (slice(0, 5), slice(3, 4)):
+        keys, values = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, 2, 64, device=device)
+        q = rope_write_kv(
+            qkv[rows], angles.cos(), angles.sin(), positions[rows], slots[rows], tables, _PAGE_SIZE, keys, values, 4, 2,
+            64, unnormed_TD=unnormed[rows],
+        )  # fmt: skip
+        places = tables[slots[3].item(), positions[3].item() // _PAGE_SIZE] * _PAGE_SIZE + positions[3] % _PAGE_SIZE
+        results.append((q[3 if len(q) > 1 else 0], keys[places], values[places]))
+    for together, alone in zip(*results, strict=True):
+        assert torch.equal(together, alone)
+
+
+def test_rows_of_another_number_are_refused(device: torch.device) -> None:
+    pools = torch.zeros(2, 8, 1, 64, device=device)
+    places = torch.zeros(2, dtype=torch.int32, device=device)
+    with pytest.raises(AssertionError):
+        rope_write_kv(
+            torch.ones(2, 4 * 64, device=device), torch.ones(4, 32, device=device), torch.ones(4, 32, device=device),
+            places, places, places[:, None], 4, pools[0], pools[1], 2, 1, 64,
+            unnormed_TD=torch.ones(3, 96, device=device),
+        )  # fmt: skip
+
+
+def _rows(num_rows: int, num_features: int, device: torch.device) -> torch.Tensor:
+    """Each of another size."""
+    sizes = 2.0 ** torch.arange(-1, num_rows - 1, device=device)
+    return torch.randn(num_rows, num_features, device=device) * sizes[:, None]
 
 
 def test_padding_writes_the_dummy_page_alone(device: torch.device) -> None:

@@ -16,6 +16,31 @@ def test_equals_the_reference(shape: tuple[int, int], dtype: torch.dtype, device
     torch.testing.assert_close(silu_mul(x), silu_mul_reference(x), rtol=max(2 * unit, 1e-5), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_features", "mlp_size"), [(3, 96, 48), (2, 3072, 8192), (4, 1000, 4500)])
+def test_rows_that_were_not_normed_are_scaled_before_the_bias(
+    num_rows: int, num_features: int, mlp_size: int, has_bias: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    sizes = 2.0 ** torch.arange(-1, num_rows - 1, device=device)[:, None]
+    unnormed = (torch.randn(num_rows, num_features, device=device) * sizes).to(dtype)
+    x = (torch.randn(num_rows, 2 * mlp_size, device=device) * sizes * 2).to(dtype)
+    bias = torch.randn(2 * mlp_size, device=device).to(dtype) if has_bias else None
+    unit = torch.finfo(dtype).eps
+    actual = silu_mul(x, unnormed_TD=unnormed, bias_2F=bias, eps=1e-5)
+    expected = silu_mul_reference(x, unnormed_TD=unnormed, bias_2F=bias, eps=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=max(2 * unit, 1e-5), atol=1e-6)
+    normed = x.float() / (unnormed.float().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    gate, up = (normed if bias is None else normed + bias.float()).chunk(2, dim=-1)
+    torch.testing.assert_close(actual.float(), gate * gate.sigmoid() * up, rtol=max(2 * unit, 1e-4), atol=1e-5)
+
+
+def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.device) -> None:
+    x, unnormed = torch.randn(4, 192, device=device), torch.randn(4, 80, device=device) * 7
+    together = silu_mul(x, unnormed_TD=unnormed)
+    assert torch.equal(together[2:3], silu_mul(x[2:3], unnormed_TD=unnormed[2:3]))
+
+
 def test_far_gates_neither_overflow_nor_become_nan(device: torch.device) -> None:
     x = torch.tensor([[-200.0, 200.0, -88.0, 0.0, 1.0, 1.0, 1.0, 1.0]], device=device)
     torch.testing.assert_close(silu_mul(x), silu_mul_reference(x), rtol=1e-5, atol=1e-30)

@@ -11,7 +11,8 @@ from torch.nn import functional
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.attention import StepAttention
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, RopeAngles
+from radixmesh.daemons.worker.cuda.fold import fold_norms
+from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, Product, RopeAngles
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
@@ -19,7 +20,8 @@ from radixmesh.daemons.worker.models.rope import RopeTable
 
 
 class DeviceDecoder:
-    """Rows in, final hidden states out. Weights are [in, out] views of tensors that lie [out, in] in memory.
+    """Rows in, final hidden states out. Weights are [in, out] views of tensors that lie [out, in] in memory; the norms
+    of the layers are folded into them, so that they are the decoder's own from then on.
 
     Raises MeshError UNSUPPORTED for what only the CPU backend computes: routed experts, scores.
     """
@@ -30,6 +32,10 @@ class DeviceDecoder:
         _check(config)
         self.config = config
         self.dtype = weights.final_norm_D.dtype
+        # In float16 a product of rows that were not normed may be larger than its numbers go.
+        self._is_folded = self.dtype != torch.float16
+        if self._is_folded:
+            fold_norms(weights)
         self._weights = weights
         self._kv = kv
         self._ops = ops
@@ -53,44 +59,49 @@ class DeviceDecoder:
         return self._ops.linear(self._ops.rms_norm(hidden_TD, weights.final_norm_D, eps), head_VD)
 
     def _forward_many(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
-        """Through cuBLAS; residual additions are fused with the norms that follow them."""
-        ops, eps, layers = self._ops, self.config.norm_eps, self._weights.layers
-        normed_TD = ops.rms_norm(x_TD, layers[0].attention.norm_D, eps)
-        for index, layer in enumerate(layers):
+        """Through cuBLAS, which adds to the residual; what reads a product of it norms that by the row's factor."""
+        ops, eps = self._ops, self.config.norm_eps
+        for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, _mlp(layer)
-            qkv_TX = ops.linear(normed_TD, weights.w_qkv_DX.t(), weights.b_qkv_X)
-            o_TQ = self._attend(index, qkv_TX, weights, target, attention)
-            added_TD = ops.linear(o_TQ, weights.w_o_QD.t(), weights.b_o_D)
-            normed_TD = ops.add_rms_norm(added_TD, x_TD, layer.mlp_norm_D, eps)
-            gate_up_T2F = ops.linear(normed_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2)
-            added_TD = ops.linear(ops.silu_mul(gate_up_T2F), mlp.w_down_FD.t(), mlp.b_down_D)
-            if index + 1 < len(layers):
-                normed_TD = ops.add_rms_norm(added_TD, x_TD, layers[index + 1].attention.norm_D, eps)
-            else:
-                x_TD = x_TD + added_TD
+            qkv = self._product(x_TD, weights.norm_D, weights.w_qkv_DX, weights.b_qkv_X)
+            o_TQ = self._attend(index, qkv, weights, target, attention)
+            ops.add_linear(o_TQ, weights.w_o_QD.t(), weights.b_o_D, x_TD)
+            gate_up = self._product(x_TD, layer.mlp_norm_D, mlp.w_gate_up_DF2, mlp.b_gate_up_F2)
+            ops.add_linear(ops.silu_mul(gate_up, eps), mlp.w_down_FD.t(), mlp.b_down_D, x_TD)
         return x_TD
+
+    def _product(
+        self, x_TD: torch.Tensor, norm_D: torch.Tensor, w_DN: torch.Tensor, b_N: torch.Tensor | None
+    ) -> Product:
+        """Of the rows normed."""
+        ops = self._ops
+        if self._is_folded:
+            return Product(ops.linear(x_TD, w_DN.t()), b_N, unnormed_TD=x_TD)
+        return Product(ops.linear(ops.rms_norm(x_TD, norm_D, self.config.norm_eps), w_DN.t()), b_N)
 
     def _forward_few(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """Through kernels that read weights at the memory's speed, norms and additions inside."""
         ops, eps = self._ops, self.config.norm_eps
         for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, _mlp(layer)
-            qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=weights.norm_D, eps=eps)
-            o_TQ = self._attend(index, qkv_TX, weights, target, attention, next_weight=weights.w_o_QD.t())
+            norm_D, mlp_norm_D = (None, None) if self._is_folded else (weights.norm_D, layer.mlp_norm_D)
+            qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=norm_D, eps=eps)
+            o_TQ = self._attend(index, Product(qkv_TX), weights, target, attention, next_weight=weights.w_o_QD.t())
             x_TD = ops.linear_fused(o_TQ, weights.w_o_QD.t(), weights.b_o_D, add_to_TN=x_TD)
             if mlp.b_gate_up_F2 is None:
-                gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), layer.mlp_norm_D, eps)
+                gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), mlp_norm_D, eps)
             else:
-                gated_TF = ops.silu_mul(
-                    ops.linear_fused(x_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2, norm_K=layer.mlp_norm_D, eps=eps)
+                gate_up_T2F = ops.linear_fused(
+                    x_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2, norm_K=mlp_norm_D, eps=eps
                 )
+                gated_TF = ops.silu_mul(Product(gate_up_T2F), eps)
             x_TD = ops.linear_fused(gated_TF, mlp.w_down_FD.t(), mlp.b_down_D, add_to_TN=x_TD)
         return x_TD
 
     def _attend(
         self,
         layer: int,
-        qkv_TX: torch.Tensor,
+        qkv: Product,
         weights: AttentionWeights,
         target: KvTarget,
         attention: StepAttention,
@@ -99,7 +110,7 @@ class DeviceDecoder:
         keys_SKd, values_SKd = self._kv.tokens("keys", layer), self._kv.tokens("values", layer)
         norms = HeadNorms(weights.q_norm_d, weights.k_norm_d, self.config.norm_eps)
         q_THd = self._ops.rope_write_kv(
-            qkv_TX, self._angles, target, keys_SKd, values_SKd, self._heads, norms, next_weight
+            qkv, self._angles, target, keys_SKd, values_SKd, self._heads, norms, next_weight
         )
         return attention.attend(q_THd, keys_SKd, values_SKd, self.config.windows[layer]).flatten(1)
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from radixmesh.kernels import gemv
-from radixmesh.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
+from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
@@ -48,8 +48,17 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class Product(NamedTuple):
+    """[T, N], not finished: of rows that went into it un-normed where `unnormed` [T, D] holds those, and without the
+    bias [N]. What reads it multiplies by each row's factor, 1 / sqrt(mean(x^2) + eps), then adds the bias."""
+
+    out_TN: torch.Tensor
+    bias_N: torch.Tensor | None = None
+    unnormed_TD: torch.Tensor | None = None
+
+
 class Ops(ABC):
-    """Operations on rows, each in the dtype of its input with sums in float32."""
+    """Operations on rows, each in the dtype of its input with sums in float32. eps is that of norms."""
 
     max_fused_rows: int = 0
     """Up to so many rows `linear_fused` and `gate_up_silu` are the fast way."""
@@ -58,15 +67,9 @@ class Ops(ABC):
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor: ...
 
     @abstractmethod
-    def add_rms_norm(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        """Adds x to the residual in place; the residual normed."""
-
-    @abstractmethod
     def rope_write_kv(
         self,
-        qkv_TX: torch.Tensor,
+        qkv: Product,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -81,10 +84,18 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor: ...
+    def silu_mul(self, gate_up: Product, eps: float) -> torch.Tensor: ...
 
-    def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
-        return functional.linear(x_TK, w_NK, b_N)
+    def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x_TK, w_NK)
+
+    def add_linear(
+        self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None, residual_TN: torch.Tensor
+    ) -> None:
+        """Adds the product and the bias to the residual in place."""
+        residual_TN.addmm_(x_TK, w_NK.t())
+        if b_N is not None:
+            residual_TN += b_N
 
     def linear_fused(
         self,
@@ -94,12 +105,15 @@ class Ops(ABC):
         *,
         add_to_TN: torch.Tensor | None = None,
         norm_K: torch.Tensor | None = None,
-        eps: float = 0.0,
+        eps: float | None = None,
     ) -> torch.Tensor:
-        """The product with x normed first, and added in place to `add_to`, as given; of few rows."""
+        """The product, added in place to `add_to`, as given; of few rows. With eps x is first normed, and multiplied by
+        the norm's weight where there is one."""
         raise AssertionError("no fused products here")
 
-    def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def gate_up_silu(
+        self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
         """silu(gate) x up of x normed, [T, F]; of few rows."""
         raise AssertionError("no fused products here")
 
@@ -110,15 +124,9 @@ class TorchOps(Ops):
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm_reference(x_TD, w_D, eps)
 
-    def add_rms_norm(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        residual_TD += x_TD
-        return rms_norm_reference(residual_TD, w_D, eps)
-
     def rope_write_kv(
         self,
-        qkv_TX: torch.Tensor,
+        qkv: Product,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -128,7 +136,7 @@ class TorchOps(Ops):
         next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return rope_write_kv_reference(
-            qkv_TX,
+            qkv.out_TN,
             angles.cos,
             angles.sin,
             target.positions_T,
@@ -143,10 +151,12 @@ class TorchOps(Ops):
             norms.query,
             norms.key,
             norms.eps,
+            unnormed_TD=qkv.unnormed_TD,
+            bias_X=qkv.bias_N,
         )
 
-    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
-        return silu_mul_reference(gate_up_T2F)
+    def silu_mul(self, gate_up: Product, eps: float) -> torch.Tensor:
+        return silu_mul_reference(gate_up.out_TN, unnormed_TD=gate_up.unnormed_TD, bias_2F=gate_up.bias_N, eps=eps)
 
 
 # Rows of a product in deterministic mode: one size, so that the library always takes the same kernel.
@@ -174,29 +184,32 @@ class TritonOps(Ops):
         self._use_prefetch = use_prefetch
         self._is_deterministic = is_deterministic
 
-    def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         if not self._is_deterministic:
-            return functional.linear(x_TK, w_NK, b_N)
+            return super().linear(x_TK, w_NK)
         num_rows = x_TK.shape[0]
         padding = -num_rows % _TILE_ROWS
         x_TK = functional.pad(x_TK, (0, 0, 0, padding))
         out_TN = x_TK.new_empty(num_rows + padding, w_NK.shape[0])
         for first in range(0, num_rows, _TILE_ROWS):
             torch.mm(x_TK[first : first + _TILE_ROWS], w_NK.t(), out=out_TN[first : first + _TILE_ROWS])
-        out_TN = out_TN[:num_rows]
-        return out_TN if b_N is None else out_TN + b_N
+        return out_TN[:num_rows]
+
+    def add_linear(
+        self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None, residual_TN: torch.Tensor
+    ) -> None:
+        if not self._is_deterministic:
+            return super().add_linear(x_TK, w_NK, b_N, residual_TN)
+        residual_TN += self.linear(x_TK, w_NK)
+        if b_N is not None:
+            residual_TN += b_N
 
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
 
-    def add_rms_norm(
-        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, w_D: torch.Tensor, eps: float
-    ) -> torch.Tensor:
-        return add_rms_norm(x_TD, residual_TD, w_D, eps, use_pdl=self._use_pdl)
-
     def rope_write_kv(
         self,
-        qkv_TX: torch.Tensor,
+        qkv: Product,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -206,7 +219,7 @@ class TritonOps(Ops):
         next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return rope_write_kv(
-            qkv_TX,
+            qkv.out_TN,
             angles.cos,
             angles.sin,
             target.positions_T,
@@ -221,12 +234,20 @@ class TritonOps(Ops):
             norms.query,
             norms.key,
             norms.eps,
+            unnormed_TD=qkv.unnormed_TD,
+            bias_X=qkv.bias_N,
             use_pdl=self._use_pdl,
             prefetch=next_weight if self._use_prefetch else None,
         )
 
-    def silu_mul(self, gate_up_T2F: torch.Tensor) -> torch.Tensor:
-        return silu_mul(gate_up_T2F, use_pdl=self._use_pdl)
+    def silu_mul(self, gate_up: Product, eps: float) -> torch.Tensor:
+        return silu_mul(
+            gate_up.out_TN,
+            unnormed_TD=gate_up.unnormed_TD,
+            bias_2F=gate_up.bias_N,
+            eps=eps,
+            use_pdl=self._use_pdl,
+        )
 
     def linear_fused(
         self,
@@ -236,9 +257,11 @@ class TritonOps(Ops):
         *,
         add_to_TN: torch.Tensor | None = None,
         norm_K: torch.Tensor | None = None,
-        eps: float = 0.0,
+        eps: float | None = None,
     ) -> torch.Tensor:
         return gemv.linear(x_TK, w_NK, b_N, add_to_TN, norm_K, eps, out=add_to_TN, use_pdl=self._use_pdl)
 
-    def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor, eps: float) -> torch.Tensor:
+    def gate_up_silu(
+        self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
         return gemv.gate_up_silu(x_TD, w_2FD, norm_D, eps, use_pdl=self._use_pdl)

@@ -1,0 +1,92 @@
+"""The GPU's decoder with its kernels, under Triton's interpreter where there is no GPU, against transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.llama_folders import random_llama
+from support.model_folders import random_model
+
+from radixmesh.daemons.worker.cuda import load
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.ops import TritonOps
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.runner import Segment
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
+
+_IDS = np.array([5, 99, 3, 42, 42, 7, 130], np.int32)
+_SETTINGS = load.DeviceSettings(
+    dtype="float32",
+    attention_backend="torch",
+    load_format="auto",
+    page_size=4,
+    num_pages=8,
+    num_slots=2,
+    max_tokens_per_step=16,
+    max_total_len=16,
+    mem_fraction=0.5,
+    cuda_graphs=False,
+    use_pdl=False,
+    deterministic=False,
+)
+# Between them: grouped heads, biases of every projection, norms of heads, tied and other output projections.
+_MODELS = {
+    "llama_tied": lambda: random_llama("wide_heads_tied"),
+    "llama_biases": lambda: random_llama("biases"),
+    "qwen2": lambda: random_model("qwen2"),
+    "qwen3": lambda: random_model("qwen3"),
+}
+
+
+@pytest.mark.parametrize(("name", "deterministic"), [*((name, False) for name in _MODELS), ("llama_biases", True)])
+def test_logits_are_those_of_transformers(name, deterministic, tmp_path, monkeypatch):
+    model = _MODELS[name]()
+    got = _logits(model, tmp_path, monkeypatch, replace(_SETTINGS, deterministic=deterministic))
+    torch.testing.assert_close(got, _wanted(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "llama_tied"), ("float16", "qwen2")])
+def test_logits_in_two_bytes_are_near_those_in_four(dtype, name, tmp_path, monkeypatch):
+    model = _MODELS[name]()
+    want = _wanted(model)
+    error = _logits(model, tmp_path, monkeypatch, replace(_SETTINGS, dtype=dtype)) - want
+    assert error.norm() / want.norm() < {"bfloat16": 0.05, "float16": 0.005}[dtype]
+
+
+def test_float16_does_not_multiply_rows_that_were_not_normed(tmp_path, monkeypatch):
+    """Products of rows that large would pass 65,504."""
+    model = random_llama("llama1")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(5000)
+        for layer in model.model.layers:
+            layer.mlp.gate_proj.weight.mul_(40)
+            layer.mlp.up_proj.weight.mul_(0.025)
+    want = _wanted(model)
+    error = _logits(model, tmp_path, monkeypatch, replace(_SETTINGS, dtype="float16")) - want
+    assert error.norm() / want.norm() < 0.01
+
+
+def _logits(
+    model: torch.nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: load.DeviceSettings
+) -> torch.Tensor:
+    """Of all ids: some rows at once, then one, which other kernels compute."""
+    ops = TritonOps(is_deterministic=settings.deterministic)
+    monkeypatch.setattr(load, "_ops", lambda *_: ops)
+    model.save_pretrained(folder)
+    runner = load.load_device_runner(folder, settings, HostDevice())
+    assert isinstance(runner, DeviceRunner)
+    pages = np.array([3, 1], np.int32)
+    parts = [
+        runner.logits([Segment(slot=1, ids=_IDS[first:end], start=first, pages=pages)])[0]
+        for first, end in ((0, 5), (5, 6), (6, 7))
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+@torch.inference_mode()
+def _wanted(model: torch.nn.Module) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.from_numpy(_IDS).long()[None]).logits[0]
+    return logits
