@@ -12,7 +12,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.attention import StepAttention
 from radixmesh.daemons.worker.cuda.fold import fold_norms
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, Product, RopeAngles
+from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, RawProduct, RopeAngles
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
@@ -72,12 +72,12 @@ class DeviceDecoder:
 
     def _product(
         self, x_TD: torch.Tensor, norm_D: torch.Tensor, w_DN: torch.Tensor, b_N: torch.Tensor | None
-    ) -> Product:
+    ) -> RawProduct:
         """Of the rows normed."""
         ops = self._ops
         if self._is_folded:
-            return Product(ops.linear(x_TD, w_DN.t()), b_N, unnormed_TD=x_TD)
-        return Product(ops.linear(ops.rms_norm(x_TD, norm_D, self.config.norm_eps), w_DN.t()), b_N)
+            return RawProduct(ops.linear(x_TD, w_DN.t()), b_N, unnormed_TD=x_TD)
+        return RawProduct(ops.linear(ops.rms_norm(x_TD, norm_D, self.config.norm_eps), w_DN.t()), b_N)
 
     def _forward_few(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """Through kernels that read weights at the memory's speed, norms and additions inside."""
@@ -86,7 +86,7 @@ class DeviceDecoder:
             weights, mlp = layer.attention, _mlp(layer)
             norm_D, mlp_norm_D = (None, None) if self._is_folded else (weights.norm_D, layer.mlp_norm_D)
             qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=norm_D, eps=eps)
-            o_TQ = self._attend(index, Product(qkv_TX), weights, target, attention, next_weight=weights.w_o_QD.t())
+            o_TQ = self._attend(index, RawProduct(qkv_TX), weights, target, attention, next_weight=weights.w_o_QD.t())
             x_TD = ops.linear_fused(o_TQ, weights.w_o_QD.t(), weights.b_o_D, add_to_TN=x_TD)
             if mlp.b_gate_up_F2 is None:
                 gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), mlp_norm_D, eps)
@@ -94,14 +94,14 @@ class DeviceDecoder:
                 gate_up_T2F = ops.linear_fused(
                     x_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2, norm_K=mlp_norm_D, eps=eps
                 )
-                gated_TF = ops.silu_mul(Product(gate_up_T2F), eps)
+                gated_TF = ops.silu_mul(RawProduct(gate_up_T2F), eps)
             x_TD = ops.linear_fused(gated_TF, mlp.w_down_FD.t(), mlp.b_down_D, add_to_TN=x_TD)
         return x_TD
 
     def _attend(
         self,
         layer: int,
-        qkv: Product,
+        qkv: RawProduct,
         weights: AttentionWeights,
         target: KvTarget,
         attention: StepAttention,

@@ -48,7 +48,7 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class Product(NamedTuple):
+class RawProduct(NamedTuple):
     """[T, N], not finished: of rows that went into it un-normed where `unnormed` [T, D] holds those, and without the
     bias [N]. What reads it multiplies by each row's factor, 1 / sqrt(mean(x^2) + eps), then adds the bias."""
 
@@ -69,7 +69,7 @@ class Ops(ABC):
     @abstractmethod
     def rope_write_kv(
         self,
-        qkv: Product,
+        qkv: RawProduct,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -84,7 +84,7 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def silu_mul(self, gate_up: Product, eps: float) -> torch.Tensor: ...
+    def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor: ...
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         return functional.linear(x_TK, w_NK)
@@ -126,7 +126,7 @@ class TorchOps(Ops):
 
     def rope_write_kv(
         self,
-        qkv: Product,
+        qkv: RawProduct,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -155,7 +155,7 @@ class TorchOps(Ops):
             bias_X=qkv.bias_N,
         )
 
-    def silu_mul(self, gate_up: Product, eps: float) -> torch.Tensor:
+    def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor:
         return silu_mul_reference(gate_up.out_TN, unnormed_TD=gate_up.unnormed_TD, bias_2F=gate_up.bias_N, eps=eps)
 
 
@@ -209,7 +209,7 @@ class TritonOps(Ops):
 
     def rope_write_kv(
         self,
-        qkv: Product,
+        qkv: RawProduct,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -240,7 +240,7 @@ class TritonOps(Ops):
             prefetch=next_weight if self._use_prefetch else None,
         )
 
-    def silu_mul(self, gate_up: Product, eps: float) -> torch.Tensor:
+    def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor:
         return silu_mul(
             gate_up.out_TN,
             unnormed_TD=gate_up.unnormed_TD,
