@@ -74,17 +74,18 @@ class Soak:
         worker = _flags(args.worker)
         if "model" in worker:
             self._model = Path(worker.pop("model"))
+            worker = {"backend": "cuda", "num_slots": "256", **worker}
         else:
             worker = {**_WORKER, **worker}
             self._model = write_shape(args.shape, folder)
             vocab_size = SHAPES[args.shape]["vocab_size"]
             assert isinstance(vocab_size, int)
             write_tokenizer(self._model, vocab_size)
-        self._num_slots = int(worker.get("num_slots", 256))
-        deterministic = worker.get("deterministic", "false" if worker.get("backend") == "cuda" else "true")
+        self._num_slots = int(worker["num_slots"])
+        deterministic = worker.get("deterministic", "false" if worker["backend"] == "cuda" else "true")
         self._is_deterministic = deterministic.lower() == "true"
         scheduler = _flags(args.scheduler)
-        if worker.get("backend") != "cuda":  # It looks at every page after every step.
+        if worker["backend"] != "cuda":  # It looks at every page after every step.
             scheduler.setdefault("check_invariants", "true")
         self.mesh = EnduranceMesh(self._model, {"worker": worker, "scheduler": scheduler})
         vocabulary = json.loads((self._model / "config.json").read_text())
