@@ -54,7 +54,13 @@ def decode_config(shape: SplitShape, dtype: torch.dtype) -> SplitConfig:
     tile_bytes = 16384
     block_n = tile_bytes // (shape.padded_dim * torch.finfo(dtype).bits // 8)
     return SplitConfig(
-        heads=1, block_n=max(16, min(64, block_n)), num_warps=4, num_stages=3, programs_per_sm=4, min_tiles=4
+        heads=1,
+        block_n=max(16, min(64, block_n)),
+        num_warps=4,
+        num_stages=3,
+        programs_per_sm=4,
+        min_tiles=4,
+        whole_tiles=8,
     )
 
 

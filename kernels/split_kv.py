@@ -65,6 +65,7 @@ def split_attention(
         members_UR,
         plan.tile_starts,
         plan.first_units,
+        plan.work,
         parts.outputs,
         parts.lses,
         parts.arrivals,
@@ -87,9 +88,8 @@ def split_attention(
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
         WINDOW=window,
-        MIN_TILES=config.min_tiles,
+        WHOLE_TILES=config.whole_tiles,
         IS_WHOLE=config.is_whole,
-        NUM_PROGRAMS=plan.num_programs,
         STAGES=config.num_stages,
         PDL=use_pdl,
         launch_pdl=use_pdl,
@@ -109,7 +109,8 @@ def _token_index(table_ptr, position, is_in, PAGE_SIZE: tl.constexpr):
 def _merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM: tl.constexpr, AT_ONCE: tl.constexpr):
     """Softmax-weighted mean of a unit's parts: outputs [ROWS, DIM] and their base-2 logarithms of sums [ROWS].
 
-    Parts were written by other SMs: read past this SM's L1 (.cg).
+    All loads of AT_ONCE parts are under way before the first is used. Parts were written by other SMs: read past this
+    SM's L1 (.cg).
     """
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
@@ -117,24 +118,27 @@ def _merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM:
     total = tl.zeros([ROWS], tl.float32)
     merged = tl.zeros([ROWS, DIM], tl.float32)
     for begin in range(0, num_parts, AT_ONCE):
-        part = begin + tl.arange(0, AT_ONCE)
-        is_part = part < num_parts
-        # A program's second place holds the unit that it ended in, which is where the unit starts.
-        place = 2 * (first + part) + (part == 0).to(tl.int32)
-        lse = tl.load(
-            lses_ptr + place[:, None] * ROWS + row[None, :], mask=is_part[:, None], other=LOWEST, cache_modifier=".cg"
-        )
-        output = tl.load(
-            parts_ptr + (place[:, None, None] * ROWS + row[None, :, None]) * DIM + dim[None, None, :],
-            mask=is_part[:, None, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_highest = tl.maximum(highest, tl.max(lse, 0))
-        weight = tl.exp2(lse - new_highest[None, :])
+        lses = ()
+        outputs = ()
+        for part in tl.static_range(AT_ONCE):
+            is_part = row * 0 + begin + part < num_parts
+            # A program's second place holds the unit that it ended in, which is where the unit starts.
+            place = 2 * (first + begin + part) + tl.where(begin + part == 0, 1, 0)
+            row_offset = place * ROWS + row
+            lses = lses + (tl.load(lses_ptr + row_offset, mask=is_part, other=LOWEST, cache_modifier=".cg"),)
+            offset = row_offset[:, None] * DIM + dim[None, :]
+            mask = is_part[:, None]
+            outputs = outputs + (tl.load(parts_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg"),)
+        new_highest = highest
+        for part in tl.static_range(AT_ONCE):
+            new_highest = tl.maximum(new_highest, lses[part])
         correction = tl.exp2(highest - new_highest)
-        total = total * correction + tl.sum(weight, 0)
-        merged = merged * correction[:, None] + tl.sum(weight[:, :, None] * output, 0)
+        total = total * correction
+        merged = merged * correction[:, None]
+        for part in tl.static_range(AT_ONCE):
+            weight = tl.exp2(lses[part] - new_highest)
+            total += weight
+            merged += outputs[part] * weight[:, None]
         highest = new_highest
     return merged / total[:, None], highest + tl.log2(total)
 
@@ -189,6 +193,7 @@ def _split_attention_kernel(
     members_ptr,
     tile_starts_ptr,
     first_units_ptr,
+    work_ptr,
     parts_ptr,
     part_lses_ptr,
     arrivals_ptr,
@@ -211,9 +216,8 @@ def _split_attention_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    WHOLE_TILES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -228,8 +232,8 @@ def _split_attention_kernel(
         # What follows may come in beside these programs: few rows leave most of the device to it.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    num_tiles = tl.load(tile_starts_ptr + num_units) * HEAD_BLOCKS
-    share = tl.maximum((num_tiles + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
+    num_tiles = tl.load(work_ptr)
+    share = tl.load(work_ptr + 1)
     work = program * share
     work_end = tl.minimum(work + share, num_tiles)
     unit = tl.load(first_units_ptr + program)
@@ -260,7 +264,8 @@ def _split_attention_kernel(
         block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
         tile = work - block_work
         last = tl.minimum(tiles, work_end - block_work)
-        if IS_WHOLE:
+        is_whole = IS_WHOLE | ((tiles <= WHOLE_TILES) & (share <= WHOLE_TILES))
+        if is_whole:
             last = tiles
             # It started in the share of a program before.
             tile = tl.where(tile > 0, tiles, 0)
@@ -336,7 +341,7 @@ def _split_attention_kernel(
             tl.store(out_ptr + lane_offset, acc.to(out_ptr.dtype.element_ty), mask=is_own)
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
-        elif not IS_WHOLE:
+        elif not is_whole:
             place = 2 * program + (tile == 0).to(tl.int32)
             part_offset = (place * PART_ROWS + m)[:, None] * DP + column_dim[None, :]
             tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])
