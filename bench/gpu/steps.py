@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--prefetch", action="store_true", help="bring the output projection to the cache early")
     parser.add_argument("--attention-pdl", action="store_true", help="attention begins while the rotation ends")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--tune-products", action="store_true", help="the fastest of cuBLAS's algorithms, measured")
     args = parser.parse_args()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -187,6 +188,7 @@ def main() -> None:
             use_prefetch=args.prefetch,
             use_attention_pdl=args.attention_pdl,
             deterministic=args.deterministic,
+            tune_products=args.tune_products,
         )
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
     bench = Bench(runner)

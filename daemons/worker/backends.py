@@ -90,6 +90,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             cuda_graphs=settings.cuda_graphs,
             use_pdl=settings.cuda_pdl,
             deterministic=settings.deterministic is True,
+            tune_products=settings.tune_products,
         ),
     )
     if settings.load_format == "dummy":

@@ -50,6 +50,8 @@ class WorkerSettings(CommonSettings):
     mem_fraction: float = setting(0.88, "CUDA: share of the GPU's memory for weights, work space and KV together")
     cuda_graphs: bool = setting(True, "CUDA: decode steps are captured and replayed")
     cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
+    tune_products: bool = setting(False, "CUDA: products of captured steps take the fastest of cuBLAS's algorithms, as "
+        "measured at the start, not its first")  # fmt: skip
     load_format: str = setting("auto", "auto: weights from the folder; dummy: random ones of its config's shapes")
     embed_pooling: str = setting("mean", "CPU: what embed tasks give of hidden states, their mean or the last")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")

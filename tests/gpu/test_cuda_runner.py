@@ -65,6 +65,13 @@ def test_tokens_and_logprobs_are_those_of_the_cpu_worker(wanted, attention, cuda
             check_same(drive(runner, chunk_len=chunk_len, lag=lag), want)
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tuned_products_give_the_same_tokens(wanted, page_size):
+    runner = load_cuda_runner(MODEL, replace(SETTINGS, tune_products=True, page_size=page_size))
+    chunk_len = {1: 7, 16: 64}[page_size]
+    check_same(drive(runner, chunk_len=chunk_len, lag=1), wanted[page_size, chunk_len])
+
+
 def test_deterministic_mode_does_not_depend_on_batch_or_chunks():
     runner = load_cuda_runner(MODEL, replace(SETTINGS, dtype="bfloat16", deterministic=True))
     outputs = []

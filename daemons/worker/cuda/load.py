@@ -22,9 +22,12 @@ from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
+from radixmesh.daemons.worker.cuda.product_tuning import tuned_products
+from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
 from radixmesh.daemons.worker.cuda.runner import AttentionCreator, DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
+from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.registry import model_families
 
@@ -59,6 +62,7 @@ class DeviceSettings:
     deterministic: bool
     use_prefetch: bool = False
     use_attention_pdl: bool = False
+    tune_products: bool = False
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
@@ -90,6 +94,8 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
+    # Ahead of the sizing, which counts what measuring leaves behind.
+    ops = _ops(settings, model.weights, graph_rows, where)
     memory = MemorySettings(
         mem_fraction=settings.mem_fraction,
         num_pages=settings.num_pages,
@@ -105,7 +111,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         num_pages = settings.num_pages or -(-length // settings.page_size)
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
         pool = KvPool(model.kv_layout, num_pages=num_pages, page_size=settings.page_size, dtype=dtype, device=where)
-        decoder = DeviceDecoder(model.config, model.weights, pool, _ops(settings, where), max_total_len=length)
+        decoder = DeviceDecoder(model.config, model.weights, pool, ops, max_total_len=length)
         create_attention = _attention(settings, model.attention_shape, model.config.windows, dtype, where)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
@@ -149,11 +155,21 @@ def fill_randomly(targets: TensorTargets) -> int:
     return num_bytes
 
 
-def _ops(settings: DeviceSettings, device: torch.device) -> Ops:
+def _ops(settings: DeviceSettings, weights: DecoderWeights, graph_rows: Sequence[int], device: torch.device) -> Ops:
     if device.type != "cuda":
         return TorchOps()
+    products: Products = TorchProducts()
+    if settings.tune_products:
+        if settings.deterministic or not graph_rows:
+            _log.warning("products_not_tuned", reason="only captured steps are that are not deterministic")
+        else:
+            with torch.inference_mode():
+                products = tuned_products(weights, [size for size in graph_rows if size > 1], device)
     return TritonOps(
-        use_pdl=settings.use_pdl, use_prefetch=settings.use_prefetch, is_deterministic=settings.deterministic
+        use_pdl=settings.use_pdl,
+        use_prefetch=settings.use_prefetch,
+        is_deterministic=settings.deterministic,
+        products=products,
     )
 
 

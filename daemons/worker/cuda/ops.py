@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
 from radixmesh.kernels import gemv
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
@@ -169,6 +170,7 @@ class TritonOps(Ops):
     use_prefetch: the weights behind an attention of few rows are brought to the cache while it runs.
     is_deterministic: products are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
+    products: what computes the others, of more than max_fused_rows rows; None: torch.
     """
 
     def __init__(
@@ -178,15 +180,17 @@ class TritonOps(Ops):
         use_prefetch: bool = False,
         max_fused_rows: int = 1,
         is_deterministic: bool = False,
+        products: Products | None = None,
     ) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
         self._use_prefetch = use_prefetch
         self._is_deterministic = is_deterministic
+        self._products = TorchProducts() if products is None else products
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         if not self._is_deterministic:
-            return super().linear(x_TK, w_NK)
+            return self._products.linear(x_TK, w_NK)
         num_rows = x_TK.shape[0]
         padding = -num_rows % _TILE_ROWS
         x_TK = functional.pad(x_TK, (0, 0, 0, padding))
@@ -198,9 +202,10 @@ class TritonOps(Ops):
     def add_linear(
         self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None, residual_TN: torch.Tensor
     ) -> None:
-        if not self._is_deterministic:
-            return super().add_linear(x_TK, w_NK, b_N, residual_TN)
-        residual_TN += self.linear(x_TK, w_NK)
+        if self._is_deterministic:
+            residual_TN += self.linear(x_TK, w_NK)
+        else:
+            self._products.add_linear(x_TK, w_NK, residual_TN)
         if b_N is not None:
             residual_TN += b_N
 
