@@ -64,15 +64,17 @@ def decode_config(shape: SplitShape, dtype: torch.dtype) -> SplitConfig:
     )
 
 
-def plan_decode(kv_lens_T: torch.Tensor, workspace: DecodeWorkspace) -> None:
+def plan_decode(kv_lens_T: torch.Tensor, workspace: DecodeWorkspace, *, use_pdl: bool = False) -> None:
     """Lays out a step's work on the device; once a step, before the `paged_decode` of its layers.
 
     kv_lens_T: int32 [T] on the device, each row's KV length with its own token; 0 for a row of padding.
+    use_pdl: runs beside the kernel ahead (Hopper and later), which is the step's first: it does not write the lengths,
+    and all of the step before was over when it began.
     """
     if kv_lens_T.dtype != torch.int32:
         raise ValueError(f"KV lengths must be int32, not {kv_lens_T.dtype}")
     for window, plan in workspace.plans.items():
-        plan.fill(kv_lens_T, None, window, least_tiles=1)
+        plan.fill(kv_lens_T, None, window, least_tiles=1, use_pdl=use_pdl)
 
 
 def paged_decode(

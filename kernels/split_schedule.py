@@ -88,10 +88,19 @@ class SplitPlan:
         self.first_units = torch.zeros(self.num_programs, dtype=torch.int32, device=device)
         self.work = torch.zeros(2, dtype=torch.int32, device=device)
 
-    def fill(self, ends_U: torch.Tensor, begins_U: torch.Tensor | None, window: int | None, least_tiles: int) -> None:
+    def fill(
+        self,
+        ends_U: torch.Tensor,
+        begins_U: torch.Tensor | None,
+        window: int | None,
+        least_tiles: int,
+        *,
+        use_pdl: bool = False,
+    ) -> None:
         """Lays out KV positions [begin, end) of each unit; a unit gets at least `least_tiles` tiles, seen or not.
 
-        Units without tiles must all follow those with some.
+        Units without tiles must all follow those with some. With `use_pdl` it runs beside the kernel ahead, which must
+        have begun behind all that wrote begins and ends or used the plan before (Hopper and later).
         """
         num_units = ends_U.shape[0]
         if num_units > self.max_units:
@@ -113,6 +122,8 @@ class SplitPlan:
             NUM_PROGRAMS=self.num_programs,
             AT_ONCE=_PLANNED_AT_ONCE,
             UNITS=min(_UNITS_AT_ONCE, max(2, triton.next_power_of_2(self.max_units))),
+            PDL=use_pdl,
+            launch_pdl=use_pdl,
         )
 
 
@@ -153,7 +164,10 @@ def _plan_kernel(
     NUM_PROGRAMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     UNITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     # Once for the total, from which a program's share follows, and once for where units begin.
     total = 0
     longest = 0
@@ -181,6 +195,9 @@ def _plan_kernel(
         first += tl.sum(is_before.to(tl.int32), 0)
         before += tl.sum(tiles, 0)
     tl.store(first_units_ptr + program, tl.minimum(first, num_units - 1), mask=program < NUM_PROGRAMS)
+    if PDL:
+        # Nothing here needs the kernel ahead; what waits for this one takes it to be over too.
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.device_draws import check_draws, params_of
+from support.device_draws import check_draws, new_target, params_of
 from torch.nn import functional
 
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -141,8 +141,11 @@ def test_a_captured_draw_follows_what_the_device_holds() -> None:
     slots = torch.arange(4, dtype=torch.int32, device=device)
     positions = torch.tensor([sample.position for sample in inputs], dtype=torch.int32, device=device)
 
+    target = new_target(4, 4, device, turn=1)
+
     def draws() -> torch.Tensor:
-        return draw(logits, params, slots, positions, scratch, has_sampled=True, has_filters=True)
+        draw(logits, params, slots, positions, scratch, target, has_sampled=True, has_filters=True)
+        return target.turns_RT[1].clone()
 
     graph, out = _graph(draws)
     for _ in range(3):

@@ -11,7 +11,7 @@ from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.penalties import adjust_logits
 from radixmesh.daemons.worker.sampling.philox import Draw, gumbel_noise
 from radixmesh.daemons.worker.sampling.sampler import candidates, sample_tokens
-from radixmesh.kernels.sample import DrawScratch, draw
+from radixmesh.kernels.sample import DrawScratch, TokenTarget, draw
 from radixmesh.kernels.sample_params import SampleParams
 
 _MAX_LEN = 40
@@ -45,18 +45,32 @@ def drawn(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: DrawS
     # Rows in another order than their slots.
     slots = list(reversed(range(num_rows)))
     before = logits_TV.clone()
-    tokens = draw(
+    params = params_of(inputs, slots, device)
+    target = new_target(num_rows, num_rows, device, turn=1)
+    draw(
         logits_TV,
-        params_of(inputs, slots, device),
+        params,
         torch.tensor(slots, dtype=torch.int32, device=device),
         torch.tensor([sample.position for sample in inputs], dtype=torch.int32, device=device),
         scratch,
+        target,
         has_sampled=any(not sample.sampling.is_greedy for sample in inputs),
         has_filters=any(s.sampling.top_k or s.sampling.top_p < 1 or s.sampling.min_p for s in inputs),
         has_penalties=is_penalised,
     )
     assert torch.equal(logits_TV.nan_to_num(), before.nan_to_num())
-    return tokens.tolist()
+    assert (target.turns_RT[0] == -1).all()
+    tokens = target.turns_RT[1].tolist()
+    assert target.last_tokens_S[slots].tolist() == tokens
+    if is_penalised:
+        assert [int(params.tokens_SL[slot, s.position]) for slot, s in zip(slots, inputs, strict=True)] == tokens
+    return tokens
+
+
+def new_target(num_rows: int, num_slots: int, device: torch.device, *, turn: int) -> TokenTarget:
+    """Two turns, filled with -1, and the last tokens of as many slots and a dummy."""
+    turns = torch.full((2, num_rows), -1, dtype=torch.int32, device=device)
+    return TokenTarget(turns_RT=turns, turn_1=turns.new_full((1,), turn), last_tokens_S=turns.new_zeros(num_slots + 1))
 
 
 def has_penalties(sample: SampleInput) -> bool:

@@ -43,9 +43,16 @@ class DeviceDecoder:
         rope = RopeTable(config.head_dim, config.rope, weights.final_norm_D.device)
         self._angles = RopeAngles(*rope.all(max_total_len))
 
+    @property
+    def embedding_VD(self) -> torch.Tensor:
+        return self._weights.embedding_VD
+
     def forward(self, ids_T: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """Writes the KV of all rows; [T, D] after the last layer, before the final norm. ids int32."""
-        x_TD = functional.embedding(ids_T, self._weights.embedding_VD)
+        return self.forward_embedded(functional.embedding(ids_T, self.embedding_VD), target, attention)
+
+    def forward_embedded(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        """The same from the rows' embeddings on, which it may overwrite."""
         if x_TD.shape[0] <= self._ops.max_fused_rows:
             return self._forward_few(x_TD, target, attention)
         return self._forward_many(x_TD, target, attention)

@@ -1,4 +1,5 @@
-"""What the runner needs of a device: copies, marks in its order of work, captured graphs. One stream does it all.
+"""What the runner needs of a device: copies, marks in its order of work, captured graphs. One stream does all but the
+copies to the host, which run beside it.
 
 `HostDevice` computes where it is called and captures nothing, so that the same runner can be tested without a GPU.
 """
@@ -10,9 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.pinned_ring import PinnedRing
+
+# Steps may be launched so far ahead without the host waiting for memory to pack the next one's numbers in.
+_STAGING_TURNS = 16
 
 
 class Mark(ABC):
@@ -34,6 +40,18 @@ class Mark(ABC):
         """Device time between two marks that are reached."""
 
 
+class Staging(ABC):
+    """Memory of the host, in turns, in which numbers are packed that one copy brings to the device."""
+
+    @abstractmethod
+    def take(self) -> IntArray:
+        """int32 of arbitrary content, to be sent before the next is taken."""
+
+    @abstractmethod
+    def send(self, count: int, target: torch.Tensor) -> None:
+        """Copies the first `count` of what was taken to the first of `target`, behind all work so far."""
+
+
 class Device(ABC):
     """One device and the stream on which everything runs in order."""
 
@@ -49,8 +67,19 @@ class Device(ABC):
         """Copies int32 `values` to the first of `target`, behind all work so far. `values` may change afterwards."""
 
     @abstractmethod
-    def download(self, source: torch.Tensor) -> torch.Tensor:
-        """A tensor on the host that holds `source` as it is now, once a mark made after this call is reached."""
+    def staging(self, num_ints: int) -> Staging:
+        """For at most `num_ints` numbers at a time."""
+
+    @abstractmethod
+    def host_ints(self, *shape: int) -> torch.Tensor:
+        """int32 zeros on the host, which a download may fill."""
+
+    @abstractmethod
+    def download(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Mark:
+        """Copies `source` to the host's `target` once `after` is reached; the mark is reached when it is there.
+
+        Later work does not wait for it: it must not write to `source` before.
+        """
 
     @abstractmethod
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
@@ -80,6 +109,17 @@ class HostMark(Mark):
         return (self.made_ns - earlier.made_ns) * 1e-9
 
 
+class HostStaging(Staging):
+    def __init__(self, num_ints: int) -> None:
+        self._ints = np.zeros(num_ints, np.int32)
+
+    def take(self) -> IntArray:
+        return self._ints
+
+    def send(self, count: int, target: torch.Tensor) -> None:
+        target[:count] = torch.from_numpy(self._ints[:count])
+
+
 class HostDevice(Device):
     """The CPU: work is done when its call returns."""
 
@@ -92,8 +132,15 @@ class HostDevice(Device):
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         target[: len(values)] = torch.from_numpy(values)
 
-    def download(self, source: torch.Tensor) -> torch.Tensor:
-        return source.clone()
+    def staging(self, num_ints: int) -> Staging:
+        return HostStaging(num_ints)
+
+    def host_ints(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32)
+
+    def download(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Mark:
+        target.copy_(source)
+        return HostMark()
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         raise AssertionError("the host captures nothing")
@@ -120,9 +167,30 @@ class CudaMark(Mark):
         assert isinstance(earlier, CudaMark)
         return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is launched on `stream` from now on waits for the mark, on the device."""
+        stream.wait_event(self._event)
+
+
+class CudaStaging(Staging):
+    """Pinned. The stream that is current copies; the host waits only where it is all turns ahead of it."""
+
+    def __init__(self, num_ints: int) -> None:
+        self._ring = PinnedRing(4 * num_ints, count=_STAGING_TURNS)
+
+    def take(self) -> IntArray:
+        self._taken = self._ring.take().view(torch.int32)
+        ints: IntArray = self._taken.numpy()
+        return ints
+
+    def send(self, count: int, target: torch.Tensor) -> None:
+        target[:count].copy_(self._taken[:count], non_blocking=True)
+        self._ring.fence()
+
 
 class CudaDevice(Device):
-    """One GPU; work goes to a stream of its own. Graphs share one memory pool: one runs at a time."""
+    """One GPU; work goes to a stream of its own, copies to the host to another, so that the next step's work does not
+    queue behind them. Graphs share one memory pool: one runs at a time."""
 
     can_capture = True
 
@@ -130,6 +198,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        self._downloads = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def mark(self) -> Mark:
@@ -139,10 +208,18 @@ class CudaDevice(Device):
         # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.
         target[: len(values)].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
 
-    def download(self, source: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        host.copy_(source, non_blocking=True)
-        return host
+    def staging(self, num_ints: int) -> Staging:
+        return CudaStaging(num_ints)
+
+    def host_ints(self, *shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
+
+    def download(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Mark:
+        assert isinstance(after, CudaMark)
+        after.hold(self._downloads)
+        with torch.cuda.stream(self._downloads):
+            target.copy_(source, non_blocking=True)
+        return CudaMark(self._downloads)
 
     def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()

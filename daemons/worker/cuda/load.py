@@ -120,7 +120,15 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         graph_rows=graph_rows,
     )
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
-        return DeviceRunner(device, decoder, pool, create_attention, limits, is_deterministic=settings.deterministic)
+        return DeviceRunner(
+            device,
+            decoder,
+            pool,
+            create_attention,
+            limits,
+            is_deterministic=settings.deterministic,
+            use_pdl=settings.use_pdl and where.type == "cuda",
+        )
 
 
 def _load_decoder(folder: Path, placement: Placement, load_format: str) -> DecoderModel:
@@ -202,6 +210,7 @@ def _attention(
             device=page_tables.device,
             is_deterministic=settings.deterministic,
             use_pdl=settings.use_attention_pdl,
+            use_plan_pdl=settings.use_pdl and page_tables.is_cuda,
         )
 
     return create

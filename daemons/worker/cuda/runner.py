@@ -1,7 +1,8 @@
 """Runs steps on a device: decode steps as captured graphs, steps with chunks launched kernel by kernel.
 
-    launch   numbers of the step up -> forward -> draw -> tokens down -> mark        nothing waits
-    output   the mark is reached -> tokens, times; logprobs from logits that were kept
+    launch   numbers of the step up -> forward -> draw -> mark        nothing waits
+                                                            `-> tokens down, beside the next step
+    output   tokens are there -> tokens, times; logprobs from logits that were kept
 
 Tokens never pass through the host on their way to the next step: a decode row reads what its slot drew last. A segment
 whose options the device cannot serve (logprobs) has its logits kept, and its token is drawn on the host when the step's
@@ -22,6 +23,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.step import Admit, Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.kv_pool import KvPool
 from radixmesh.daemons.worker.cuda.attention import DeviceAttention, HostStep
+from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer, DecodeViews
 from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, Mark
@@ -29,6 +31,7 @@ from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step_arrays import StepBuffer, StepViews, host_step
+from radixmesh.daemons.worker.cuda.token_ring import FetchedTokens, TokenRing
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
     ModelRunner,
@@ -40,6 +43,8 @@ from radixmesh.daemons.worker.runner import (
 )
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
+from radixmesh.kernels.begin_step import begin_step
+from radixmesh.kernels.sample import TokenTarget
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
@@ -78,7 +83,9 @@ class DeviceRunner(ModelRunner):
         limits: RunnerLimits,
         *,
         is_deterministic: bool,
+        use_pdl: bool,
     ) -> None:
+        """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.vocab_size = decoder.config.vocab_size
@@ -86,6 +93,7 @@ class DeviceRunner(ModelRunner):
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
         self._admissions = 0
+        self._use_pdl = use_pdl
         self._device = device
         self._decoder = decoder
         self.pool = pool
@@ -108,6 +116,8 @@ class DeviceRunner(ModelRunner):
                 max_tokens=limits.max_tokens_per_step,
                 dummy_slot=self._slots.dummy_slot,
             )
+            self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self._slots.dummy_slot)
+            self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.mark())
 
@@ -127,9 +137,9 @@ class DeviceRunner(ModelRunner):
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
                 self._attention.plan(step)
-                views = self._buffer.upload(step, rows, ())
+                views = self._send_decodes(rows, num_rows)
                 for variant in self._attention.variants(num_rows):
-                    self._graphs.capture(num_rows, variant, partial(self._forward, views, variant))
+                    self._graphs.capture(num_rows, variant, partial(self._decode, views, variant))
             for length in _WARM_LENGTHS:
                 if length < min(self.max_total_len, self._buffer.max_tokens):
                     self._warm_prefill(length)
@@ -157,23 +167,64 @@ class DeviceRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
         with self._device.in_order():
+            self._sampler.send()
+            if not segments:
+                return self._launch_decodes(rows)
             slots = np.concatenate([rows.slots, np.array([s.slot for s in segments], np.int32)])
             self._slots.send(slots, rows.page_tables, rows.num_pages)
-            self._sampler.send()
-            bucket = self._graphs.bucket(len(rows.slots)) if not segments else None
-            step = host_step(rows, segments, bucket or len(rows.slots), self._admissions)
+            step = host_step(rows, segments, len(rows.slots), self._admissions)
             variant = self._attention.plan(step)
             start = self._device.mark()
-            if not len(rows.slots) and not segments:
-                # Rows there were, but none had room: kernels take no grids of nothing.
-                return RunningDeviceStep(self, start, None, 0)
             views = self._buffer.upload(step, rows, segments)
-            if bucket is None:
-                hidden_TD = self._forward(views, variant)
-                return self._launched(rows, segments, step, views, hidden_TD, start)
-            logits_TV = self._graphs.replay(bucket, variant)
-            tokens = self._draw(logits_TV, views.decode_slots, views.decode_positions + 1, rows.slots)
-            return RunningDeviceStep(self, start, self._down(tokens, len(rows.slots)), len(rows.slots))
+            return self._launched(rows, segments, step, views, self._forward(views, variant), start)
+
+    def _launch_decodes(self, rows: DecodeRows) -> RunningStep:
+        num_rows = len(rows.slots)
+        if not num_rows:
+            # Rows there were, but none had room: kernels take no grids of nothing.
+            start = self._device.mark()
+            return RunningDeviceStep(self, start, start)
+        bucket = self._graphs.bucket(num_rows)
+        step = host_step(rows, (), bucket or num_rows, self._admissions)
+        variant = self._attention.plan(step)
+        start = self._device.mark()
+        views = self._send_decodes(rows, step.num_rows)
+        logits_TV = self._decode(views, variant) if bucket is None else self._graphs.replay(bucket, variant)
+        self._sampler.redraw(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.turn_1))
+        end = self._device.mark()
+        return RunningDeviceStep(self, start, end, self._tokens.fetch(num_rows, end), num_rows)
+
+    def _send_decodes(self, rows: DecodeRows, num_rows: int) -> DecodeViews:
+        """What a step of decodes alone needs; `num_rows` with padding."""
+        entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
+        if len(entries) > self._decodes.max_entries:
+            self._slots.send_entries(entries)
+            entries = entries[:0]
+        return self._decodes.send(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
+
+    def _decode(self, views: DecodeViews, variant: str) -> torch.Tensor:
+        """A step of decodes alone, whose rows are drawn greedily: its logits. Graphs record it."""
+        tables = self._slots.page_tables
+        x_TD = begin_step(
+            views.slots,
+            views.tokens,
+            views.entries_E2,
+            views.num_entries_1,
+            tables,
+            self._slots.last_tokens,
+            self._decoder.embedding_VD,
+            use_pdl=self._use_pdl,
+        )
+        attention = self._attention.begin(views.attention(tables), variant)
+        target = KvTarget(views.positions, views.slots, tables, self.page_size)
+        logits_TV = self._decoder.logits(self._decoder.forward_embedded(x_TD, target, attention))
+        # The token of a row is at the position that follows its KV.
+        to = self._target(views.turn_1)
+        self._sampler.draw_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
+        return logits_TV
+
+    def _target(self, turn_1: torch.Tensor) -> TokenTarget:
+        return TokenTarget(turns_RT=self._tokens.rows, turn_1=turn_1, last_tokens_S=self._slots.last_tokens)
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
@@ -211,12 +262,11 @@ class DeviceRunner(ModelRunner):
             self.pool.clear()
 
     def _forward(self, views: StepViews, variant: str) -> torch.Tensor:
-        """Hidden states of a step with chunks; logits of one of decodes alone, which a graph may record."""
+        """Hidden states of all rows of a step with chunks."""
         ids, positions, slots = views.rows(self._slots.last_tokens)
         target = KvTarget(positions, slots, self._slots.page_tables, self.page_size)
         attention = self._attention.begin(views.attention(self._slots.page_tables), variant)
-        hidden_TD = self._decoder.forward(ids, target, attention)
-        return hidden_TD if views.has_chunks else self._decoder.logits(hidden_TD)
+        return self._decoder.forward(ids, target, attention)
 
     def _launched(
         self,
@@ -227,44 +277,35 @@ class DeviceRunner(ModelRunner):
         result: torch.Tensor,
         start: Mark,
     ) -> RunningStep:
-        """Draws for all rows of an uncaptured step that the device can draw for."""
+        """Draws for all rows of a step with chunks that the device can draw for."""
         num_decodes = len(rows.slots)
-        if not segments:
-            tokens = self._draw(result, views.decode_slots, views.decode_positions + 1, rows.slots)
-            return RunningDeviceStep(self, start, self._down(tokens, num_decodes), num_decodes)
         last_rows = num_decodes + np.cumsum(step.chunk_lens) - 1
         drawn = [i for i, s in enumerate(segments) if s.sample is not None and not _is_careful(s.sample)]
         chosen = np.concatenate([np.arange(num_decodes), last_rows[drawn]]).astype(np.int32)
         slots = np.concatenate([rows.slots, step.chunk_slots[drawn]]).astype(np.int32)
         positions = np.concatenate([rows.positions + 1, step.chunk_kv_lens[drawn]]).astype(np.int32)
-        drawn_tokens = None
         if len(chosen):
-            packed = torch.empty(3 * len(chosen), dtype=torch.int32, device=result.device)
-            self._device.upload(np.concatenate([chosen, slots, positions]), packed)
-            at, on_slots, on_positions = packed.chunk(3)
-            logits_TV = self._decoder.logits(result.index_select(0, at))
-            drawn_tokens = self._down(self._draw(logits_TV, on_slots, on_positions, slots), len(chosen))
+            on_device = self._uploaded(chosen, slots, positions, np.array([self._tokens.take()], np.int32))
+            logits_TV = self._decoder.logits(result.index_select(0, on_device[0]))
+            self._sampler.draw(logits_TV, on_device[1], on_device[2], slots, self._target(on_device[3]))
         careful = {}
         for index, segment in enumerate(segments):
             if segment.prompt_logprobs is not None or (segment.sample is not None and _is_careful(segment.sample)):
                 end = int(last_rows[index]) + 1
                 careful[index] = CarefulSegment(_copied(segment), result[end - len(segment.ids) : end])
-        return RunningDeviceStep(self, start, drawn_tokens, num_decodes, len(segments), drawn, careful)
+        end = self._device.mark()
+        fetched = self._tokens.fetch(len(chosen), end) if len(chosen) else None
+        return RunningDeviceStep(self, start, end, fetched, num_decodes, len(segments), drawn, careful)
 
-    def _draw(
-        self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: IntArray
-    ) -> torch.Tensor:
-        """Draws, and leaves the tokens where the next decodes of the slots find them."""
-        tokens = self._sampler.draw(logits_TV, slots, positions, host_slots)
-        self._slots.last_tokens.index_copy_(0, slots.long(), tokens)
-        return tokens
-
-    def _down(self, tokens: torch.Tensor, count: int) -> torch.Tensor:
-        return self._device.download(tokens[:count])
-
-    def mark(self) -> Mark:
-        """Behind all work so far."""
-        return self._device.mark()
+    def _uploaded(self, *arrays: IntArray) -> list[torch.Tensor]:
+        """Each begins at a multiple of 16 bytes, by which kernels are specialised."""
+        size = -(-max(map(len, arrays)) // 4) * 4
+        packed = np.zeros((len(arrays), size), np.int32)
+        for row, array in zip(packed, arrays, strict=True):
+            row[: len(array)] = array
+        sent = torch.empty(packed.shape, dtype=torch.int32, device=self._device.torch_device)
+        self._device.upload(packed.reshape(-1), sent.view(-1))
+        return [row[: len(array)] for row, array in zip(sent.unbind(), arrays, strict=True)]
 
     def place(self, start: Mark, end: Mark) -> tuple[int, int]:
         """A step's times on the host's clock."""
@@ -318,21 +359,24 @@ class CarefulSegment:
 
 
 class RunningDeviceStep(RunningStep):
-    """A step on the device. `drawn`: indexes of the segments whose tokens follow the decode rows' in `tokens`."""
+    """A step on the device. `drawn`: indexes of the segments whose tokens follow the decode rows' in `fetched`."""
 
     def __init__(
         self,
         runner: DeviceRunner,
         start: Mark,
-        tokens: torch.Tensor | None,
-        num_decodes: int,
+        end: Mark,
+        fetched: FetchedTokens | None = None,
+        num_decodes: int = 0,
         num_segments: int = 0,
         drawn: Sequence[int] = (),
         careful: dict[int, CarefulSegment] | None = None,
     ) -> None:
         self._runner = runner
-        self._start, self._end = start, runner.mark()
-        self._tokens = tokens
+        self._start, self._end = start, end
+        self._fetched = fetched
+        # Tokens are on the host a little after the step is over.
+        self._done = end if fetched is None else fetched.mark
         self._num_decodes = num_decodes
         self._num_segments = num_segments
         self._drawn = drawn
@@ -340,15 +384,15 @@ class RunningDeviceStep(RunningStep):
 
     @property
     def is_done(self) -> bool:  # type: ignore[override]
-        return self._end.is_reached
+        return self._done.is_reached
 
     def wait(self) -> None:
-        self._end.wait()
+        self._done.wait()
 
     def output(self) -> StepOutput:
-        self._end.wait()
+        self._done.wait()
         start_ns, end_ns = self._runner.place(self._start, self._end)
-        all_tokens = np.zeros(0, np.int32) if self._tokens is None else self._tokens.numpy()
+        all_tokens = np.zeros(0, np.int32) if self._fetched is None else self._fetched.tokens()
         of_segment = dict(zip(self._drawn, all_tokens[self._num_decodes :].tolist(), strict=True))
         segments = [
             self._runner.careful_output(self._careful[index], of_segment.get(index))

@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES
 from radixmesh.daemons.runtime.step import Admit
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
-from radixmesh.kernels.sample import DrawScratch, compile_draws, draw
+from radixmesh.kernels.sample import DrawScratch, TokenTarget, compile_draws, draw
 from radixmesh.kernels.sample_params import SampleParams
 
 _INT32_MAX = 2**31 - 1
@@ -60,6 +60,8 @@ class SlotSampler:
 
     def send(self) -> None:
         """Brings the options of requests admitted since to the device, behind all work so far."""
+        if not self._admitted:
+            return
         # A slot that needs nothing must not keep what another request asked for: its neighbours may need noise.
         slots_with_options = self._needs.astype(np.bool_) | self._has_options
         admits, self._admitted = [a for a in self._admitted.values() if slots_with_options[a.slot]], {}
@@ -74,26 +76,62 @@ class SlotSampler:
             if self._needs[admit.slot] & Needs.PENALTIES:
                 self._send_lists(admit)
 
+    def draw_greedily(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        target: TokenTarget,
+        *,
+        use_pdl: bool,
+    ) -> None:
+        """Takes every row's argmax, whatever its slot asks for: what a graph can record. See `redraw`."""
+        draw(logits_TV, self._params, slots, positions, self._scratch, target, has_sampled=False, use_pdl=use_pdl)
+
+    def redraw(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+    ) -> None:
+        """Draws anew what was drawn greedily from the same logits just before, if one of the rows is to be drawn
+        otherwise."""
+        if self._needs_of(host_slots):
+            self.draw(logits_TV, slots, positions, host_slots, target, has_highest=True)
+
     def draw(
-        self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, host_slots: IntArray
-    ) -> torch.Tensor:
-        """Tokens int32 [T] of rows of logits: of which slots, and at which positions (int32, on the device)."""
-        needs = Needs(int(np.bitwise_or.reduce(self._needs[host_slots], initial=0)))
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+        *,
+        has_highest: bool = False,
+    ) -> None:
+        """Draws from rows of logits into `target`: of which slots, and at which positions (int32, on the device).
+
+        has_highest: they were drawn from greedily just before.
+        """
+        needs = self._needs_of(host_slots)
         has_penalties = bool(needs & Needs.PENALTIES)
-        scratch = self._with_penalties() if has_penalties else self._scratch
-        tokens = draw(
+        draw(
             logits_TV,
             self._params,
             slots,
             positions,
-            scratch,
+            self._with_penalties() if has_penalties else self._scratch,
+            target,
             has_sampled=bool(needs & Needs.NOISE),
             has_filters=bool(needs & Needs.FILTERS),
             has_penalties=has_penalties,
+            has_highest=has_highest,
         )
-        if has_penalties:
-            self._params.tokens_SL[slots.long(), positions.long()] = tokens
-        return tokens
+
+    def _needs_of(self, host_slots: IntArray) -> Needs:
+        return Needs(int(np.bitwise_or.reduce(self._needs[host_slots], initial=0)))
 
     def _with_penalties(self) -> DrawScratch:
         """Made when first needed: it is large."""

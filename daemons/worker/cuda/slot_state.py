@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -39,25 +39,49 @@ class SlotState:
         """Their pages will be sent anew."""
         self._num_sent[list(slots)] = 0
 
+    def new_entries(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> IntArray:
+        """What the device's tables of `slots` lack of the host's, int32 [entries, 2]: the place, counted from the first
+        slot's first page, and the page. It counts as sent."""
+        counts, sent = num_pages[slots], self._num_sent[slots]
+        lacking = counts - sent
+        num_new = int(lacking.sum())
+        entries = np.empty((num_new, 2), np.int32)
+        if num_new:
+            rows = np.repeat(slots, lacking)
+            columns = np.repeat(sent - (np.cumsum(lacking) - lacking), lacking) + np.arange(num_new)
+            entries[:, 0] = rows * np.int64(self._max_pages) + columns
+            entries[:, 1] = page_tables[rows, columns]
+            self._num_sent[slots] = counts
+        return entries
+
+    def row_tokens(self, slots: IntArray) -> IntArray:
+        """The new last tokens of `slots`, each once, or -1: int32. They count as sent, and those of others are sent."""
+        tokens = np.full(len(slots), -1, np.int32)
+        if self._new_tokens:
+            others, self._new_tokens = self._new_tokens, {}
+            for row, slot in enumerate(slots.tolist()):
+                tokens[row] = others.pop(slot, -1)
+            self._send_tokens(others)
+        return tokens
+
     def send(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> None:
         """Brings what changed of `slots` to the device, behind all work so far. Tables are those of the host."""
         tokens, self._new_tokens = self._new_tokens, {}
-        lacking = num_pages[slots] - self._num_sent[slots]
-        num_new = int(lacking.sum())
-        if not num_new and not tokens:
-            return
-        rows = np.repeat(slots, lacking)
-        firsts = self._num_sent[slots] - (np.cumsum(lacking) - lacking)
-        columns = np.repeat(firsts, lacking) + np.arange(num_new)
-        self._num_sent[slots] = num_pages[slots]
-        token_slots = np.fromiter(tokens.keys(), np.int32, len(tokens))
-        token_ids = np.fromiter(tokens.values(), np.int32, len(tokens))
-        places = rows.astype(np.int64) * self._max_pages + columns
-        packed = np.concatenate([places.astype(np.int32), page_tables[rows, columns], token_slots, token_ids])
-        sent = torch.empty(len(packed), dtype=torch.int32, device=self._device.torch_device)
-        self._device.upload(packed, sent)
-        if num_new:
-            self.page_tables.view(-1).index_copy_(0, sent[:num_new].long(), sent[num_new : 2 * num_new])
+        self._send_tokens(tokens)
+        self.send_entries(self.new_entries(slots, page_tables, num_pages))
+
+    def send_entries(self, entries: IntArray) -> None:
+        """Writes new_entries()'s, behind all work so far."""
+        if len(entries):
+            places, pages = self._sent(entries.T)
+            self.page_tables.view(-1).index_copy_(0, places.long(), pages)
+
+    def _send_tokens(self, tokens: Mapping[int, int]) -> None:
         if tokens:
-            at = sent[2 * num_new : 2 * num_new + len(tokens)].long()
-            self.last_tokens.index_copy_(0, at, sent[2 * num_new + len(tokens) :])
+            slots, ids = self._sent(np.array([list(tokens.keys()), list(tokens.values())], np.int32))
+            self.last_tokens.index_copy_(0, slots.long(), ids)
+
+    def _sent(self, numbers: IntArray) -> torch.Tensor:
+        sent = torch.empty(numbers.size, dtype=torch.int32, device=self._device.torch_device)
+        self._device.upload(np.ascontiguousarray(numbers).reshape(-1), sent)
+        return sent.view(numbers.shape)

@@ -33,8 +33,12 @@ class TritonAttention(DeviceAttention):
         device: torch.device,
         is_deterministic: bool,
         use_pdl: bool,
+        use_plan_pdl: bool = False,
     ) -> None:
+        """use_pdl: attention begins while the rotation ends; use_plan_pdl: its plan is made beside the kernel that
+        begins a step of decodes."""
         self.use_pdl = use_pdl
+        self.use_plan_pdl = use_plan_pdl
         self.is_batch_invariant = is_deterministic
         self.shape = shape
         self.page_size = page_size
@@ -67,13 +71,14 @@ class TritonAttention(DeviceAttention):
         return SHARED if self._has_groups else ""
 
     def begin(self, step: DeviceStep, variant: str) -> StepAttention:
+        is_all_decodes = not step.num_chunks
         if self.is_batch_invariant and step.num_chunks:
             step = _as_decodes(step)
         if variant == SHARED:
             assert self.shared is not None
             plan_shared_decode(step.decode_kv_lens, self.shared)
         elif step.num_decodes:
-            plan_decode(step.decode_kv_lens, self.workspace)
+            plan_decode(step.decode_kv_lens, self.workspace, use_pdl=self.use_plan_pdl and is_all_decodes)
         return _TritonStep(self, step, is_shared=variant == SHARED)
 
 

@@ -1,0 +1,105 @@
+"""The numbers of a step of decodes alone, packed on the host so that one copy brings all of them to the device.
+
+    [ number of entries | turn | slots | positions | KV lengths | new tokens | entries (place, page) ... ]
+
+Where each lies depends on the number of rows alone: a graph of so many rows finds them there. Parts begin at multiples
+of 16 bytes, by which kernels are specialised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.cuda.attention import DeviceStep
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.runner import DecodeRows
+
+_ALIGNED = 4  # Numbers.
+_TURN, _HEAD = 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeViews:
+    """A step's numbers on the device, int32. tokens: of rows whose slot was just taken, -1 of the others."""
+
+    slots: torch.Tensor
+    positions: torch.Tensor
+    kv_lens: torch.Tensor
+    tokens: torch.Tensor
+    entries_E2: torch.Tensor
+    num_entries_1: torch.Tensor
+    turn_1: torch.Tensor
+
+    def attention(self, page_tables: torch.Tensor) -> DeviceStep:
+        """What attention needs."""
+        nothing = self.slots[:0]
+        return DeviceStep(
+            page_tables=page_tables,
+            decode_slots=self.slots,
+            decode_kv_lens=self.kv_lens,
+            chunk_slots=nothing,
+            chunk_row_starts=nothing,
+            chunk_kv_lens=nothing,
+            num_chunk_rows=0,
+            max_chunk_len=0,
+        )
+
+
+class DecodeBuffer:
+    """Memory on the device for one step at a time: steps follow each other on one stream.
+
+    max_entries: of page tables, that one step may bring with it.
+    """
+
+    def __init__(self, device: Device, *, max_rows: int, dummy_slot: int) -> None:
+        self.max_entries = 4 * max_rows + 1024
+        self._dummy_slot = dummy_slot
+        size = _HEAD + 4 * _aligned(max_rows) + 2 * self.max_entries
+        self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
+        self._staging = device.staging(size)
+        self._views: dict[int, DecodeViews] = {}
+
+    def views(self, num_rows: int) -> DecodeViews:
+        """Of a step of so many rows, padding included: the same memory for every such step."""
+        if num_rows not in self._views:
+            size = _aligned(num_rows)
+            parts = [self._buffer[_HEAD + part * size :][:num_rows] for part in range(4)]
+            self._views[num_rows] = DecodeViews(
+                slots=parts[0],
+                positions=parts[1],
+                kv_lens=parts[2],
+                tokens=parts[3],
+                entries_E2=self._buffer[_HEAD + 4 * size :][: 2 * self.max_entries].view(-1, 2),
+                num_entries_1=self._buffer[:1],
+                turn_1=self._buffer[_TURN : _TURN + 1],
+            )
+        return self._views[num_rows]
+
+    def send(self, rows: DecodeRows, num_rows: int, tokens: IntArray, entries: IntArray, turn: int) -> DecodeViews:
+        """Sends a step's numbers behind all work so far.
+
+        num_rows: with rows of padding, of the dummy slot. tokens int32 [rows]: new ones, or -1. entries int32
+        [at most max_entries, 2]: place and page.
+        """
+        count, size = len(rows.slots), _aligned(num_rows)
+        ints = self._staging.take()
+        ints[0], ints[_TURN] = len(entries), turn
+        first = _HEAD + 4 * size
+        slots, positions, kv_lens, new_tokens = ints[_HEAD:first].reshape(4, size)
+        slots[:count], slots[count:] = rows.slots, self._dummy_slot
+        positions[:count], positions[count:] = rows.positions, 0
+        np.add(rows.positions, 1, out=kv_lens[:count], casting="same_kind")
+        kv_lens[count:] = 0
+        new_tokens[:count], new_tokens[count:] = tokens, -1
+        end = first + 2 * len(entries)
+        ints[first:end] = entries.reshape(-1)
+        self._staging.send(end, self._buffer)
+        return self.views(num_rows)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNED) * _ALIGNED
