@@ -293,9 +293,9 @@ class DeviceRunner(ModelRunner):
             if segment.prompt_logprobs is not None or (segment.sample is not None and _is_careful(segment.sample)):
                 end = int(last_rows[index]) + 1
                 careful[index] = CarefulSegment(_copied(segment), result[end - len(segment.ids) : end])
-        end = self._device.mark()
-        fetched = self._tokens.fetch(len(chosen), end) if len(chosen) else None
-        return RunningDeviceStep(self, start, end, fetched, num_decodes, len(segments), drawn, careful)
+        over = self._device.mark()
+        fetched = self._tokens.fetch(len(chosen), over) if len(chosen) else None
+        return RunningDeviceStep(self, start, over, fetched, num_decodes, len(segments), drawn, careful)
 
     def _uploaded(self, *arrays: IntArray) -> list[torch.Tensor]:
         """Each begins at a multiple of 16 bytes, by which kernels are specialised."""
