@@ -39,7 +39,7 @@ def _begin_step_kernel(
     if PDL:
         # Kernels further on look into the tables before they wait for the one ahead of them, which may have begun
         # while this one runs: all entries are there before anything is let in.
-        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, $1;", "=r,r", [part], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
         tl.extra.cuda.gdc_launch_dependents()
     if sent < 0:
