@@ -87,6 +87,12 @@ def main() -> None:
         _job(matrix, config, False) for matrix in _MATRICES for rows in args.rows for config in _configs(matrix, rows)
     }
     jobs |= {_job(matrix, _configs(matrix, rows)[0], True) for matrix in _MATRICES[:4] for rows in args.rows}
+    jobs |= {
+        _job(matrix, _with_prefetch(rows, steps)[matrix.name], False)
+        for matrix in _MATRICES[:4]
+        for rows in args.rows
+        for steps in (0, 16)
+    }
     with ProcessPoolExecutor(args.processes, mp_context=context) as pool:
         failures = [failure for failure in pool.map(_compile, sorted(jobs, key=str)) if failure]
     compiled_s = time.monotonic() - started
@@ -340,6 +346,8 @@ def _measure_chain(
         ("default", {}, True, False),
         ("default_without_pdl", {}, False, False),
         ("default_on_the_fly", {}, True, True),
+        ("default_prefetch_0", _with_prefetch(num_rows, 0), True, False),
+        ("default_prefetch_16", _with_prefetch(num_rows, 16), True, False),
         ("best", best, True, False),
     ):
         run = _our_chain(layers, num_rows, workspace, configs, use_pdl, on_the_fly)
@@ -356,6 +364,13 @@ def _measure_chain(
     line["best_tb_s"] = round(num_bytes / fastest / 1e6, 2)
     _log(json.dumps(line))
     return line
+
+
+def _with_prefetch(num_rows: int, steps: int) -> dict[str, ProductConfig]:
+    """The defaults, but for how much is asked for before the kernel ahead has ended."""
+    return {
+        matrix.name: replace(default_config(matrix.shape(num_rows), _NUM_SMS), prefetch=steps) for matrix in _MATRICES
+    }
 
 
 def _our_chain(
