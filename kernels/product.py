@@ -90,9 +90,7 @@ def _finish(
     if IS_GATED:
         if HAS_NORM:
             up *= scale
-        # Rounded as separate operations would.
-        gate = acc.to(DTYPE).to(tl.float32)
-        acc = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up.to(DTYPE).to(tl.float32)
+        acc = acc / (1.0 + tl.exp(-acc)) * up
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if HAS_RESIDUAL:
@@ -276,7 +274,7 @@ def product_silu(
 ) -> torch.Tensor:
     """silu(x @ gate^T) x (x @ up^T), [T, F]; w holds the F rows of gate, then those of up. Otherwise as `product`.
 
-    Both products, and silu of the first, are rounded to the dtype, as separate operations would.
+    Rounded to the dtype at the end alone.
     """
     assert w_2FK.shape[0] % 2 == 0, w_2FK.shape
     num_out, num_in = w_2FK.shape[0] // 2, w_2FK.shape[1]
@@ -299,10 +297,7 @@ def product_reference(
     norm_eps: float | None = None,
 ) -> torch.Tensor:
     """What `product` computes, in torch."""
-    x_f32 = x_TK.float()
-    sums_TN = functional.linear(x_f32, w_NK.float())
-    if norm_eps is not None:
-        sums_TN = sums_TN * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + norm_eps)
+    sums_TN = _float_product(x_TK, w_NK, norm_eps)
     if bias_N is not None:
         sums_TN = sums_TN + bias_N.float()
     product_TN = sums_TN.to(x_TK.dtype)
@@ -311,8 +306,14 @@ def product_reference(
 
 def product_silu_reference(x_TK: torch.Tensor, w_2FK: torch.Tensor, norm_eps: float | None = None) -> torch.Tensor:
     """What `product_silu` computes, in torch."""
-    gate_TF, up_TF = product_reference(x_TK, w_2FK, norm_eps=norm_eps).chunk(2, dim=-1)
-    return functional.silu(gate_TF) * up_TF
+    gate_TF, up_TF = _float_product(x_TK, w_2FK, norm_eps).chunk(2, dim=-1)
+    return (functional.silu(gate_TF) * up_TF).to(x_TK.dtype)
+
+
+def _float_product(x_TK: torch.Tensor, w_NK: torch.Tensor, norm_eps: float | None) -> torch.Tensor:
+    x_f32 = x_TK.float()
+    sums_TN = functional.linear(x_f32, w_NK.float())
+    return sums_TN if norm_eps is None else sums_TN * torch.rsqrt(x_f32.pow(2).mean(-1, keepdim=True) + norm_eps)
 
 
 def _launch(

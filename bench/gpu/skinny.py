@@ -3,8 +3,8 @@
     PYTHONPATH=src python bench/gpu/skinny.py --output bench/results/h200-skinny.json
 
 Shapes are those of Llama-3.2-3B, data is random and normal, every launch reads the weights of another layer, so that
-they come from memory; launches are captured in CUDA graphs. cuBLAS is timed with the separate kernels (norm, SiLU,
-addition) that the fused one replaces. Kernels are compiled by many processes first. Prints JSON: microseconds a launch,
+they come from memory; launches are captured in CUDA graphs. cuBLAS is timed with the kernel behind it that the fused
+one replaces. Kernels are compiled by many processes first. Prints JSON: microseconds a launch,
 the best configuration of each matrix and number of rows, and the one that the defaults choose.
 """
 
@@ -31,7 +31,6 @@ from radixmesh.kernels.product import (
     product_silu_reference,
 )
 from radixmesh.kernels.product_config import ProductConfig, ProductShape, ProductWorkspace, default_config
-from radixmesh.kernels.rms_norm import add_rms_norm, rms_norm
 from radixmesh.kernels.silu_mul import silu_mul
 
 _HIDDEN, _MLP, _EPS, _NUM_SMS = 3072, 8192, 1e-5, 132
@@ -178,7 +177,6 @@ class _Operands:
         self.weights = weights
         self.residual = _random(num_rows, matrix.num_out)
         self.out = torch.empty_like(self.residual)
-        self.norm = torch.ones(matrix.num_in, device=_DEVICE, dtype=torch.bfloat16)
         squares = self.x.float().pow(2).sum(1, keepdim=True).T / _SQUARE_PARTS
         self.squares = squares.repeat(_SQUARE_PARTS, 1).contiguous()
 
@@ -222,15 +220,14 @@ def _ours(
 
 
 def _theirs(matrix: _Matrix, operands: _Operands) -> Callable[[int], object]:
-    """cuBLAS, and the kernels beside it: the norm behind an addition, the gate."""
+    """cuBLAS, which adds to the residual itself, and the gate's kernel, which applies the row's norm factor."""
 
     def run(layer: int) -> object:
-        result = functional.linear(operands.x, operands.weights[layer])
-        if matrix.is_gated:
-            return silu_mul(result, operands.out)
+        weight = operands.weights[layer]
         if matrix.has_residual:
-            return add_rms_norm(result, operands.residual, operands.norm[: matrix.num_out], _EPS, operands.out)
-        return result
+            return operands.residual.addmm_(operands.x, weight.t())
+        result = functional.linear(operands.x, weight)
+        return silu_mul(result, unnormed_TD=operands.x, eps=_EPS, use_pdl=True) if matrix.is_gated else result
 
     return run
 
@@ -239,9 +236,6 @@ def _measure(
     matrix: _Matrix, weights: list[torch.Tensor], num_rows: int, workspace: ProductWorkspace
 ) -> dict[str, object]:
     operands = _Operands(matrix, weights, num_rows)
-    # down's input has its own width; the norm behind it and behind o is as wide as the model.
-    if matrix.has_residual:
-        operands.norm = torch.ones(matrix.num_out, device=_DEVICE, dtype=torch.bfloat16)
     configs = _configs(matrix, num_rows)
     runs: dict[str, Callable[[int], object]] = {
         "cublas": _theirs(matrix, operands),
@@ -332,7 +326,7 @@ def _measure_chain(
     products: Iterable[dict[str, object]],
     workspace: ProductWorkspace,
 ) -> dict[str, object]:
-    """Milliseconds of all of a step's products but the last, 28 layers: ours, and cuBLAS with norms and gates."""
+    """Milliseconds of all of a step's products but the last, 28 layers: ours, and cuBLAS with the gates' kernels."""
     names = ("qkv", "o", "gate_up", "down")
     layers = list(zip(*(weights[name] for name in names), strict=True))
     fields = asdict(ProductConfig(rows=16, block_n=64, block_k=64))
@@ -412,17 +406,16 @@ def _our_chain(
 
 
 def _their_chain(layers: list[tuple[torch.Tensor, ...]], num_rows: int) -> Callable[[int], object]:
-    x, norm = _random(num_rows, _HIDDEN), torch.ones(_HIDDEN, device=_DEVICE, dtype=torch.bfloat16)
+    x, heads = _random(num_rows, _HIDDEN), _random(num_rows, _HIDDEN)
 
     def run(_: int) -> object:
         hidden = x.clone()
-        normed = rms_norm(hidden, norm, _EPS)
         for qkv, o, gate_up, down in layers:
+            functional.linear(hidden, qkv)
             # Attention gives a tensor of its own.
-            heads = functional.linear(normed, qkv).view(-1)[: num_rows * _HIDDEN].view(num_rows, _HIDDEN)
-            normed = add_rms_norm(functional.linear(heads, o), hidden, norm, _EPS)
-            gated = silu_mul(functional.linear(normed, gate_up))
-            normed = add_rms_norm(functional.linear(gated, down), hidden, norm, _EPS)
+            hidden.addmm_(heads, o.t())
+            gated = silu_mul(functional.linear(hidden, gate_up), unnormed_TD=hidden, eps=_EPS, use_pdl=True)
+            hidden.addmm_(gated, down.t())
         return hidden
 
     return run
