@@ -64,17 +64,20 @@ def decode_config(shape: SplitShape, dtype: torch.dtype) -> SplitConfig:
     )
 
 
-def plan_decode(kv_lens_T: torch.Tensor, workspace: DecodeWorkspace, *, use_pdl: bool = False) -> None:
+def plan_decode(
+    kv_lens_T: torch.Tensor, workspace: DecodeWorkspace, *, skips_empty: bool = False, use_pdl: bool = False
+) -> None:
     """Lays out a step's work on the device; once a step, before the `paged_decode` of its layers.
 
     kv_lens_T: int32 [T] on the device, each row's KV length with its own token; 0 for a row of padding.
+    skips_empty: rows with length 0, which must be the last ones, cost nothing and are left as they are in the output.
     use_pdl: runs beside the kernel ahead (Hopper and later), which is the step's first: it does not write the lengths,
     and all of the step before was over when it began.
     """
     if kv_lens_T.dtype != torch.int32:
         raise ValueError(f"KV lengths must be int32, not {kv_lens_T.dtype}")
     for window, plan in workspace.plans.items():
-        plan.fill(kv_lens_T, None, window, least_tiles=1, use_pdl=use_pdl)
+        plan.fill(kv_lens_T, None, window, least_tiles=0 if skips_empty else 1, use_pdl=use_pdl)
 
 
 def paged_decode(
@@ -96,7 +99,7 @@ def paged_decode(
 
     keys_SKd, values_SKd: the layer's pool, contiguous. page_tables int32 [slots, pages of a slot]: position p of slot s
     is token page_tables[s, p // page_size] * page_size + p % page_size of the pool. row_slots_T int32 [T].
-    window: a token sees itself and the `window - 1` before it. A row with kv_len 0 gives zeros.
+    window: a token sees itself and the `window - 1` before it. A row with kv_len 0 gives zeros, or what is in `out`.
     `plan_decode` must have run with the same kv_lens_T. Raises ValueError on shapes or dtypes that do not fit.
     use_pdl: begins while the kernel ahead of it ends (Hopper and later).
     """

@@ -6,6 +6,9 @@ of one KV head: their (row, head) pairs are the rows of its products, so keys ar
 
     blocks of the grid, BLOCK_Q rows each: chunk c owns starts[c] // BLOCK_Q + c .. starts[c + 1] // BLOCK_Q + c,
     at least as many as it needs; so they are found without a scan, and one without rows returns.
+
+Where chunks start and end is read on the device. So a captured CUDA graph serves any chunks, up to its numbers of rows
+and chunks: its grid has blocks for all of them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 # Below every score and finite: a row that has seen no key yet must not compute inf - inf.
 LOWEST = tl.constexpr(-1.0e30)
+# Chunks that a program looks at in one step to find its own.
+_CHUNKS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +68,13 @@ def paged_extend(
 ) -> torch.Tensor:
     """Softmax attention of each row over its chunk's sequence up to itself. Returns [T, H, D].
 
-    The rows of chunk c are [chunk_row_starts[c], chunk_row_starts[c + 1]), int32 [C + 1] ascending from 0, and hold the
-    last positions of its chunk_kv_lens_C[c] (int32 [C]); their own KV is already in the pool. keys_SKd, values_SKd:
-    the layer's pool, contiguous. page_tables int32 [slots, pages of a slot]: position p of slot s is token
-    page_tables[s, p // page_size] * page_size + p % page_size. chunk_slots_C int32 [C].
+    The rows of chunk c are [chunk_row_starts[c], chunk_row_starts[c + 1]), int32 [C + 1] ascending, and hold the last
+    positions of its chunk_kv_lens_C[c] (int32 [C]); their own KV is already in the pool. Rows of a chunk with KV length
+    0 give zeros; rows before the first chunk and past the last are left as they are in `out`. A chunk may have no rows.
+    keys_SKd, values_SKd: the layer's pool, contiguous. page_tables int32 [slots, pages of a slot]: position p of slot s
+    is token page_tables[s, p // page_size] * page_size + p % page_size. chunk_slots_C int32 [C].
     window: a token sees itself and the `window - 1` before it. max_chunk_len: chooses the configuration; no bound.
-    Rows past the last chunk are left as they are in `out`. A chunk may have no rows. Raises ValueError on shapes or
-    dtypes that do not fit.
+    Raises ValueError on shapes or dtypes that do not fit.
     """
     num_rows, heads, dim = q_THd.shape
     kv_heads = keys_SKd.shape[1]
@@ -97,8 +102,7 @@ def paged_extend(
         BLOCK_Q=block_q,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        # Few compilations serve all numbers of chunks.
-        CHUNKS=16 if num_chunks <= 16 else max(256, triton.next_power_of_2(num_chunks)),
+        CHUNKS=_CHUNKS_AT_ONCE,
         PAGE_SIZE=page_size,
         WINDOW=window,
         STAGES=config.num_stages,
@@ -220,12 +224,15 @@ def _extend_kernel(
     # Last blocks first: of a chunk they see the most keys, and the short ones fill the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
-    c = tl.arange(0, CHUNKS)
-    starts = tl.load(chunk_row_starts_ptr + c, mask=c < num_chunks, other=0)
-    chunk = tl.sum(((starts // BLOCK_Q + c <= block) & (c < num_chunks)).to(tl.int32), 0) - 1
+    first = tl.load(chunk_row_starts_ptr)
+    chunk = -1
+    for begin in range(0, num_chunks, CHUNKS):
+        c = begin + tl.arange(0, CHUNKS)
+        starts = tl.load(chunk_row_starts_ptr + c, mask=c < num_chunks, other=0) - first
+        chunk += tl.sum(((starts // BLOCK_Q + c <= block) & (c < num_chunks)).to(tl.int32), 0)
     start = tl.load(chunk_row_starts_ptr + chunk)
     end = tl.load(chunk_row_starts_ptr + chunk + 1)
-    first_row = start + (block - start // BLOCK_Q - chunk) * BLOCK_Q
+    first_row = start + (block - (start - first) // BLOCK_Q - chunk) * BLOCK_Q
     if first_row < end:
         kv_len = tl.load(chunk_kv_lens_ptr + chunk)
         table_ptr = page_tables_ptr + tl.load(chunk_slots_ptr + chunk).to(tl.int64) * table_stride
@@ -245,7 +252,7 @@ def _extend_kernel(
         acc = tl.zeros([BLOCK_M, DP], tl.float32)
         # [begin, masked): seen by all rows; [masked, last_position]: by some.
         if WINDOW is None:
-            masked = (first_position + 1) // BLOCK_N * BLOCK_N
+            masked = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
             highest, total, acc = _extend_tiles(
                 q,
                 highest,
@@ -290,7 +297,8 @@ def _extend_kernel(
             STAGES,
             True,
         )
-        acc = acc / total[:, None]
+        # Nothing is seen where the KV length is 0.
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out_ptr + offset[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_pair)
 
 
@@ -306,12 +314,14 @@ def paged_extend_reference(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """What `paged_extend` computes, in fp32 and chunk by chunk; zeros in rows past the last chunk."""
+    """What `paged_extend` computes, in fp32 and chunk by chunk; zeros in rows of no chunk."""
     out_THd = torch.zeros_like(q_THd)
     group = q_THd.shape[1] // keys_SKd.shape[1]
     starts = chunk_row_starts.tolist()
     for chunk, (slot, length) in enumerate(zip(chunk_slots_C.tolist(), chunk_kv_lens_C.tolist(), strict=True)):
         rows = slice(starts[chunk], starts[chunk + 1])
+        if length == 0:
+            continue
         position = torch.arange(length, device=q_THd.device)
         token = page_tables[slot, position // page_size].long() * page_size + position % page_size
         k_LHd = keys_SKd[token].float().repeat_interleave(group, dim=1)

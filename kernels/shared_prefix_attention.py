@@ -100,14 +100,15 @@ def shared_prefix_config(shape: SplitShape, dtype: torch.dtype) -> SplitConfig:
     return SplitConfig(heads=1, block_n=block_n, num_warps=4, num_stages=3, programs_per_sm=2, min_tiles=2)
 
 
-def plan_shared_decode(kv_lens_T: torch.Tensor, workspace: SharedPrefixWorkspace) -> None:
+def plan_shared_decode(kv_lens_T: torch.Tensor, workspace: SharedPrefixWorkspace, *, skips_empty: bool = False) -> None:
     """Lays out a step's work on the device; once a step, before the `paged_shared_decode` of its layers.
 
     kv_lens_T: int32 [T] on the device, each row's KV length with prefix and own token; 0 for a row of padding.
+    skips_empty: as of `plan_decode`.
     """
     workspace.prefix_plan.fill(workspace.lens_G, None, None, least_tiles=0)
     row_prefix_lens_T = workspace.row_prefix_lens_T[: kv_lens_T.shape[0]]
-    workspace.suffix_plan.fill(kv_lens_T, row_prefix_lens_T, None, least_tiles=1)
+    workspace.suffix_plan.fill(kv_lens_T, row_prefix_lens_T, None, least_tiles=0 if skips_empty else 1)
 
 
 def paged_shared_decode(

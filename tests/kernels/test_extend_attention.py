@@ -10,10 +10,12 @@ from radixmesh.kernels.extend_attention import ExtendConfig, paged_extend, paged
 _SMALL = ExtendConfig(block_m=16, block_n=16, num_warps=4, num_stages=3)
 
 
-def _check(chunks, *, heads=6, kv_heads=2, dim=16, page_size=1, window=None, dtype=torch.float32, config=_SMALL):
-    """chunks: (new tokens, KV length with them) each."""
+def _check(
+    chunks, *, before=0, heads=6, kv_heads=2, dim=16, page_size=1, window=None, dtype=torch.float32, config=_SMALL
+):
+    """chunks: (new tokens, KV length with them) each. before: rows that come before the first."""
     pool = PagedPool.random([length for _, length in chunks], kv_heads, dim, page_size, dtype)
-    row_starts = torch.tensor([0, *(new for new, _ in chunks)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    row_starts = torch.tensor([before, *(new for new, _ in chunks)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     num_rows = int(row_starts[-1])
     q = torch.randn(num_rows + 2, heads, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, row_starts.to(DEVICE), pool.lengths)
@@ -32,6 +34,16 @@ def _check(chunks, *, heads=6, kv_heads=2, dim=16, page_size=1, window=None, dty
 )
 def test_chunks_match_the_definition(chunks):
     _check(chunks)
+
+
+@pytest.mark.parametrize("before", [1, 16, 21])
+def test_rows_of_others_before_the_chunks_and_of_padding_behind_them(before):
+    """As a captured step has them: decodes, chunks, a chunk of padding without KV, and chunks without rows."""
+    _check([(7, 30), (1, 1), (24, 0), (0, 0), (0, 0)], before=before)
+
+
+def test_more_chunks_than_a_program_looks_at_in_one_step():
+    _check([(1, 1 + i % 3) if i % 5 else (0, 2) for i in range(70)], before=3)
 
 
 def test_a_chunk_ends_and_starts_at_every_place_of_a_block():

@@ -39,17 +39,20 @@ class HostStep:
 class DeviceStep:
     """The same on the device, int32, beside the page tables [slots + 1, pages].
 
-    decode_slots, decode_kv_lens [B]: padding is the dummy slot, with length 0. chunk_row_starts [C + 1]: rows of the
-    chunks counted from the first row behind the decode rows. num_chunk_rows, max_chunk_len: known on the host.
+    row_slots, row_positions [T] of all rows: decode rows, then those of the chunks, in padding the dummy slot's.
+    decode_slots, decode_kv_lens [B]: of the first rows; padding has length 0 and, where there are no chunks, the dummy
+    slot. chunk_row_starts [C + 1]: where the rows of each chunk begin, and where those of the last one end; padding
+    may be a chunk of KV length 0, and chunks without rows. max_chunk_len: known on the host; no chunk is longer.
     """
 
     page_tables: torch.Tensor
+    row_slots: torch.Tensor
+    row_positions: torch.Tensor
     decode_slots: torch.Tensor
     decode_kv_lens: torch.Tensor
     chunk_slots: torch.Tensor
     chunk_row_starts: torch.Tensor
     chunk_kv_lens: torch.Tensor
-    num_chunk_rows: int
     max_chunk_len: int
 
     @property
@@ -75,9 +78,14 @@ class StepAttention(ABC):
 
 
 class DeviceAttention(ABC):
-    """An implementation. is_batch_invariant: a row's bits depend on its own sequence alone."""
+    """An implementation. is_batch_invariant: a row's bits depend on its own sequence alone.
+
+    captures_chunks: whether a graph of a step with chunks serves other steps: what tells them apart is read on the
+    device. Such a step's `decode_slots` reach into the rows of chunks, where `decode_kv_lens` are 0.
+    """
 
     is_batch_invariant: bool
+    captures_chunks: bool = False
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
         """What plan() may answer for a step of so many decode rows: graphs are captured for each."""

@@ -39,12 +39,13 @@ class DecodeViews:
         nothing = self.slots[:0]
         return DeviceStep(
             page_tables=page_tables,
+            row_slots=self.slots,
+            row_positions=self.positions,
             decode_slots=self.slots,
             decode_kv_lens=self.kv_lens,
             chunk_slots=nothing,
             chunk_row_starts=nothing,
             chunk_kv_lens=nothing,
-            num_chunk_rows=0,
             max_chunk_len=0,
         )
 

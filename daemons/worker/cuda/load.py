@@ -20,10 +20,12 @@ from radixmesh.daemons.worker.cuda.attention import DeviceAttention
 from radixmesh.daemons.worker.cuda.decode_graphs import default_graph_rows
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
+from radixmesh.daemons.worker.cuda.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.product_tuning import tuned_products
 from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
+from radixmesh.daemons.worker.cuda.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.runner import AttentionCreator, DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
@@ -80,6 +82,7 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
     with fitting("captured graphs", "--mem-fraction or --num-slots"):
         runner.warm_up()
     _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))
+    watch_compiles()
     return runner
 
 
@@ -96,6 +99,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
     # Ahead of the sizing, which counts what measuring leaves behind.
     ops = _ops(settings, model.weights, graph_rows, where)
+    prompt_rows = default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else ()
     memory = MemorySettings(
         mem_fraction=settings.mem_fraction,
         num_pages=settings.num_pages,
@@ -104,6 +108,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
         graph_rows=graph_rows,
+        prompt_rows=prompt_rows,
     )
     if where.type == "cuda":
         num_pages = choose_num_pages(memory, model.config, model.kv_layout, dtype, where)
@@ -118,6 +123,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
         graph_rows=graph_rows,
+        prompt_rows=prompt_rows,
     )
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
         return DeviceRunner(

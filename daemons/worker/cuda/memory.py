@@ -23,8 +23,8 @@ _SPARE_BYTES = 1536 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
-    """mem_fraction: share of the device's memory that weights, work space and KV take together. graph_rows: sizes of
-    the decode steps that are captured."""
+    """mem_fraction: share of the device's memory that weights, work space and KV take together. graph_rows,
+    prompt_rows: sizes of the steps that are captured, of decodes and with chunks."""
 
     mem_fraction: float
     num_pages: int | None
@@ -33,6 +33,7 @@ class MemorySettings:
     max_tokens_per_step: int
     max_total_len: int
     graph_rows: tuple[int, ...] = ()
+    prompt_rows: tuple[int, ...] = ()
 
 
 def choose_num_pages(
@@ -99,8 +100,10 @@ def _work_bytes(settings: MemorySettings, config: DecoderConfig, dtype: torch.dt
     # Page tables and tokens, int32.
     tables = 8 * (settings.num_slots + 1) * settings.max_total_len
     rope = 4 * settings.max_total_len * config.head_dim
-    # Every graph keeps the logits that it leaves, in each of its variants (with a shared prefix, and without).
-    graphs = 2 * sum(settings.graph_rows) * config.vocab_size * dtype.itemsize
+    # Every graph keeps what it leaves, logits or, with chunks, hidden states, in each of its variants (with a shared
+    # prefix, and without).
+    left = sum(settings.graph_rows) * config.vocab_size + sum(settings.prompt_rows) * config.hidden_size
+    graphs = 2 * left * dtype.itemsize
     return rows + logits + graphs + tables + rope + _SPARE_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Runs steps on a device: decode steps as captured graphs, steps with chunks launched kernel by kernel.
+"""Runs steps on a device: those of decodes as captured graphs, those with chunks as `prompt_steps.py` says.
 
     launch   numbers of the step up -> forward -> draw -> mark        nothing waits
                                                             `-> tokens down, beside the next step
@@ -18,19 +18,20 @@ from functools import partial
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
+from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.step import Admit, Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.kv_pool import KvPool
-from radixmesh.daemons.worker.cuda.attention import DeviceAttention, HostStep
+from radixmesh.daemons.worker.cuda.attention import DeviceAttention
 from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer, DecodeViews
 from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, Mark
 from radixmesh.daemons.worker.cuda.ops import KvTarget
+from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step_arrays import StepBuffer, StepViews, host_step
+from radixmesh.daemons.worker.cuda.step_arrays import host_step
 from radixmesh.daemons.worker.cuda.token_ring import FetchedTokens, TokenRing
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
@@ -48,8 +49,6 @@ from radixmesh.kernels.sample import TokenTarget
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
-# Prompts of these lengths are computed before anybody asks: kernels are specialised by size, libraries load late.
-_WARM_LENGTHS = (16, 17, 100, 128, 1000, 1024, 8191)
 
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -58,13 +57,14 @@ AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerLimits:
-    """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows: sizes of decode steps
-    that are captured, ascending, none where nothing is."""
+    """num_slots: requests that hold a slot; max_tokens_per_step: rows of one step; graph_rows, prompt_rows: sizes of
+    the steps of decodes, and of those with chunks, that are captured, ascending, none where nothing is."""
 
     num_slots: int
     max_tokens_per_step: int
     max_total_len: int
     graph_rows: tuple[int, ...]
+    prompt_rows: tuple[int, ...] = ()
 
 
 class DeviceRunner(ModelRunner):
@@ -110,11 +110,15 @@ class DeviceRunner(ModelRunner):
                 max_total_len=limits.max_total_len,
                 device=device.torch_device,
             )
-            self._buffer = StepBuffer(
+            self._prompts = PromptSteps(
                 device,
-                max_rows=limits.num_slots,
+                decoder,
+                self._attention,
+                self._slots,
+                page_size=pool.page_size,
                 max_tokens=limits.max_tokens_per_step,
-                dummy_slot=self._slots.dummy_slot,
+                max_total_len=limits.max_total_len,
+                sizes=limits.prompt_rows,
             )
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self._slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
@@ -130,39 +134,20 @@ class DeviceRunner(ModelRunner):
         self._sampler.admitted(admit)
 
     def warm_up(self) -> None:
-        """Compiles and captures what decode steps need, largest first: smaller graphs reuse its memory. Then runs
-        prefills of some lengths, so that no request waits for a compiler or a library's start."""
-        rows = _no_rows()
+        """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
+        for, so that no request waits for a compiler or a library's start."""
+        rows = no_rows()
         with self._device.in_order(), torch.inference_mode():
+            self._prompts.capture()
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
                 self._attention.plan(step)
                 views = self._send_decodes(rows, num_rows)
                 for variant in self._attention.variants(num_rows):
                     self._graphs.capture(num_rows, variant, partial(self._decode, views, variant))
-            for length in _WARM_LENGTHS:
-                if length < min(self.max_total_len, self._buffer.max_tokens):
-                    self._warm_prefill(length)
+            self._prompts.warm_up()
             self._sampler.warm_up(self._decoder.dtype)
             self._device.mark().wait()
-
-    def _warm_prefill(self, length: int) -> None:
-        """A chunk of the dummy slot, whose KV goes to the dummy page."""
-        segment = Segment(
-            slot=self._slots.dummy_slot,
-            ids=np.zeros(length, np.int32),
-            start=0,
-            pages=np.zeros(0, np.int32),
-            sample=SampleInput(
-                sampling=Sampling(temperature=0.0),
-                prompt_ids=np.zeros(1, np.int32),
-                output_ids=np.zeros(0, np.int32),
-                position=length,
-            ),
-        )
-        tables = np.zeros((self._slots.dummy_slot + 1, 1), np.int32)
-        rows = replace(_no_rows(), page_tables=tables, num_pages=np.zeros(len(tables), np.int32))
-        self.launch(rows, [segment], 0)
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
@@ -172,11 +157,7 @@ class DeviceRunner(ModelRunner):
                 return self._launch_decodes(rows)
             slots = np.concatenate([rows.slots, np.array([s.slot for s in segments], np.int32)])
             self._slots.send(slots, rows.page_tables, rows.num_pages)
-            step = host_step(rows, segments, len(rows.slots), self._admissions)
-            variant = self._attention.plan(step)
-            start = self._device.mark()
-            views = self._buffer.upload(step, rows, segments)
-            return self._launched(rows, segments, step, views, self._forward(views, variant), start)
+            return self._launch_chunks(rows, segments)
 
     def _launch_decodes(self, rows: DecodeRows) -> RunningStep:
         num_rows = len(rows.slots)
@@ -232,7 +213,7 @@ class DeviceRunner(ModelRunner):
 
         The segments' page tables are written over those of their slots.
         """
-        rows = _no_rows()
+        rows = no_rows()
         size = max(len(segment.pages) for segment in segments)
         tables = np.zeros((1 + max(segment.slot for segment in segments), size), np.int32)
         num_pages = np.zeros(len(tables), np.int32)
@@ -242,11 +223,9 @@ class DeviceRunner(ModelRunner):
         with self._device.in_order():
             self._slots.forget([segment.slot for segment in segments])
             self._slots.send(np.array([s.slot for s in segments], np.int32), tables, num_pages)
-            step = host_step(rows, segments, 0)
-            variant = self._attention.plan(step)
-            hidden_TD = self._forward(self._buffer.upload(step, rows, segments), variant)
-            parts = [self._host_logits(part) for part in torch.split(hidden_TD, _LOGPROB_ROWS)]
-        return np.split(np.concatenate(parts), np.cumsum(step.chunk_lens)[:-1])
+            forward = self._prompts.forward(rows, segments, is_captured=False)
+            parts = [self._host_logits(part) for part in torch.split(forward.hidden_TD, _LOGPROB_ROWS)]
+        return np.split(np.concatenate(parts), forward.chunk_ends[:-1])
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         raise AssertionError("a device runner is launched")
@@ -261,51 +240,28 @@ class DeviceRunner(ModelRunner):
         with self._device.in_order():
             self.pool.clear()
 
-    def _forward(self, views: StepViews, variant: str) -> torch.Tensor:
-        """Hidden states of all rows of a step with chunks."""
-        ids, positions, slots = views.rows(self._slots.last_tokens)
-        target = KvTarget(positions, slots, self._slots.page_tables, self.page_size)
-        attention = self._attention.begin(views.attention(self._slots.page_tables), variant)
-        return self._decoder.forward(ids, target, attention)
-
-    def _launched(
-        self,
-        rows: DecodeRows,
-        segments: Sequence[Segment],
-        step: HostStep,
-        views: StepViews,
-        result: torch.Tensor,
-        start: Mark,
-    ) -> RunningStep:
-        """Draws for all rows of a step with chunks that the device can draw for."""
-        num_decodes = len(rows.slots)
-        last_rows = num_decodes + np.cumsum(step.chunk_lens) - 1
+    def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> RunningStep:
+        """Draws for all rows that the device can draw for."""
+        start = self._device.mark()
         drawn = [i for i, s in enumerate(segments) if s.sample is not None and not _is_careful(s.sample)]
-        chosen = np.concatenate([np.arange(num_decodes), last_rows[drawn]]).astype(np.int32)
-        slots = np.concatenate([rows.slots, step.chunk_slots[drawn]]).astype(np.int32)
-        positions = np.concatenate([rows.positions + 1, step.chunk_kv_lens[drawn]]).astype(np.int32)
-        if len(chosen):
-            on_device = self._uploaded(chosen, slots, positions, np.array([self._tokens.take()], np.int32))
-            logits_TV = self._decoder.logits(result.index_select(0, on_device[0]))
-            self._sampler.draw(logits_TV, on_device[1], on_device[2], slots, self._target(on_device[3]))
+        slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in drawn], np.int32)])
+        turn = self._tokens.take() if len(slots) else 0
+        forward = self._prompts.forward(rows, segments, drawn, turn=turn, admissions=self._admissions)
+        if len(slots):
+            to = forward.drawn
+            logits_TV = self._decoder.logits(forward.hidden_TD.index_select(0, to.rows))
+            self._sampler.draw(logits_TV, to.slots, to.positions, slots, self._target(to.turn_1))
         careful = {}
         for index, segment in enumerate(segments):
             if segment.prompt_logprobs is not None or (segment.sample is not None and _is_careful(segment.sample)):
-                end = int(last_rows[index]) + 1
-                careful[index] = CarefulSegment(_copied(segment), result[end - len(segment.ids) : end])
+                last = int(forward.chunk_ends[index])
+                hidden_TD = forward.hidden_TD[last - len(segment.ids) : last]
+                # It is asked for when other steps have been launched.
+                own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
+                careful[index] = CarefulSegment(_copied(segment), own_TD)
         over = self._device.mark()
-        fetched = self._tokens.fetch(len(chosen), over) if len(chosen) else None
-        return RunningDeviceStep(self, start, over, fetched, num_decodes, len(segments), drawn, careful)
-
-    def _uploaded(self, *arrays: IntArray) -> list[torch.Tensor]:
-        """Each begins at a multiple of 16 bytes, by which kernels are specialised."""
-        size = -(-max(map(len, arrays)) // 4) * 4
-        packed = np.zeros((len(arrays), size), np.int32)
-        for row, array in zip(packed, arrays, strict=True):
-            row[: len(array)] = array
-        sent = torch.empty(packed.shape, dtype=torch.int32, device=self._device.torch_device)
-        self._device.upload(packed.reshape(-1), sent.view(-1))
-        return [row[: len(array)] for row, array in zip(sent.unbind(), arrays, strict=True)]
+        fetched = self._tokens.fetch(len(slots), over) if len(slots) else None
+        return RunningDeviceStep(self, start, over, fetched, len(rows.slots), len(segments), drawn, careful)
 
     def place(self, start: Mark, end: Mark) -> tuple[int, int]:
         """A step's times on the host's clock."""
@@ -414,16 +370,3 @@ def _copied(segment: Segment) -> Segment:
     if sample is not None:
         sample = replace(sample, output_ids=sample.output_ids.copy())
     return replace(segment, ids=segment.ids.copy(), pages=segment.pages.copy(), sample=sample)
-
-
-def _no_rows() -> DecodeRows:
-    none = np.zeros(0, np.int32)
-    return DecodeRows(
-        slots=none,
-        ids=none,
-        positions=none,
-        page_tables=none.reshape(0, 0),
-        num_pages=none,
-        seeds=none.astype(np.uint64),
-        is_sampled=none.astype(np.bool_),
-    )

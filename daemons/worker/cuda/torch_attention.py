@@ -34,8 +34,8 @@ class _TorchStep(StepAttention):
         starts = step.chunk_row_starts.tolist()
         chunks = zip(step.chunk_slots.tolist(), step.chunk_kv_lens.tolist(), strict=True)
         for index, (slot, kv_len) in enumerate(chunks):
-            first = step.num_decodes + starts[index]
-            self._sequences.append((first, starts[index + 1] - starts[index], slot, kv_len))
+            if kv_len:
+                self._sequences.append((starts[index], starts[index + 1] - starts[index], slot, kv_len))
 
     def attend(
         self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None

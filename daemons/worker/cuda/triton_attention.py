@@ -4,6 +4,7 @@ a prefix, when that changes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +22,8 @@ _LEAST_SHARED_ROWS = 8
 
 class TritonAttention(DeviceAttention):
     """windows: those of the model's layers. is_deterministic: chunks are computed row by row, as decodes are."""
+
+    captures_chunks = True
 
     def __init__(
         self,
@@ -74,11 +77,14 @@ class TritonAttention(DeviceAttention):
         is_all_decodes = not step.num_chunks
         if self.is_batch_invariant and step.num_chunks:
             step = _as_decodes(step)
+        # Beside chunks, what comes after the decode rows is not theirs to write.
+        skips_empty = step.num_chunks > 0
         if variant == SHARED:
             assert self.shared is not None
-            plan_shared_decode(step.decode_kv_lens, self.shared)
+            plan_shared_decode(step.decode_kv_lens, self.shared, skips_empty=skips_empty)
         elif step.num_decodes:
-            plan_decode(step.decode_kv_lens, self.workspace, use_pdl=self.use_plan_pdl and is_all_decodes)
+            use_pdl = self.use_plan_pdl and is_all_decodes
+            plan_decode(step.decode_kv_lens, self.workspace, skips_empty=skips_empty, use_pdl=use_pdl)
         return _TritonStep(self, step, is_shared=variant == SHARED)
 
 
@@ -98,7 +104,7 @@ class _TritonStep(StepAttention):
             self._decode(query_THd[:num_decodes], keys_SKd, values_SKd, window, out_THd[:num_decodes])
         if step.num_chunks:
             paged_extend(
-                query_THd[num_decodes:],
+                query_THd,
                 keys_SKd,
                 values_SKd,
                 step.page_tables,
@@ -109,7 +115,7 @@ class _TritonStep(StepAttention):
                 attention.shape.scale,
                 window,
                 step.max_chunk_len,
-                out=out_THd[num_decodes:],
+                out=out_THd,
             )
         return out_THd
 
@@ -156,19 +162,12 @@ class _TritonStep(StepAttention):
 
 def _as_decodes(step: DeviceStep) -> DeviceStep:
     """Every row of a chunk as a decode of its own: the bits of a row are then those that a decode would give it."""
-    starts, lens = step.chunk_row_starts, step.chunk_row_starts.diff()
-    where, num_rows = starts.device, step.num_chunk_rows
-    # With its size given, nothing has to be read from the device.
-    chunk_of_row = torch.arange(step.num_chunks, device=where).repeat_interleave(lens, output_size=num_rows)
-    rows = torch.arange(num_rows, dtype=torch.int32, device=where)
-    firsts = step.chunk_kv_lens - lens + 1 - starts[:-1]
-    return DeviceStep(
-        page_tables=step.page_tables,
-        decode_slots=torch.cat((step.decode_slots, step.chunk_slots[chunk_of_row])),
-        decode_kv_lens=torch.cat((step.decode_kv_lens, rows + firsts[chunk_of_row].to(torch.int32))),
+    return replace(
+        step,
+        decode_slots=step.row_slots,
+        decode_kv_lens=step.row_positions + 1,
         chunk_slots=step.chunk_slots[:0],
         chunk_row_starts=step.chunk_row_starts[:1],
         chunk_kv_lens=step.chunk_kv_lens[:0],
-        num_chunk_rows=0,
         max_chunk_len=0,
     )
