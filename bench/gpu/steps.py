@@ -1,4 +1,4 @@
-"""Time of decode steps and prefills of the worker alone, by rows and context, against the roofline; and where it goes.
+"""Time of decode steps, prompts and both together of the worker alone, against the roofline; and where it goes.
 
     python bench/gpu/steps.py --rows 1 8 64 256 512 --contexts 128 2048 > steps.json
 
@@ -73,40 +73,49 @@ class Bench:
         steps[-1].wait()
         return (time.perf_counter() - start) / num_steps, steps
 
-    def prefill(self, num_tokens: int, num_steps: int) -> float:
-        """Seconds of a prompt of so many tokens."""
-        tables = self._tables(1, num_tokens + 1)
-        self.runner.admitted(self._admit(0, num_tokens + 1))
-        num_pages = np.full(NUM_SLOTS, tables.shape[1], np.int32)
-        sample = SampleInput(
-            sampling=Sampling(temperature=0.0),
-            prompt_ids=np.zeros(1, np.int32),
-            output_ids=np.zeros(0, np.int32),
-            position=num_tokens,
+    def prompts(self, num_tokens: int, num_steps: int, *, num_decodes: int = 0, context: int = 0) -> dict[str, float]:
+        """Of a prompt of so many tokens, beside decodes: ms of a step when steps follow each other, of one step alone
+        from its launch to its tokens, and of the host's to launch it."""
+        length = max(num_tokens, context) + 8
+        tables = self._tables(num_decodes + 1, length)
+        for slot in range(num_decodes + 1):
+            self.runner.admitted(self._admit(slot, length))
+        rows = DecodeRows(
+            slots=np.arange(num_decodes, dtype=np.int32),
+            ids=np.zeros(num_decodes, np.int32),
+            positions=np.full(num_decodes, context - 1, np.int32),
+            page_tables=tables,
+            num_pages=np.full(NUM_SLOTS, tables.shape[1], np.int32),
+            seeds=np.zeros(num_decodes, np.uint64),
+            is_sampled=np.zeros(num_decodes, np.bool_),
         )
         segment = Segment(
-            slot=0,
-            ids=self._rng.integers(10, 1000, num_tokens).astype(np.int32),
+            slot=num_decodes,
+            ids=self._rng.integers(10, self.runner.vocab_size, num_tokens).astype(np.int32),
             start=0,
-            pages=tables[0],
-            sample=sample,
+            pages=tables[num_decodes],
+            sample=SampleInput(
+                sampling=Sampling(temperature=0.0),
+                prompt_ids=np.zeros(1, np.int32),
+                output_ids=np.zeros(0, np.int32),
+                position=num_tokens,
+            ),
         )
-        none = np.zeros(0, np.int32)
-        rows = DecodeRows(
-            slots=none,
-            ids=none,
-            positions=none,
-            page_tables=tables,
-            num_pages=num_pages,
-            seeds=none.astype(np.uint64),
-            is_sampled=none.astype(np.bool_),
-        )
-        steps = [self.runner.launch(rows, [segment], 0)]
-        steps[-1].wait()
+        alone = []
+        for _ in range(3):
+            start = time.perf_counter()
+            self.runner.launch(rows, [segment], 0).output()
+            alone.append(time.perf_counter() - start)
+        steps, launches = [], []
         start = time.perf_counter()
-        steps += [self.runner.launch(rows, [segment], 0) for _ in range(num_steps)]
+        for _ in range(num_steps):
+            began = time.perf_counter()
+            steps.append(self.runner.launch(rows, [segment], 0))
+            launches.append(time.perf_counter() - began)
         steps[-1].wait()
-        return (time.perf_counter() - start) / num_steps
+        seconds = (time.perf_counter() - start) / num_steps
+        figures = {"ms": seconds, "alone_ms": min(alone), "launch_ms": float(np.median(launches))}
+        return {name: round(value * 1e3, 3) for name, value in figures.items()}
 
     def _admit(self, slot: int, length: int) -> Admit:
         """With a last token of its own: rows that are all alike make a GPU faster than it is."""
@@ -163,7 +172,9 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 64, 128, 256, 512])
     parser.add_argument("--contexts", type=int, nargs="*", default=[128, 2048, 8192])
-    parser.add_argument("--prefills", type=int, nargs="*", default=[128, 2048, 8192])
+    parser.add_argument("--prefills", type=int, nargs="*", default=[16, 128, 512, 1024, 2048, 8192])
+    parser.add_argument("--mixed", nargs="*", default=["256:384:128"], metavar="DECODES:CONTEXT:CHUNK")
+    parser.add_argument("--no-graphs", action="store_true", help="everything is launched kernel by kernel")
     parser.add_argument("--trace", type=int, default=0, metavar="N")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--prefetch", action="store_true", help="bring the output projection to the cache early")
@@ -183,7 +194,7 @@ def main() -> None:
             max_tokens_per_step=8192,
             max_total_len=16384,
             mem_fraction=0.88,
-            cuda_graphs=True,
+            cuda_graphs=not args.no_graphs,
             use_pdl=not args.no_pdl,
             use_prefetch=args.prefetch,
             use_attention_pdl=args.attention_pdl,
@@ -212,7 +223,13 @@ def main() -> None:
             if args.trace and context == args.contexts[0]:
                 rows[-1]["trace"] = trace(lambda n=num_rows, c=context: bench.decode(n, c, args.trace))
     result["decode"] = rows
-    result["prefill"] = [{"tokens": n, "ms": round(bench.prefill(n, 5) * 1e3, 3)} for n in args.prefills]
+    result["prefill"] = [{"tokens": n} | bench.prompts(n, 10) for n in args.prefills]
+    mixes = [tuple(map(int, mix.split(":"))) for mix in args.mixed]
+    result["mixed"] = [
+        {"decodes": decodes, "context": context, "chunk": chunk}
+        | bench.prompts(chunk, 10, num_decodes=decodes, context=context)
+        for decodes, context, chunk in mixes
+    ]
     print(json.dumps(result))
 
 
