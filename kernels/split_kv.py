@@ -371,3 +371,6 @@ def _split_attention_kernel(
         work = block_work + last
         if work >= unit_end * HEAD_BLOCKS:
             unit += 1
+    if PDL:
+        # Programs without work wait as well: when this kernel is over, those ahead of it are.
+        tl.extra.cuda.gdc_wait()

@@ -46,9 +46,17 @@ MAX_LAYERS = 16
 CHECKED_ROWS = 6
 
 
-def _split(heads: int, block_n: int, warps: int, stages: int, per_sm: int, min_tiles: int = 2) -> SplitConfig:
+def _split(
+    heads: int, block_n: int, warps: int, stages: int, per_sm: int, min_tiles: int = 2, whole_tiles: int = 0
+) -> SplitConfig:
     return SplitConfig(
-        heads=heads, block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=per_sm, min_tiles=min_tiles
+        heads=heads,
+        block_n=block_n,
+        num_warps=warps,
+        num_stages=stages,
+        programs_per_sm=per_sm,
+        min_tiles=min_tiles,
+        whole_tiles=whole_tiles,
     )
 
 
@@ -56,6 +64,8 @@ DECODE_CONFIGS = [
     _split(1, 64, 4, 5, 3),
     _split(1, 64, 4, 5, 3, 4),
     _split(1, 64, 4, 3, 4),
+    _split(1, 64, 4, 3, 4, 4, 8),
+    _split(1, 128, 8, 3, 2, 4),
     _split(1, 64, 4, 7, 2),
     _split(1, 32, 4, 7, 4, 4),
     _split(1, 32, 4, 5, 4, 4),
@@ -63,6 +73,18 @@ DECODE_CONFIGS = [
     _split(2, 32, 4, 7, 2),
     _split(2, 64, 4, 3, 2),
     _split(4, 32, 8, 3, 1),
+]
+FEW_ROWS_CONFIGS = [
+    _split(1, 64, 4, 7, 2, 2, 8),
+    _split(1, 64, 4, 7, 2, 1),
+    _split(1, 64, 4, 7, 2, 3, 4),
+    _split(1, 64, 4, 5, 3, 2, 8),
+    _split(1, 64, 4, 3, 4, 4, 8),
+    _split(1, 64, 4, 3, 4, 1),
+    _split(1, 64, 8, 7, 1, 2, 8),
+    _split(1, 32, 4, 7, 4, 2, 4),
+    _split(1, 128, 8, 3, 1, 1, 4),
+    _split(1, 128, 8, 5, 1, 1),
 ]
 PREFIX_CONFIGS = [
     _split(1, 64, 4, 3, 2),
@@ -112,6 +134,15 @@ DECODE_KEY_CASES = [
     DecodeCase(batch=1, context=8192),
     DecodeCase(batch=512, context=1500, lengths="random"),
     DecodeCase(batch=32, context=2048),
+]
+FEW_ROWS_CASES = [
+    DecodeCase(batch=1, context=256),
+    DecodeCase(batch=1, context=384),
+    DecodeCase(batch=1, context=2048),
+    DecodeCase(batch=1, context=8192),
+    DecodeCase(batch=4, context=384),
+    DecodeCase(batch=8, context=2048),
+    DecodeCase(batch=16, context=384),
 ]
 DECODE_CASES = [
     *(DecodeCase(batch=b, context=c) for b in (1, 8, 32, 64, 128, 256, 512) for c in (128, 384, 2048, 8192)),
@@ -307,7 +338,7 @@ def _compile(job: tuple[str, SplitConfig | ExtendConfig | None, int]) -> str:
     kind, config, page_size = job
     try:
         pool = Pool(1 << 14)
-        if kind == "decode":
+        if kind in ("decode", "few"):
             measure_decode(pool, DecodeCase(batch=2, context=100, page_size=page_size), config)
         elif kind == "extend":
             measure_extend(pool, ExtendCase(chunks=2, chunk_len=600, context=900, page_size=page_size), config)
@@ -321,6 +352,7 @@ def _compile(job: tuple[str, SplitConfig | ExtendConfig | None, int]) -> str:
 def _jobs(only: set[str]) -> Iterator[tuple[str, str, object, object, Callable[[Pool], dict[str, object]]]]:
     """(part, kind, configuration, case, measurement): what decides most comes first."""
     sweeps = [
+        ("few", FEW_ROWS_CONFIGS, FEW_ROWS_CASES, measure_decode),
         ("decode", DECODE_CONFIGS, DECODE_KEY_CASES, measure_decode),
         ("shared", PREFIX_CONFIGS, SHARED_CASES[:1], measure_shared),
         ("extend", EXTEND_CONFIGS, EXTEND_KEY_CASES, measure_extend),
@@ -343,13 +375,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--budget-s", type=float, default=60.0, help="measurements past it are left out")
-    parser.add_argument("--only", default="decode,extend,shared")
+    parser.add_argument("--only", default="few,decode,extend,shared", help="few: few rows")
     parser.add_argument("--processes", type=int, default=12, help="that compile; 0: none")
     arguments = parser.parse_args()
     only = set(arguments.only.split(","))
     begin = time.monotonic()
     if arguments.processes:
         jobs = [("decode", c, 1) for c in DECODE_CONFIGS] + [("decode", None, 16)]
+        jobs += [("few", c, 1) for c in FEW_ROWS_CONFIGS]
         jobs += [("extend", c, 1) for c in EXTEND_CONFIGS] + [("extend", None, 16)]
         jobs += [("shared", c, 1) for c in PREFIX_CONFIGS]
         with multiprocessing.get_context("spawn").Pool(arguments.processes) as processes:
@@ -380,6 +413,7 @@ def main() -> None:
         "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16"},
         "default_configs": {
             "decode": asdict(decode_config(SHAPE, DTYPE)),
+            "few": asdict(decode_config(SHAPE, DTYPE, is_few_rows=True)),
             "shared_prefix": asdict(shared_prefix_config(replace(SHAPE, members=21), DTYPE)),
             "extend": asdict(extend_config(HEADS // KV_HEADS, DIM, DTYPE, 8192)),
         },

@@ -79,7 +79,7 @@ def test_short_units_are_not_cut_where_there_is_little_work(lengths):
 
 def test_a_least_share_leaves_programs_without_work():
     workspace = _check([20, 20], config=_config(min_tiles=8))
-    assert workspace.plans[None].num_programs * 8 > 2 * 2 * 2
+    assert workspace.plan(None, 2).num_programs * 8 > 2 * 2 * 2
 
 
 def test_a_row_has_the_same_bits_in_any_batch():
