@@ -58,6 +58,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
                 for process in ("worker", "scheduler"):
                     print((Path(folder) / f"{process}.log").read_text()[-3000:], file=sys.stderr)
                 raise
+            after = (Path(folder) / "worker.log").read_text()[len(log) :]
     return {
         "command": " ".join(["python", *sys.argv]),
         "machine": f"{_gpu()}, {os.cpu_count()} cores",
@@ -65,6 +66,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "shape": args.shape,
         "start_s": round(started, 2),
         "start_log": [_short(line) for line in log.splitlines() if any(event in line for event in _START_EVENTS)],
+        "late_compiles": [_short(line) for line in after.splitlines() if "kernel_compiled_late" in line],
         "workloads": results,
     }
 
