@@ -108,7 +108,7 @@ def test_any_mix_in_a_captured_step_gives_the_tokens_of_one_that_is_launched(mon
 def few_sizes(monkeypatch):
     """What takes little of Triton's interpreter."""
     monkeypatch.setattr(load, "default_graph_rows", lambda num_slots: ())
-    monkeypatch.setattr(load, "default_prompt_rows", lambda max_tokens: (16, 64))
+    monkeypatch.setattr(load, "default_prompt_rows", lambda max_tokens: (64,))
     monkeypatch.setattr(prompt_steps, "_WARM_LENGTHS", (1,))
 
 
@@ -119,17 +119,18 @@ def test_the_kernels_read_all_that_differs_on_the_device(few_sizes):
     assert got == want and _captured_rows(device) == {64}
 
 
-def test_chunks_are_decodes_in_a_captured_step_of_the_deterministic_mode(few_sizes):
+def test_chunks_are_decodes_in_a_captured_step_of_the_deterministic_mode(monkeypatch, few_sizes):
+    monkeypatch.setattr(load, "default_prompt_rows", lambda max_tokens: (8,))
+
     def tokens(runner):
         driver = PlanDriver(runner, lag=0, num_slots=SLOTS, max_tokens_per_step=MAX_TOKENS)
-        for slot in range(2):
-            driver.add(slot, list(range(20, 25)), GREEDY, chunk_len=3, num_out=4)
-        driver.finish(1)
+        driver.add(0, list(range(20, 25)), GREEDY, chunk_len=3, num_out=4)
+        driver.finish(0)
         return driver.tokens
 
     device = ReplayingDevice()
     assert tokens(_runner(device, attention="triton", deterministic=True)) == tokens(_runner(HostDevice()))
-    assert _captured_rows(device) == {16}
+    assert _captured_rows(device) == {8}
 
 
 def test_logprobs_of_a_captured_step_outlive_the_next_ones(monkeypatch):
