@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The daily suite in two processes, for two cores, that take about as long: what computes, and what mostly waits.
+# The daily suite in two processes, for two cores, that take about as long: what computes, and what mostly waits. Only the
+# first imports torch and transformers.
 # tests/daily.sh PYTHON [PYTEST-ARGUMENT...]
 #
 # Much of it is real processes on whatever machine there is. Up to three failures are run once more, alone, and said to
@@ -9,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 python=$1
 shift
-computing=(tests/unit tests/kernels tests/gpu tests/contract tests/mesh/test_{recitation,kills,double_kills}.py)
+computing=(tests/unit tests/kernels tests/gpu tests/contract tests/mesh/test_{recitation,vectors,kills,double_kills}.py)
 output=$(mktemp)
 cache=$(mktemp -d)
 
