@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--attention-pdl", action="store_true", help="attention begins while the rotation ends")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--tune-products", action="store_true", help="the fastest of cuBLAS's algorithms, measured")
+    parser.add_argument("--kernels", default="triton", help="triton, compiled (torch.compile) or torch")
     args = parser.parse_args()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -200,6 +201,7 @@ def main() -> None:
             use_attention_pdl=args.attention_pdl,
             deterministic=args.deterministic,
             tune_products=args.tune_products,
+            kernels=args.kernels,
         )
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
     bench = Bench(runner)

@@ -91,6 +91,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             use_pdl=settings.cuda_pdl,
             deterministic=settings.deterministic is True,
             tune_products=settings.tune_products,
+            kernels=settings.kernels,
         ),
     )
     if settings.load_format == "dummy":

@@ -52,6 +52,8 @@ class WorkerSettings(CommonSettings):
     cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
     tune_products: bool = setting(False, "CUDA: products of captured steps take the fastest of cuBLAS's algorithms, as "
         "measured at the start, not its first")  # fmt: skip
+    kernels: str = setting("triton", "CUDA: what computes norms, rotation and SwiGLU between products: triton (this "
+        "project's kernels), compiled (torch.compile) or torch")  # fmt: skip
     load_format: str = setting("auto", "auto: weights from the folder; dummy: random ones of its config's shapes")
     embed_pooling: str = setting("mean", "CPU: what embed tasks give of hidden states, their mean or the last")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
@@ -90,6 +92,8 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('load_format')} must be auto or dummy, not {self.load_format}")
         if self.load_format == "dummy" and self.backend is not Backend.CUDA:
             raise ValueError(f"{_flag('load_format')} dummy is for --backend cuda: others load the folder's weights")
+        if self.kernels != "triton" and self.backend is not Backend.CUDA:
+            raise ValueError(f"{_flag('kernels')} {self.kernels} is for --backend cuda: others have no choice of them")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
         _ = self.latency, self.parsed_faults  # They say what is wrong with themselves.

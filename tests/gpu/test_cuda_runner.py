@@ -72,6 +72,13 @@ def test_tuned_products_give_the_same_tokens(wanted, page_size):
     check_same(drive(runner, chunk_len=chunk_len, lag=1), wanted[page_size, chunk_len])
 
 
+@pytest.mark.parametrize(("kernels", "cuda_graphs"), [("compiled", True), ("compiled", False), ("torch", True)])
+def test_other_kernels_give_the_same_tokens(wanted, kernels, cuda_graphs):
+    for (page_size, chunk_len), want in wanted.items():
+        settings = replace(SETTINGS, kernels=kernels, cuda_graphs=cuda_graphs, page_size=page_size)
+        check_same(drive(load_cuda_runner(MODEL, settings), chunk_len=chunk_len, lag=1), want)
+
+
 def test_deterministic_mode_does_not_depend_on_batch_or_chunks():
     runner = load_cuda_runner(MODEL, replace(SETTINGS, dtype="bfloat16", deterministic=True))
     outputs = []

@@ -29,7 +29,6 @@ from radixmesh.daemons.worker.cuda.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.runner import AttentionCreator, DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
-from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.registry import model_families
 
@@ -41,6 +40,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
 }
 ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
+KERNELS = ("triton", "compiled", "torch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +65,7 @@ class DeviceSettings:
     use_prefetch: bool = False
     use_attention_pdl: bool = False
     tune_products: bool = False
+    kernels: str = "triton"
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
@@ -90,7 +91,9 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     """The same on any device, not warmed up."""
     dtype = _dtype(settings.dtype)
     where = device.torch_device
-    _attention_name(settings, where)  # A wrong choice is told before the weights are read.
+    # A wrong choice is told before the weights are read.
+    _attention_name(settings, where)
+    _kernels_name(settings, where)
     placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
     with fitting("weights", "the model, or --dtype"):
         model = _load_decoder(folder, placement, settings.load_format)
@@ -98,7 +101,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     _check_tables(settings, length)
     graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
     # Ahead of the sizing, which counts what measuring leaves behind.
-    ops = _ops(settings, model.weights, graph_rows, where)
+    ops = _ops(settings, model, graph_rows, where)
     prompt_rows = default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else ()
     memory = MemorySettings(
         mem_fraction=settings.mem_fraction,
@@ -169,22 +172,35 @@ def fill_randomly(targets: TensorTargets) -> int:
     return num_bytes
 
 
-def _ops(settings: DeviceSettings, weights: DecoderWeights, graph_rows: Sequence[int], device: torch.device) -> Ops:
-    if device.type != "cuda":
-        return TorchOps()
+def _ops(settings: DeviceSettings, model: DecoderModel, graph_rows: Sequence[int], device: torch.device) -> Ops:
+    name = _kernels_name(settings, device)
     products: Products = TorchProducts()
     if settings.tune_products:
-        if settings.deterministic or not graph_rows:
-            _log.warning("products_not_tuned", reason="only captured steps are that are not deterministic")
+        if settings.deterministic or not graph_rows or name == "torch" or device.type != "cuda":
+            reason = "only captured steps are that are not deterministic, and not with --kernels torch"
+            _log.warning("products_not_tuned", reason=reason)
         else:
             with torch.inference_mode():
-                products = tuned_products(weights, [size for size in graph_rows if size > 1], device)
+                products = tuned_products(model.weights, [size for size in graph_rows if size > 1], device)
+    if name == "torch":
+        return TorchOps()
+    if name == "compiled":
+        return _compiled_ops(settings, model, products, device)
     return TritonOps(
         use_pdl=settings.use_pdl,
         use_prefetch=settings.use_prefetch,
         is_deterministic=settings.deterministic,
         products=products,
     )
+
+
+def _compiled_ops(settings: DeviceSettings, model: DecoderModel, products: Products, device: torch.device) -> Ops:
+    from radixmesh.daemons.worker.cuda.compiled_ops import CompiledOps
+
+    is_cuda = device.type == "cuda"
+    ops = CompiledOps(use_pdl=settings.use_pdl and is_cuda, max_fused_rows=int(is_cuda), products=products)
+    ops.check(model.weights.final_norm_D, model.config.norm_eps)
+    return ops
 
 
 def _attention(
@@ -252,6 +268,14 @@ def _attention_name(settings: DeviceSettings, device: torch.device) -> str:
         choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
         raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
     return name
+
+
+def _kernels_name(settings: DeviceSettings, device: torch.device) -> str:
+    name = settings.kernels
+    if name not in KERNELS or (settings.deterministic and name != "triton"):
+        choices = "triton" if settings.deterministic else ", ".join(KERNELS)
+        raise _invalid("kernels", f"is {name!r}: choose one of {choices}")
+    return "torch" if name == "triton" and device.type != "cuda" else name
 
 
 def _check_tables(settings: DeviceSettings, max_total_len: int) -> None:
