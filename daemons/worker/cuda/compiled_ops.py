@@ -22,10 +22,12 @@ from radixmesh.daemons.worker.cuda.ops import (
 )
 from radixmesh.daemons.worker.cuda.products import Products
 
+_Options = dict[str, str | int | bool | Callable[..., object]]
+
 # Compiled here: a pool of processes would outlive the few kernels that it is started for.
-_OPTIONS = {"compile_threads": 1}
+_OPTIONS: _Options = {"compile_threads": 1}
 # To choose among configurations by measurement, a copy of a layer's keys or values would be made for each.
-_WRITING = _OPTIONS | {"triton.autotune_pointwise": False}
+_WRITING: _Options = _OPTIONS | {"triton.autotune_pointwise": False}
 # The size that kernels are laid out for, where it is up to us.
 _USUAL_ROWS = 256
 
