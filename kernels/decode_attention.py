@@ -5,16 +5,13 @@ T rows, H query heads, K KV heads, D head_dim, S tokens of the KV pool. The algo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from radixmesh.kernels.split_kv import split_attention
 from radixmesh.kernels.split_schedule import SplitConfig, SplitParts, SplitPlan, SplitShape
-
-# Steps of so many rows have a configuration of their own.
-_FEW_ROWS = 8
 
 
 class DecodeWorkspace:
@@ -39,38 +36,25 @@ class DecodeWorkspace:
     ) -> None:
         device = torch.device(device)
         self.shape = SplitShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        self._few_rows = 0 if config is not None or is_batch_invariant else min(_FEW_ROWS, max_rows)
-        many = replace(config or decode_config(self.shape, dtype), is_whole=is_batch_invariant)
-        few = decode_config(self.shape, dtype, is_few_rows=True)
-        self._many = {window: SplitPlan(self.shape, many, max_rows, device) for window in windows}
-        self._few = {window: SplitPlan(self.shape, few, max(1, self._few_rows), device) for window in windows}
-        self.parts = SplitParts([*self._many.values(), *self._few.values()], device)
+        self.config = replace(config or decode_config(self.shape, dtype), is_whole=is_batch_invariant)
+        self.plans = {window: SplitPlan(self.shape, self.config, max_rows, device) for window in windows}
+        self.parts = SplitParts(list(self.plans.values()), device)
 
-    def plans(self, num_rows: int) -> Mapping[int | None, SplitPlan]:
-        """By window, those of steps of so many rows."""
-        return self._few if num_rows <= self._few_rows else self._many
-
-    def plan(self, window: int | None, num_rows: int) -> SplitPlan:
+    def plan(self, window: int | None) -> SplitPlan:
         """Raises ValueError where the workspace was not made for this window."""
-        plans = self.plans(num_rows)
-        if window not in plans:
-            raise ValueError(f"the workspace was made for windows {list(plans)}, not for {window}: name all of them")
-        return plans[window]
+        if window not in self.plans:
+            raise ValueError(
+                f"the workspace was made for windows {list(self.plans)}, not for {window}: name all of them"
+            )
+        return self.plans[window]
 
 
-def decode_config(shape: SplitShape, dtype: torch.dtype, *, is_few_rows: bool = False) -> SplitConfig:
-    """The defaults for an H200 at bf16 and head_dim 128; `bench/gpu/attention.py` measures the alternatives.
-
-    Few rows leave a multiprocessor one program or none: each then has more loads under way.
-    """
+def decode_config(shape: SplitShape, dtype: torch.dtype) -> SplitConfig:
+    """The defaults for an H200 at bf16 and head_dim 128; `bench/gpu/attention.py` measures the alternatives."""
     tile_bytes = 16384
-    block_n = max(16, min(64, tile_bytes // (shape.padded_dim * torch.finfo(dtype).bits // 8)))
-    if is_few_rows:
-        return SplitConfig(
-            heads=1, block_n=block_n, num_warps=4, num_stages=7, programs_per_sm=2, min_tiles=2, whole_tiles=8
-        )
+    block_n = tile_bytes // (shape.padded_dim * torch.finfo(dtype).bits // 8)
     return SplitConfig(
-        heads=1, block_n=block_n, num_warps=4, num_stages=3, programs_per_sm=4, min_tiles=4, whole_tiles=8
+        heads=1, block_n=max(16, min(64, block_n)), num_warps=4, num_stages=3, programs_per_sm=4, min_tiles=1
     )
 
 
@@ -86,7 +70,7 @@ def plan_decode(
     """
     if kv_lens_T.dtype != torch.int32:
         raise ValueError(f"KV lengths must be int32, not {kv_lens_T.dtype}")
-    for window, plan in workspace.plans(kv_lens_T.shape[0]).items():
+    for window, plan in workspace.plans.items():
         plan.fill(kv_lens_T, None, window, least_tiles=0 if skips_empty else 1, use_pdl=use_pdl)
 
 
@@ -116,7 +100,7 @@ def paged_decode(
     check_decode_inputs(workspace.shape, q_THd, keys_SKd, values_SKd, page_tables, row_slots_T)
     out = torch.empty_like(q_THd) if out is None else out
     split_attention(
-        workspace.plan(window, q_THd.shape[0]),
+        workspace.plan(window),
         workspace.parts,
         (q_THd, keys_SKd, values_SKd, page_tables),
         slots_U=row_slots_T,

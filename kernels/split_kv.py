@@ -28,8 +28,8 @@ from radixmesh.kernels.split_schedule import SplitParts, SplitPlan
 LOG2_E = 1.4426950408889634
 # Below every score and finite: a row that has seen no key yet must not compute inf - inf.
 LOWEST = tl.constexpr(-1.0e30)
-# Floats of the parts that a merge holds in registers at once.
-_MERGED_FLOATS = 4096
+# Floats of the parts that a merge holds in registers at once, and the parts: its loads are unrolled.
+_MERGED_FLOATS, _MERGED_PARTS = 4096, 8
 
 
 def split_attention(
@@ -65,7 +65,6 @@ def split_attention(
         members_UR,
         plan.tile_starts,
         plan.first_units,
-        plan.work,
         parts.outputs,
         parts.lses,
         parts.arrivals,
@@ -84,12 +83,13 @@ def split_attention(
         MEMBERS=shape.members,
         M=max(16, part_rows),
         PART_ROWS=part_rows,
-        MERGED_AT_ONCE=max(1, _MERGED_FLOATS // (part_rows * shape.padded_dim)),
+        MERGED_AT_ONCE=max(1, min(_MERGED_PARTS, _MERGED_FLOATS // (part_rows * shape.padded_dim))),
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
         WINDOW=window,
-        WHOLE_TILES=config.whole_tiles,
+        MIN_TILES=config.min_tiles,
         IS_WHOLE=config.is_whole,
+        NUM_PROGRAMS=plan.num_programs,
         STAGES=config.num_stages,
         PDL=use_pdl,
         launch_pdl=use_pdl,
@@ -193,7 +193,6 @@ def _split_attention_kernel(
     members_ptr,
     tile_starts_ptr,
     first_units_ptr,
-    work_ptr,
     parts_ptr,
     part_lses_ptr,
     arrivals_ptr,
@@ -216,8 +215,9 @@ def _split_attention_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
-    WHOLE_TILES: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -232,8 +232,8 @@ def _split_attention_kernel(
         # What follows may come in beside these programs: few rows leave most of the device to it.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
-    num_tiles = tl.load(work_ptr)
-    share = tl.load(work_ptr + 1)
+    num_tiles = tl.load(tile_starts_ptr + num_units) * HEAD_BLOCKS
+    share = tl.maximum((num_tiles + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
     work = program * share
     work_end = tl.minimum(work + share, num_tiles)
     unit = tl.load(first_units_ptr + program)
@@ -264,8 +264,7 @@ def _split_attention_kernel(
         block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
         tile = work - block_work
         last = tl.minimum(tiles, work_end - block_work)
-        is_whole = IS_WHOLE | ((tiles <= WHOLE_TILES) & (share <= WHOLE_TILES))
-        if is_whole:
+        if IS_WHOLE:
             last = tiles
             # It started in the share of a program before.
             tile = tl.where(tile > 0, tiles, 0)
@@ -341,7 +340,7 @@ def _split_attention_kernel(
             tl.store(out_ptr + lane_offset, acc.to(out_ptr.dtype.element_ty), mask=is_own)
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
-        elif not is_whole:
+        elif not IS_WHOLE:
             place = 2 * program + (tile == 0).to(tl.int32)
             part_offset = (place * PART_ROWS + m)[:, None] * DP + column_dim[None, :]
             tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])

@@ -21,10 +21,8 @@ class SplitConfig:
     heads: KV heads of a program. block_n: KV tokens of a tile. min_tiles: a program's least share.
     num_stages: page table -> keys and values -> product is a pipeline of three, whose loads are (num_stages - 1) / 2
     tiles ahead: 3, 5 or 7. programs_per_sm: must all be resident at once, or the last ones wait for the first.
-    whole_tiles: where shares are no longer than this, units of at most as many tiles are not cut: with so little work a
-    merge takes longer than what it would share out.
-    is_whole: units are never cut, so that a row's bits depend on nothing but the row.
-    A unit that is not cut belongs to the program in whose share it starts.
+    is_whole: units are never cut, so that a row's bits depend on nothing but the row. A unit belongs to the program
+    in whose share it starts.
     """
 
     heads: int
@@ -33,7 +31,6 @@ class SplitConfig:
     num_stages: int
     programs_per_sm: int
     min_tiles: int
-    whole_tiles: int = 0
     is_whole: bool = False
 
     @property
@@ -82,11 +79,9 @@ class SplitPlan:
         self.config = config
         self.max_units = max_units
         self.num_programs = config.programs_per_sm * _num_sms(device)
-        # tile_starts [units + 1]: tiles of one block of heads before each unit. first_units [programs]. work [2]: tiles
-        # of all units and heads, and a program's share of them.
+        # tile_starts [units + 1]: tiles of one block of heads before each unit. first_units [programs].
         self.tile_starts = torch.zeros(max_units + 1, dtype=torch.int32, device=device)
         self.first_units = torch.zeros(self.num_programs, dtype=torch.int32, device=device)
-        self.work = torch.zeros(2, dtype=torch.int32, device=device)
 
     def fill(
         self,
@@ -111,13 +106,11 @@ class SplitPlan:
             ends_U,
             self.tile_starts,
             self.first_units,
-            self.work,
             num_units,
             WINDOW=window,
             BLOCK_N=config.block_n,
             HEAD_BLOCKS=self.shape.num_kv_heads // config.heads,
             MIN_TILES=config.min_tiles,
-            WHOLE_TILES=config.whole_tiles,
             LEAST_TILES=least_tiles,
             NUM_PROGRAMS=self.num_programs,
             AT_ONCE=_PLANNED_AT_ONCE,
@@ -153,13 +146,11 @@ def _plan_kernel(
     ends_ptr,
     tile_starts_ptr,
     first_units_ptr,
-    work_ptr,
     num_units,
     WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HEAD_BLOCKS: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    WHOLE_TILES: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
@@ -170,21 +161,15 @@ def _plan_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     # Once for the total, from which a program's share follows, and once for where units begin.
     total = 0
-    longest = 0
     for begin in range(0, num_units, UNITS):
         tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS)
         total += tl.sum(tiles, 0)
-        longest = tl.maximum(longest, tl.max(tiles, 0))
     share = tl.maximum((total * HEAD_BLOCKS + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
-    # Units that are not cut had better fill their shares: no program looks at one that another has taken.
-    share = tl.maximum(share, tl.where(longest <= WHOLE_TILES, longest, 0))
     program = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     first = tl.zeros([AT_ONCE], tl.int32)
     before = 0
     if tl.program_id(0) == 0:
         tl.store(tile_starts_ptr, 0)
-        tl.store(work_ptr, total * HEAD_BLOCKS)
-        tl.store(work_ptr + 1, share)
     for begin in range(0, num_units, UNITS):
         unit = begin + tl.arange(0, UNITS)
         tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS)

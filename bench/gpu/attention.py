@@ -46,17 +46,9 @@ MAX_LAYERS = 16
 CHECKED_ROWS = 6
 
 
-def _split(
-    heads: int, block_n: int, warps: int, stages: int, per_sm: int, min_tiles: int = 2, whole_tiles: int = 0
-) -> SplitConfig:
+def _split(heads: int, block_n: int, warps: int, stages: int, per_sm: int, min_tiles: int = 2) -> SplitConfig:
     return SplitConfig(
-        heads=heads,
-        block_n=block_n,
-        num_warps=warps,
-        num_stages=stages,
-        programs_per_sm=per_sm,
-        min_tiles=min_tiles,
-        whole_tiles=whole_tiles,
+        heads=heads, block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=per_sm, min_tiles=min_tiles
     )
 
 
@@ -64,8 +56,7 @@ DECODE_CONFIGS = [
     _split(1, 64, 4, 5, 3),
     _split(1, 64, 4, 5, 3, 4),
     _split(1, 64, 4, 3, 4),
-    _split(1, 64, 4, 3, 4, 4, 8),
-    _split(1, 128, 8, 3, 2, 4),
+    _split(1, 64, 4, 3, 4, 1),
     _split(1, 64, 4, 7, 2),
     _split(1, 32, 4, 7, 4, 4),
     _split(1, 32, 4, 5, 4, 4),
@@ -75,15 +66,12 @@ DECODE_CONFIGS = [
     _split(4, 32, 8, 3, 1),
 ]
 FEW_ROWS_CONFIGS = [
-    _split(1, 64, 4, 7, 2, 2, 8),
-    _split(1, 64, 4, 7, 2, 1),
-    _split(1, 64, 4, 7, 2, 3, 4),
-    _split(1, 64, 4, 5, 3, 2, 8),
-    _split(1, 64, 4, 3, 4, 4, 8),
     _split(1, 64, 4, 3, 4, 1),
-    _split(1, 64, 8, 7, 1, 2, 8),
-    _split(1, 32, 4, 7, 4, 2, 4),
-    _split(1, 128, 8, 3, 1, 1, 4),
+    _split(1, 64, 4, 3, 4, 2),
+    _split(1, 64, 4, 3, 4, 4),
+    _split(1, 64, 4, 7, 2, 1),
+    _split(1, 64, 8, 7, 1, 2),
+    _split(1, 32, 4, 7, 4, 2),
     _split(1, 128, 8, 5, 1, 1),
 ]
 PREFIX_CONFIGS = [
@@ -413,7 +401,6 @@ def main() -> None:
         "shape": {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "dtype": "bfloat16"},
         "default_configs": {
             "decode": asdict(decode_config(SHAPE, DTYPE)),
-            "few": asdict(decode_config(SHAPE, DTYPE, is_few_rows=True)),
             "shared_prefix": asdict(shared_prefix_config(replace(SHAPE, members=21), DTYPE)),
             "extend": asdict(extend_config(HEADS // KV_HEADS, DIM, DTYPE, 8192)),
         },
