@@ -10,10 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.row_scale import check_unnormed, row_scale, row_scale_reference
 
-_PREFETCH_BYTES = 4096  # A thread of a prefetching program asks for so many.
 # Heads of one program: with 128 dims a warp holds four of them, 16 bytes of each half a thread. Fewer programs a row
 # would read its rows' factor less often, but leave too few to hide each other's waits.
 _HEADS = 16
@@ -41,35 +39,18 @@ def _normed(x, w, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(ptr, part, num_chunks, CHUNK: tl.constexpr, THREADS: tl.constexpr):
-    """Has THREADS chunks of 4096 bytes brought to the L2 cache, one asked for by each thread; nobody waits for them."""
-    tl.static_assert(CHUNK == 4096)
-    chunks = tl.minimum(part * THREADS + tl.arange(0, THREADS), num_chunks - 1)
-    addresses = ptr.to(tl.int64) + chunks.to(tl.int64) * CHUNK
-    asm: tl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], 4096; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def _rope_kv_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, unnormed_ptr,
-    q_ptr, keys_ptr, values_ptr, prefetch_ptr, num_chunks, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
+    q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_PREFETCH: tl.constexpr, CHUNK: tl.constexpr,
-    THREADS: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Programs of a row: blocks of query heads, then of keys and values. Beside the first row's, the prefetch.
+    # Programs of a row: blocks of query heads, then of keys and values.
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
-    KV_BLOCKS: tl.constexpr = (2 * NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    if HAS_PREFETCH:
-        if part >= Q_BLOCKS + KV_BLOCKS:
-            if row == 0:
-                _prefetch(prefetch_ptr, part - Q_BLOCKS - KV_BLOCKS, num_chunks, CHUNK, THREADS)
-            return
     is_query = part < Q_BLOCKS
     dims = tl.arange(0, BLOCK_D2)
     dim_mask = dims < HALF
@@ -141,7 +122,6 @@ def rope_write_kv(
     unnormed_TD: torch.Tensor | None = None,
     bias_X: torch.Tensor | None = None,
     use_pdl: bool = False,
-    prefetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the rotated queries [T, H, d]; writes rotated keys, and values, at each row's place in the pool.
 
@@ -157,9 +137,7 @@ def rope_write_kv(
     after the norm of heads and after the rotation.
 
     `use_pdl` as in `rms_norm`, and all but qkv and `unnormed` is read without waiting: the kernel ahead may not be
-    writing it. `prefetch`, contiguous, is brought to the L2 cache meanwhile (Hopper and later): the weight of the
-    product behind the attention, whose few rows leave the memory idle. It must fit there beside what the attention
-    reads.
+    writing it.
     """
     num_rows = qkv_TX.shape[0]
     _check(qkv_TX, cos_PD2, sin_PD2, keys_SKd, values_SKd, num_heads, num_kv_heads, head_dim)
@@ -178,22 +156,16 @@ def rope_write_kv(
     num_parts = triton.cdiv(num_heads, block_h) + triton.cdiv(2 * num_kv_heads, block_h)
     num_warps = max(block_h * block_d2 // 256, 1)
     num_features = 1 if unnormed_TD is None else unnormed_TD.shape[1]
-    has_prefetch = prefetch is not None and has_gdc(qkv_TX.device)
-    num_chunks = 0
-    if prefetch is not None and has_prefetch:
-        assert prefetch.is_contiguous() and prefetch.data_ptr() % 16 == 0, prefetch.stride()
-        num_chunks = prefetch.numel() * prefetch.element_size() // _PREFETCH_BYTES
-        num_parts += triton.cdiv(num_chunks, 32 * num_warps)
     # Rows are the second axis of the grid, which holds 65,535.
     assert num_rows < 1 << 16, num_rows
     _rope_kv_kernel[(num_parts, num_rows)](
         qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2), _or(k_norm_d, cos_PD2),
-        _or(bias_X, cos_PD2), _or(unnormed_TD, qkv_TX), out, keys_SKd, values_SKd, _or(prefetch, qkv_TX), num_chunks,
+        _or(bias_X, cos_PD2), _or(unnormed_TD, qkv_TX), out, keys_SKd, values_SKd,
         qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, BLOCK_H=block_h, BLOCK_D2=block_d2,
         BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None, HAS_BIAS=bias_X is not None,
-        HAS_SCALE=unnormed_TD is not None, HAS_PREFETCH=has_prefetch, CHUNK=_PREFETCH_BYTES, THREADS=32 * num_warps,
-        PDL=use_pdl, num_warps=num_warps, launch_pdl=use_pdl,
+        HAS_SCALE=unnormed_TD is not None, PDL=use_pdl,
+        num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
     return out
 

@@ -177,10 +177,8 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true", help="everything is launched kernel by kernel")
     parser.add_argument("--trace", type=int, default=0, metavar="N")
     parser.add_argument("--no-pdl", action="store_true")
-    parser.add_argument("--prefetch", action="store_true", help="bring the output projection to the cache early")
-    parser.add_argument("--attention-pdl", action="store_true", help="attention begins while the rotation ends")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--tune-products", action="store_true", help="the fastest of cuBLAS's algorithms, measured")
+    parser.add_argument("--no-tuning", action="store_true", help="products as cuBLAS chooses")
     parser.add_argument("--kernels", default="triton", help="triton, compiled (torch.compile) or torch")
     args = parser.parse_args()
     started = time.perf_counter()
@@ -197,10 +195,8 @@ def main() -> None:
             mem_fraction=0.88,
             cuda_graphs=not args.no_graphs,
             use_pdl=not args.no_pdl,
-            use_prefetch=args.prefetch,
-            use_attention_pdl=args.attention_pdl,
             deterministic=args.deterministic,
-            tune_products=args.tune_products,
+            tune_products=not args.no_tuning,
             kernels=args.kernels,
         )
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)

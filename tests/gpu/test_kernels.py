@@ -95,23 +95,6 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
         assert error < 0.02, error
 
 
-@pytest.mark.parametrize("num_rows", [1, 300])
-def test_a_prefetch_changes_nothing(num_rows: int) -> None:
-    num_heads, num_kv_heads, d, page_size = 24, 8, 128, 16
-    qkv, weight = _random(num_rows, (num_heads + 2 * num_kv_heads) * d), _weight(_HIDDEN, _HIDDEN)
-    tables = torch.randperm(num_rows, device="cuda").to(torch.int32)[:, None].expand(-1, 4).contiguous()
-    slots = torch.arange(num_rows, dtype=torch.int32, device="cuda")
-    positions = torch.randint(0, page_size, (num_rows,), dtype=torch.int32, device="cuda")
-    angles = torch.rand(page_size, d // 2, device="cuda")
-    pools = [torch.zeros(2, num_rows * page_size, num_kv_heads, d, device="cuda", dtype=torch.bfloat16) for _ in "ab"]
-    args = (qkv, angles.cos(), angles.sin(), positions, slots, tables, page_size)
-    shape = (num_heads, num_kv_heads, d)
-    actual = rope_write_kv(*args, pools[0][0], pools[0][1], *shape, use_pdl=True, prefetch=weight)
-    expected = rope_write_kv_reference(*args, pools[1][0], pools[1][1], *shape)
-    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-5)
-    torch.testing.assert_close(pools[0], pools[1], rtol=2**-7, atol=2**-5)
-
-
 @pytest.mark.parametrize("num_rows", [1, 40])
 @pytest.mark.parametrize(
     "sampling",

@@ -82,7 +82,6 @@ class CompiledOps(TritonOps):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         _mark_rows(qkv.out_TN, qkv.unnormed_TD, target.positions_T, target.row_slots_T)
         return self._compiled_rope(qkv, angles, target, keys_SKd, values_SKd, heads, norms)

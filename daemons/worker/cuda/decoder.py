@@ -93,7 +93,7 @@ class DeviceDecoder:
             weights, mlp = layer.attention, _mlp(layer)
             norm_D, mlp_norm_D = (None, None) if self._is_folded else (weights.norm_D, layer.mlp_norm_D)
             qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=norm_D, eps=eps)
-            o_TQ = self._attend(index, RawProduct(qkv_TX), weights, target, attention, next_weight=weights.w_o_QD.t())
+            o_TQ = self._attend(index, RawProduct(qkv_TX), weights, target, attention)
             x_TD = ops.linear_fused(o_TQ, weights.w_o_QD.t(), weights.b_o_D, add_to_TN=x_TD)
             if mlp.b_gate_up_F2 is None:
                 gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), mlp_norm_D, eps)
@@ -112,13 +112,10 @@ class DeviceDecoder:
         weights: AttentionWeights,
         target: KvTarget,
         attention: StepAttention,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys_SKd, values_SKd = self._kv.tokens("keys", layer), self._kv.tokens("values", layer)
         norms = HeadNorms(weights.q_norm_d, weights.k_norm_d, self.config.norm_eps)
-        q_THd = self._ops.rope_write_kv(
-            qkv, self._angles, target, keys_SKd, values_SKd, self._heads, norms, next_weight
-        )
+        q_THd = self._ops.rope_write_kv(qkv, self._angles, target, keys_SKd, values_SKd, self._heads, norms)
         return attention.attend(q_THd, keys_SKd, values_SKd, self.config.windows[layer]).flatten(1)
 
 

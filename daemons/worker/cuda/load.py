@@ -45,10 +45,7 @@ KERNELS = ("triton", "compiled", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """What the worker's flags of the same names say; num_pages None = as many as fit.
-
-    use_prefetch, use_attention_pdl: no flags yet, since what they gain has not been measured (bench/gpu/steps.py does).
-    """
+    """What the worker's flags of the same names say; num_pages None = as many as fit."""
 
     dtype: str
     attention_backend: str
@@ -62,9 +59,7 @@ class DeviceSettings:
     cuda_graphs: bool
     use_pdl: bool
     deterministic: bool
-    use_prefetch: bool = False
-    use_attention_pdl: bool = False
-    tune_products: bool = False
+    tune_products: bool = True
     kernels: str = "triton"
 
 
@@ -175,20 +170,16 @@ def fill_randomly(targets: TensorTargets) -> int:
 def _ops(settings: DeviceSettings, model: DecoderModel, graph_rows: Sequence[int], device: torch.device) -> Ops:
     name = _kernels_name(settings, device)
     products: Products = TorchProducts()
-    if settings.tune_products:
-        if settings.deterministic or not graph_rows or name == "torch" or device.type != "cuda":
-            reason = "only captured steps are that are not deterministic, and not with --kernels torch"
-            _log.warning("products_not_tuned", reason=reason)
-        else:
-            with torch.inference_mode():
-                products = tuned_products(model.weights, [size for size in graph_rows if size > 1], device)
+    is_captured = bool(graph_rows) and name != "torch" and device.type == "cuda"
+    if settings.tune_products and is_captured and not settings.deterministic:
+        with torch.inference_mode():
+            products = tuned_products(model.weights, [size for size in graph_rows if size > 1], device)
     if name == "torch":
         return TorchOps()
     if name == "compiled":
         return _compiled_ops(settings, model, products, device)
     return TritonOps(
         use_pdl=settings.use_pdl,
-        use_prefetch=settings.use_prefetch,
         is_deterministic=settings.deterministic,
         products=products,
     )
@@ -231,8 +222,7 @@ def _attention(
             dtype=dtype,
             device=page_tables.device,
             is_deterministic=settings.deterministic,
-            use_pdl=settings.use_attention_pdl,
-            use_plan_pdl=settings.use_pdl and page_tables.is_cuda,
+            use_pdl=settings.use_pdl and page_tables.is_cuda,
         )
 
     return create

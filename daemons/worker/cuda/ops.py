@@ -77,12 +77,8 @@ class Ops(ABC):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes rotated keys, and values, into the pool; the rotated queries, [T, H, d].
-
-        next_weight: what the product after the attention reads, and may be brought to the cache meanwhile.
-        """
+        """Writes rotated keys, and values, into the pool; the rotated queries, [T, H, d]."""
 
     @abstractmethod
     def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor: ...
@@ -134,7 +130,6 @@ class TorchOps(Ops):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return rope_write_kv_reference(
             qkv.out_TN,
@@ -167,7 +162,6 @@ _TILE_ROWS = 64
 class TritonOps(Ops):
     """The project's kernels. use_pdl: a kernel may begin before the one ahead of it has ended (Hopper).
 
-    use_prefetch: the weights behind an attention of few rows are brought to the cache while it runs.
     is_deterministic: products are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
     products: what computes the others, of more than max_fused_rows rows; None: torch.
@@ -177,14 +171,12 @@ class TritonOps(Ops):
         self,
         *,
         use_pdl: bool = False,
-        use_prefetch: bool = False,
         max_fused_rows: int = 1,
         is_deterministic: bool = False,
         products: Products | None = None,
     ) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
-        self._use_prefetch = use_prefetch
         self._is_deterministic = is_deterministic
         self._products = TorchProducts() if products is None else products
 
@@ -221,7 +213,6 @@ class TritonOps(Ops):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
-        next_weight: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return rope_write_kv(
             qkv.out_TN,
@@ -242,7 +233,6 @@ class TritonOps(Ops):
             unnormed_TD=qkv.unnormed_TD,
             bias_X=qkv.bias_N,
             use_pdl=self._use_pdl,
-            prefetch=next_weight if self._use_prefetch else None,
         )
 
     def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor:

@@ -47,6 +47,7 @@ from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.kernels.begin_step import begin_step
 from radixmesh.kernels.sample import TokenTarget
 
+_FIRST_STEPS = 100
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
 
@@ -147,7 +148,27 @@ class DeviceRunner(ModelRunner):
                     self._graphs.capture(num_rows, variant, partial(self._decode, views, variant))
             self._prompts.warm_up()
             self._sampler.warm_up(self._decoder.dtype)
+            if self._device.torch_device.type == "cuda":
+                self._run_in()
             self._device.mark().wait()
+
+    def _run_in(self) -> None:
+        """Some steps as they will come: the first ones take the host and the device longer, and nobody waits yet."""
+        self._prompts.replay_all()
+        self._graphs.replay_all()
+        dummy = self._slots.dummy_slot
+        none = np.zeros(1, np.int32)
+        rows = DecodeRows(
+            slots=none + dummy,
+            ids=none,
+            positions=none,
+            page_tables=np.zeros((dummy + 1, 1), np.int32),
+            num_pages=np.zeros(dummy + 1, np.int32),
+            seeds=none.astype(np.uint64),
+            is_sampled=none.astype(np.bool_),
+        )
+        for _ in range(_FIRST_STEPS):
+            self.launch(rows, (), 0)
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:

@@ -24,6 +24,9 @@ class TritonAttention(DeviceAttention):
     """windows: those of the model's layers. is_deterministic: chunks are computed row by row, as decodes are."""
 
     captures_chunks = True
+    least_pdl_rows = 16
+    """Beside the attention of fewer rows, which waits for memory again and again, the product that follows would load
+    its weights and keep it waiting longer."""
 
     def __init__(
         self,
@@ -36,12 +39,10 @@ class TritonAttention(DeviceAttention):
         device: torch.device,
         is_deterministic: bool,
         use_pdl: bool,
-        use_plan_pdl: bool = False,
     ) -> None:
-        """use_pdl: attention begins while the rotation ends; use_plan_pdl: its plan is made beside the kernel that
-        begins a step of decodes."""
+        """use_pdl: attention begins while the rotation ends, and its plan is made beside the kernel that begins a step
+        (Hopper and later)."""
         self.use_pdl = use_pdl
-        self.use_plan_pdl = use_plan_pdl
         self.is_batch_invariant = is_deterministic
         self.shape = shape
         self.page_size = page_size
@@ -83,7 +84,7 @@ class TritonAttention(DeviceAttention):
             assert self.shared is not None
             plan_shared_decode(step.decode_kv_lens, self.shared, skips_empty=skips_empty)
         elif step.num_decodes:
-            use_pdl = self.use_plan_pdl and is_all_decodes
+            use_pdl = self.use_pdl and is_all_decodes
             plan_decode(step.decode_kv_lens, self.workspace, skips_empty=skips_empty, use_pdl=use_pdl)
         return _TritonStep(self, step, is_shared=variant == SHARED)
 
@@ -128,6 +129,7 @@ class _TritonStep(StepAttention):
         out_BHd: torch.Tensor,
     ) -> None:
         step, attention = self._step, self._attention
+        use_pdl = attention.use_pdl and len(query_BHd) >= attention.least_pdl_rows
         if self._is_shared:
             assert attention.shared is not None
             paged_shared_decode(
@@ -141,7 +143,7 @@ class _TritonStep(StepAttention):
                 attention.shape.scale,
                 attention.shared,
                 out=out_BHd,
-                use_pdl=attention.use_pdl,
+                use_pdl=use_pdl,
             )
             return
         paged_decode(
@@ -156,7 +158,7 @@ class _TritonStep(StepAttention):
             window,
             attention.workspace,
             out=out_BHd,
-            use_pdl=attention.use_pdl,
+            use_pdl=use_pdl,
         )
 
 
