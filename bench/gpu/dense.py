@@ -51,25 +51,34 @@ LANES: dict[str, list[Command]] = {
     "mesh": [
         Command("mesh", "mesh.py", "--workloads single-stream decode-256 shared-prefix --runs 3"),
         Command("idle", "idle.py"),
-        Command("random", "mesh.py", "--workloads random --runs 3", 260),
+        Command("whole", "whole_mesh.py"),
+    ],
+    "worker": [
+        Command("steps", "steps.py", "--trace 8", 180),
+        Command("numerics", "numerics.py", "--tokens 256 --attention triton flashinfer"),
+        *(
+            Command(shape, "mesh.py", f"--shape {shape} --workloads single-stream decode-256 shared-prefix --runs 2")
+            for shape in ("llama-3.1-8b", "qwen3-4b")
+        ),
+        *(
+            Command(name, "steps.py", f"{flags} --rows 1 64 256 --contexts 384 --prefills 128 2048 --mixed")
+            for name, flags in (
+                ("deterministic", "--deterministic"),
+                ("flashinfer", "--attention flashinfer"),
+                ("compiled", "--kernels compiled"),
+                ("torch", "--kernels torch"),
+                ("untuned", "--no-tuning"),
+            )
+        ),
     ],
     "replay": [
         *_replayed("single-stream"),
         *_replayed("decode-256"),
         *_replayed("shared-prefix"),
         *_replayed("random"),
-        Command("whole", "whole_mesh.py"),
     ],
-    "worker": [
-        Command("steps", "steps.py", "--trace 8"),
-        Command("deterministic", "steps.py", "--deterministic --rows 1 64 256 --contexts 128 2048 --prefills 2048"),
-        Command("flashinfer", "steps.py", "--attention flashinfer --rows 1 64 256 --contexts 128 2048"),
-        Command("numerics", "numerics.py", "--tokens 256 --attention triton flashinfer"),
-        *(
-            Command(shape, "mesh.py", f"--shape {shape} --workloads single-stream decode-256 shared-prefix --runs 2")
-            for shape in ("llama-3.1-8b", "qwen3-4b")
-        ),
-    ],
+    "random": [Command("random", "mesh.py", "--workloads random --runs 2", 260)],
+    "soak": [Command("soak", "soak.py", "", 800)],
 }
 
 
@@ -101,7 +110,7 @@ def document(out: Path) -> dict[str, object]:
     workloads, tax = {}, {}
     head: dict[str, object] = {}
     for ours, name in WORKLOADS.items():
-        part = read("random" if ours == "random" else "mesh")
+        part = read("mesh") if ours != "random" else read("random") or read("recorded-random")
         if part:
             workloads[name] = part["workloads"][ours]
             head = head or {key: part[key] for key in ("machine", "versions", "start_s", "start_log")}
@@ -121,10 +130,11 @@ def document(out: Path) -> dict[str, object]:
         "idle": read("idle"),
         "replay": tax,
         "whole_mesh": read("whole"),
-        "steps": read("steps"),
-        "deterministic": read("deterministic"),
-        "flashinfer": read("flashinfer"),
         "numerics": read("numerics"),
+        **{
+            f"steps_{name}" if name != "steps" else name: read(name)
+            for name in ("steps", "deterministic", "flashinfer", "compiled", "torch", "untuned")
+        },
         "other_shapes": {
             name: (read(name) or {"workloads": None})["workloads"] for name in ("llama-3.1-8b", "qwen3-4b")
         },
