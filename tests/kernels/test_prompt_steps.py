@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support.triton_interpreter  # noqa: F401
+import torch
 from support.plan_driver import GREEDY, OPTIONS, PLAIN_OPTIONS, PlanDriver, check_same, drive
 from support.replaying_device import ReplayingDevice
 
@@ -15,6 +16,8 @@ from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runne
 from radixmesh.daemons.worker.cuda.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
 from radixmesh.daemons.worker.executor import StepExecutor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 MAX_TOKENS = 70
@@ -40,6 +43,8 @@ def _runner(device, *, attention="torch", page_size=1, deterministic=False):
     runner = load_device_runner(MODEL, settings, device)
     if device.can_capture:
         runner.warm_up()
+        # Captures replay once.
+        device.replayed.clear()
     return runner
 
 

@@ -28,15 +28,14 @@ class DecodeGraphs:
         return next((size for size in self.sizes if size >= num_rows), None)
 
     def capture(self, num_rows: int, variant: str, work: Callable[[], torch.Tensor]) -> None:
-        """Runs `work`, which compiles what it needs, then records it."""
+        """Runs `work`, which compiles what it needs, then records it, and replays it: its first launch takes longer.
+
+        What `work` reads must be in its place, as for any replay.
+        """
         work()
         replay, result = self._device.capture(work)
+        replay()
         self._graphs[num_rows, variant] = _Captured(replay, result)
-
-    def replay_all(self) -> None:
-        """Every graph once: the first launch of one takes the host milliseconds."""
-        for captured in self._graphs.values():
-            captured.replay()
 
     def replay(self, num_rows: int, variant: str) -> torch.Tensor:
         """Launches a graph; its result, which the next replay of any graph overwrites."""

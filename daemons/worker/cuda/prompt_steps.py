@@ -95,9 +95,6 @@ class PromptSteps:
             )
             self.forward(no_rows(), (segment,), is_captured=False)
 
-    def replay_all(self) -> None:
-        self._graphs.replay_all()
-
     def forward(
         self,
         rows: DecodeRows,

@@ -47,6 +47,7 @@ from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.kernels.begin_step import begin_step
 from radixmesh.kernels.sample import TokenTarget
 
+# Of a device that has just been started.
 _FIRST_STEPS = 100
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
@@ -148,14 +149,12 @@ class DeviceRunner(ModelRunner):
                     self._graphs.capture(num_rows, variant, partial(self._decode, views, variant))
             self._prompts.warm_up()
             self._sampler.warm_up(self._decoder.dtype)
-            if self._device.torch_device.type == "cuda":
-                self._run_in()
+            self._run_in(_FIRST_STEPS if self._device.torch_device.type == "cuda" else 1)
             self._device.mark().wait()
 
-    def _run_in(self) -> None:
-        """Some steps as they will come: the first ones take the host and the device longer, and nobody waits yet."""
-        self._prompts.replay_all()
-        self._graphs.replay_all()
+    def _run_in(self, num_steps: int) -> None:
+        """Decodes of the dummy slot, as they will come: the first ones take host and device longer, and nobody waits
+        yet."""
         dummy = self._slots.dummy_slot
         none = np.zeros(1, np.int32)
         rows = DecodeRows(
@@ -167,7 +166,7 @@ class DeviceRunner(ModelRunner):
             seeds=none.astype(np.uint64),
             is_sampled=none.astype(np.bool_),
         )
-        for _ in range(_FIRST_STEPS):
+        for _ in range(num_steps):
             self.launch(rows, (), 0)
 
     @torch.inference_mode()
