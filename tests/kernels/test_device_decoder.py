@@ -69,15 +69,23 @@ def test_float16_does_not_multiply_rows_that_were_not_normed(tmp_path, monkeypat
     assert error.norm() / want.norm() < 0.01
 
 
+def test_logits_of_several_segments_are_those_of_each(tmp_path, monkeypatch):
+    model = _MODELS["llama_tied"]()
+    runner = _runner(model, tmp_path, monkeypatch, _SETTINGS)
+    chunks = [_IDS[:4], _IDS[2:]]
+    segments = [
+        Segment(slot=slot, ids=ids, start=0, pages=np.array([2 * slot, 2 * slot + 1], np.int32))
+        for slot, ids in enumerate(chunks)
+    ]
+    for ids, got in zip(chunks, runner.logits(segments), strict=True):
+        torch.testing.assert_close(torch.from_numpy(got), _wanted(model, ids), rtol=1e-4, atol=1e-4)
+
+
 def _logits(
     model: torch.nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: load.DeviceSettings
 ) -> torch.Tensor:
     """Of all ids: some rows at once, then one, which other kernels compute."""
-    ops = TritonOps(is_deterministic=settings.deterministic)
-    monkeypatch.setattr(load, "_ops", lambda *_: ops)
-    model.save_pretrained(folder)
-    runner = load.load_device_runner(folder, settings, HostDevice())
-    assert isinstance(runner, DeviceRunner)
+    runner = _runner(model, folder, monkeypatch, settings)
     pages = np.array([3, 1], np.int32)
     parts = [
         runner.logits([Segment(slot=1, ids=_IDS[first:end], start=first, pages=pages)])[0]
@@ -86,7 +94,18 @@ def _logits(
     return torch.from_numpy(np.concatenate(parts))
 
 
+def _runner(
+    model: torch.nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: load.DeviceSettings
+) -> DeviceRunner:
+    ops = TritonOps(is_deterministic=settings.deterministic)
+    monkeypatch.setattr(load, "_ops", lambda *_: ops)
+    model.save_pretrained(folder)
+    runner = load.load_device_runner(folder, settings, HostDevice())
+    assert isinstance(runner, DeviceRunner)
+    return runner
+
+
 @torch.inference_mode()
-def _wanted(model: torch.nn.Module) -> torch.Tensor:
-    logits: torch.Tensor = model(torch.from_numpy(_IDS).long()[None]).logits[0]
+def _wanted(model: torch.nn.Module, ids: np.ndarray = _IDS) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.from_numpy(ids).long()[None]).logits[0]
     return logits

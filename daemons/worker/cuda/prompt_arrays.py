@@ -69,6 +69,8 @@ class PromptBuffer:
         """Sends a step's numbers behind all work so far. drawn: indexes of the segments whose tokens are drawn, after
         those of the decode rows; `turn` is theirs."""
         sizes, places = _places(shape)
+        # As an index an empty tuple would take all of them.
+        of_chunks = np.array(drawn, np.intp)
         num_drawn = len(rows.slots) + len(drawn)
         end = places[-1]
         stride = _rounded(num_drawn)
@@ -76,9 +78,9 @@ class PromptBuffer:
         self._fill([packed[at : at + size] for at, size in zip(places, sizes, strict=False)], step, rows, segments)
         starts = len(rows.slots) + np.cumsum(step.chunk_lens)
         of_drawn = packed[end:-1].reshape(3, stride)[:, :num_drawn]
-        of_drawn[0] = np.concatenate((np.arange(len(rows.slots)), starts[drawn] - 1))
-        of_drawn[1] = np.concatenate((rows.slots, step.chunk_slots[drawn]))
-        of_drawn[2] = np.concatenate((rows.positions + 1, step.chunk_kv_lens[drawn]))
+        of_drawn[0] = np.concatenate((np.arange(len(rows.slots)), starts[of_chunks] - 1))
+        of_drawn[1] = np.concatenate((rows.slots, step.chunk_slots[of_chunks]))
+        of_drawn[2] = np.concatenate((rows.positions + 1, step.chunk_kv_lens[of_chunks]))
         packed[-1] = turn
         self._device.upload(packed, self._buffer)
         at, slots, positions = (self._buffer[end + i * stride :][:num_drawn] for i in range(3))
