@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from support.fake_cublaslt import FakeCublasLt
+from support.fake_cublaslt import NOT_SUPPORTED, FakeCublasLt
 
 from radixmesh.daemons.worker.cuda.cublaslt import Algorithm, CublasLt, ProductShape
 from radixmesh.daemons.worker.cuda.cublaslt_library import CublasLtError
@@ -105,6 +105,16 @@ def test_an_algorithm_that_does_not_serve_a_size_is_not_used_there() -> None:
     tuner = _tuner(FakeCublasLt(), lambda shape: {None: 10.0, 2: 5.0}, step_s=1.0)
     products = tuner.tune(_groups(), [96, 128])
     assert {(shape.num_rows, shape.is_added) for shape in products._table} == {(128, False), (128, True)}
+
+
+def test_an_algorithm_that_stops_running_is_left_for_torchs() -> None:
+    """One that was measured at another size has never run before."""
+    library = FakeCublasLt()
+    products = _tuner(library, lambda shape: {None: 10.0, 0: 5.0}).tune(_groups(), [_ROWS])
+    assert len(products) == 2
+    library.cublasLtMatmul = lambda *_: NOT_SUPPORTED
+    _check(products)
+    assert len(products) == 0
 
 
 def test_the_fastest_is_found_among_noisy_times() -> None:

@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.worker.cuda.cublaslt import Algorithm, CublasLt, Product, ProductShape
+from radixmesh.daemons.worker.cuda.cublaslt_library import CublasLtError
+
+_log = get_logger(__name__)
 
 
 class Products(ABC):
@@ -41,29 +45,39 @@ class ChosenProduct(NamedTuple):
 
 
 class TunedProducts(TorchProducts):
-    """The chosen algorithm where a product of these shapes has one; torch for the others."""
+    """The chosen algorithm where a product of these shapes has one that runs; torch for the others."""
 
     def __init__(self, table: Mapping[ProductShape, ChosenProduct]) -> None:
-        self._table = table
+        self._table = dict(table)
 
     def __len__(self) -> int:
         return len(self._table)
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-        chosen = self._table.get(_shape(x_TK, w_NK, False))
-        if chosen is not None:
+        shape = _shape(x_TK, w_NK, False)
+        if shape in self._table:
             out_TN = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0])
-            if chosen.product.accepts(x_TK, w_NK, out_TN):
-                chosen.product.run(chosen.algorithm, x_TK, w_NK, out_TN)
+            if self._has_run(shape, x_TK, w_NK, out_TN):
                 return out_TN
         return super().linear(x_TK, w_NK)
 
     def add_linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, residual_TN: torch.Tensor) -> None:
-        chosen = self._table.get(_shape(x_TK, w_NK, True))
-        if chosen is not None and chosen.product.accepts(x_TK, w_NK, residual_TN):
-            chosen.product.run(chosen.algorithm, x_TK, w_NK, residual_TN)
-        else:
+        shape = _shape(x_TK, w_NK, True)
+        if shape not in self._table or not self._has_run(shape, x_TK, w_NK, residual_TN):
             super().add_linear(x_TK, w_NK, residual_TN)
+
+    def _has_run(self, shape: ProductShape, x_TK: torch.Tensor, w_NK: torch.Tensor, out_TN: torch.Tensor) -> bool:
+        """What the library refuses to launch is not asked for again: an adopted algorithm has not run before."""
+        product, algorithm = self._table[shape]
+        if not product.accepts(x_TK, w_NK, out_TN):
+            return False
+        try:
+            product.run(algorithm, x_TK, w_NK, out_TN)
+        except CublasLtError as error:
+            _log.warning("algorithm_refused", shape=str(shape), order=algorithm.order, reason=str(error))
+            del self._table[shape]
+            return False
+        return True
 
 
 def spread(
