@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,10 +112,47 @@ def test_a_forward_of_nothing_is_a_step():
     [
         ({"attention_backend": "magic"}, "attention_backend"),
         ({"dtype": "int3"}, "dtype"),
-        ({"num_slots": 2**24}, "num_slots"),
+        ({"num_slots": 40_000, "page_size": 2**16}, "num_slots"),
+        ({"num_slots": 2**16}, "num_slots"),
+        ({"max_tokens_per_step": 2**16}, "max_tokens_per_step"),
     ],
 )
 def test_settings_that_cannot_be_are_told_by_their_flag(changes, field):
     with pytest.raises(MeshError) as caught:
-        _device_runner(1, **changes)
+        _device_runner(**{"page_size": 1} | changes)
     assert caught.value.metadata["field"] == field
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True)])
+def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, capability, expected):
+    from radixmesh.daemons.worker.cuda import load
+
+    seen = []
+
+    def stop(folder, settings, device):
+        seen.append(settings.use_pdl)
+        raise InterruptedError
+
+    # A device that no other test asks about: what it can do is remembered.
+    where = torch.device("cuda", capability[0])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(load, "CudaDevice", lambda: SimpleNamespace(torch_device=where))
+    monkeypatch.setattr(load, "load_device_runner", stop)
+    settings = load.DeviceSettings(
+        dtype="auto",
+        attention_backend="auto",
+        load_format="auto",
+        page_size=1,
+        num_pages=None,
+        num_slots=8,
+        max_tokens_per_step=64,
+        max_total_len=None,
+        mem_fraction=0.5,
+        cuda_graphs=True,
+        use_pdl=True,
+        deterministic=False,
+    )
+    with pytest.raises(InterruptedError):
+        load.load_cuda_runner(MODEL, settings)
+    assert seen == [expected]

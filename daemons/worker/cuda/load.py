@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.registry import model_families
+from radixmesh.kernels.hopper import has_gdc
 
 _log = get_logger(__name__)
 
@@ -41,6 +42,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
 }
 ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
 KERNELS = ("triton", "compiled", "torch")
+_MAX_ROWS = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,8 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
         )
     with fitting("a CUDA context and what other processes hold", "--mem-fraction, or who else uses the GPU"):
         device = CudaDevice()
+    # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
+    settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
     runner = load_device_runner(folder, settings, device)
     started = time.monotonic()
     with fitting("captured graphs", "--mem-fraction or --num-slots"):
@@ -89,6 +93,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     # A wrong choice is told before the weights are read.
     _attention_name(settings, where)
     _kernels_name(settings, where)
+    _check_rows(settings)
     placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
     with fitting("weights", "the model, or --dtype"):
         model = _load_decoder(folder, placement, settings.load_format)
@@ -266,6 +271,13 @@ def _kernels_name(settings: DeviceSettings, device: torch.device) -> str:
         choices = "triton" if settings.deterministic else ", ".join(KERNELS)
         raise _invalid("kernels", f"is {name!r}: choose one of {choices}")
     return "torch" if name == "triton" and device.type != "cuda" else name
+
+
+def _check_rows(settings: DeviceSettings) -> None:
+    """Rows of a step are an axis of grids of kernels, which ends there."""
+    for field in ("num_slots", "max_tokens_per_step"):
+        if getattr(settings, field) > _MAX_ROWS:
+            raise _invalid(field, f"is {getattr(settings, field)}: a GPU takes at most {_MAX_ROWS}")
 
 
 def _check_tables(settings: DeviceSettings, max_total_len: int) -> None:
