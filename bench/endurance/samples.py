@@ -83,8 +83,9 @@ async def take_sample(mesh: EnduranceMesh, *, with_gpu: bool) -> Sample:
 
 
 def gpu_memory_mb() -> float | None:
-    """Memory of the first GPU that is in use, in MiB; None where there is none."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    """Memory in use of the first GPU that processes may see, in MiB; None where there is none."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    query = ["nvidia-smi", f"--id={gpu}", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
         output = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
         return float(output.split()[0])

@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu.shapes import write_shape
 
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.step import StepResult
 from radixmesh.daemons.runtime.step_codec import plan_from_proto
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
@@ -54,19 +56,25 @@ def main() -> None:
     plans = list(read_plans(args.plans))
     executor.begin_epoch(plans[0].header.epoch, plans[0].header.group_generation)
     pending: deque[LaunchedStep] = deque()
-    num_tokens, busy_ns = 0, 0
+    settled: list[StepResult] = []
     start = time.perf_counter()
     for message in plans:
-        pending.append(executor.launch(plan_from_proto(message), ready_ns=runner.now_ns()))
+        plan = plan_from_proto(message)
+        while True:
+            try:
+                pending.append(executor.launch(plan, ready_ns=runner.now_ns()))
+                break
+            except MeshError:
+                # It shares pages that a step under way fills: the scheduler had that step's result when it planned.
+                if not pending:
+                    raise
+            settled.append(pending.popleft().finish())
         while len(pending) >= _IN_FLIGHT or (pending and pending[0].is_done):
-            result = pending.popleft().finish()
-            num_tokens += len(result.ids)
-            busy_ns += result.device_end_ns - result.device_start_ns
-    while pending:
-        result = pending.popleft().finish()
-        num_tokens += len(result.ids)
-        busy_ns += result.device_end_ns - result.device_start_ns
+            settled.append(pending.popleft().finish())
+    settled += [step.finish() for step in pending]
     seconds = time.perf_counter() - start
+    num_tokens = sum(len(result.ids) for result in settled)
+    busy_ns = sum(result.device_end_ns - result.device_start_ns for result in settled)
     print(
         json.dumps(
             {

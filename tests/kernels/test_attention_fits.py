@@ -13,7 +13,7 @@ _SM_SHARED, _PROGRAM_SHARED, _RESERVED = 228 << 10, 227 << 10, 1 << 10
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("head_dim, heads", [(128, 24), (64, 32)])
+@pytest.mark.parametrize("head_dim, heads", [(128, 24), pytest.param(64, 32, marks=pytest.mark.full)])
 def test_default_configurations_fit(head_dim, heads):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "support.compiled_kernels", str(head_dim), str(heads)]

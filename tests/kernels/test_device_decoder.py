@@ -48,7 +48,9 @@ def test_logits_are_those_of_transformers(name, deterministic, tmp_path, monkeyp
     torch.testing.assert_close(got, _wanted(model), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "llama_tied"), ("float16", "qwen2")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("bfloat16", "llama_tied"), pytest.param("float16", "qwen2", marks=pytest.mark.full)]
+)
 def test_logits_in_two_bytes_are_near_those_in_four(dtype, name, tmp_path, monkeypatch):
     model = _MODELS[name]()
     want = _wanted(model)

@@ -100,7 +100,7 @@ def _captured_rows(device):
     return {rows for rows, width in device.replayed if width == HIDDEN}
 
 
-@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), (1, 4)])
+@pytest.mark.parametrize(("seed", "page_size"), [(0, 1), pytest.param(1, 4, marks=pytest.mark.full)])
 def test_any_mix_in_a_captured_step_gives_the_tokens_of_one_that_is_launched(monkeypatch, seed, page_size):
     want = _mixed_tokens(_runner(HostDevice(), page_size=page_size), np.random.default_rng(seed))
     monkeypatch.setattr(TorchAttention, "captures_chunks", True)
@@ -117,6 +117,8 @@ def few_sizes(monkeypatch):
     monkeypatch.setattr(prompt_steps, "_WARM_LENGTHS", (1,))
 
 
+# What the interpreter takes a minute for; tests/gpu/test_cuda_runner.py captures the same on a GPU.
+@pytest.mark.full
 def test_the_kernels_read_all_that_differs_on_the_device(few_sizes):
     want = _mixed_tokens(_runner(HostDevice()), np.random.default_rng(3), num_steps=6)
     device = ReplayingDevice()
