@@ -1,0 +1,112 @@
+"""Steps of decodes alone bring what has changed with them: pages as they are granted, slots that are taken anew."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support.triton_interpreter  # noqa: F401
+import torch
+from support.plan_driver import GREEDY
+from support.replaying_device import ReplayingDevice
+
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release, StepPlan
+from radixmesh.daemons.worker.cuda.device import Device, HostDevice
+from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.executor import StepExecutor
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
+
+MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+PROMPT = np.array([20, 31, 5, 77, 42], np.int32)
+NUM_TOKENS = 6
+SLOTS = 2
+
+
+def _runner(device: Device) -> DeviceRunner:
+    settings = DeviceSettings(
+        dtype="float32",
+        attention_backend="torch",
+        load_format="auto",
+        page_size=1,
+        num_pages=64,
+        num_slots=SLOTS,
+        max_tokens_per_step=16,
+        max_total_len=32,
+        mem_fraction=0.5,
+        cuda_graphs=True,
+        use_pdl=False,
+        deterministic=False,
+    )
+    runner = load_device_runner(MODEL, settings, device)
+    if device.can_capture:
+        runner.warm_up()
+    return runner
+
+
+def _admit(generation: int, cached: np.ndarray, cached_generations: np.ndarray) -> Admit:
+    return Admit(
+        slot=1,
+        generation=generation,
+        request_id=f"r{generation}",
+        prompt_ids=PROMPT,
+        max_total_len=len(PROMPT) + 20,
+        sampling=GREEDY,
+        cached_len=len(cached),
+        cached_pages=cached,
+        cached_page_generations=cached_generations,
+    )
+
+
+@pytest.mark.parametrize("device", [HostDevice(), ReplayingDevice()], ids=["launched", "captured"])
+@pytest.mark.parametrize("lag", [0, 3])
+def test_a_slot_that_is_taken_anew_decodes_at_once_what_its_own_request_says(device: Device, lag: int) -> None:
+    """Three requests of the same prompt, one after the other in one slot. The first has all pages from its beginning,
+    the others one a step; the last one's prompt is in the cache but for its last token, so that page tables and that
+    token come with a decode, while steps of the one before are under way."""
+    runner = _runner(device)
+    executor = StepExecutor(runner, num_slots=SLOTS, max_tokens_per_step=16)
+    executor.begin_epoch(1)
+    none, decodes = np.zeros(0, np.int32), np.array([1], np.int32)
+    pages = iter(range(60, 0, -1))
+    launched, tokens = [], []
+
+    def grant(count: int) -> tuple[Grant, ...]:
+        return (Grant(slot=1, pages=np.array([next(pages) for _ in range(count)], np.int32)),) if count else ()
+
+    def run(**parts: object) -> None:
+        launched.append(executor.launch(StepPlan(epoch=1, step_id=len(launched) + 1, **parts)))
+        while len(launched) - len(tokens) > lag:
+            tokens.append(launched[len(tokens)].finish().ids.tolist())
+
+    def finish(num_pages: int) -> None:
+        for _ in range(NUM_TOKENS - 1):
+            run(grants=grant(num_pages), decode_set=decodes)
+
+    whole = (Chunk(slot=1, length=len(PROMPT)),)
+    run(admits=(_admit(1, none, none),), grants=grant(len(PROMPT) + NUM_TOKENS), chunks=whole, decode_set=none)
+    finish(0)
+    own = grant(len(PROMPT))
+    run(
+        releases=(Release(slot=1, generation=1),),
+        admits=(_admit(2, none, none),),
+        grants=own,
+        chunks=whole,
+        decode_set=none,
+    )
+    finish(1)
+    cached = own[0].pages[:-1]
+    run(
+        releases=(Release(slot=1, generation=2),),
+        admits=(_admit(3, cached, executor.records.generations[cached]),),
+        grants=grant(1),
+        decode_set=decodes,
+    )
+    finish(1)
+    tokens += [step.finish().ids.tolist() for step in launched[len(tokens) :]]
+    of_request = [tokens[first : first + NUM_TOKENS] for first in range(0, len(tokens), NUM_TOKENS)]
+    assert len(set(map(tuple, tokens))) > 2, "tokens that are all the same would show nothing"
+    assert of_request == [of_request[0]] * 3 and all(len(ids) == 1 for ids in tokens)
+    held = executor.table.pages(1).tolist()
+    assert len(held) == len(PROMPT) + NUM_TOKENS - 1
+    assert runner._slots.page_tables[1, : len(held)].tolist() == held
