@@ -1,6 +1,7 @@
 """Steps with chunks, captured and not: the same tokens of any mix of decodes and chunks."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +14,11 @@ from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cuda import load, prompt_steps
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
-from radixmesh.daemons.worker.cuda.prompt_steps import default_prompt_rows
+from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, default_prompt_rows, no_rows
+from radixmesh.daemons.worker.cuda.step_arrays import host_step
 from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
 from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.runner import Segment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 
@@ -152,6 +155,24 @@ def test_attention_that_plans_chunks_on_the_host_has_none_captured():
     device = ReplayingDevice()
     _mixed_tokens(_runner(device), np.random.default_rng(0))
     assert device.replayed and not _captured_rows(device)
+
+
+@pytest.mark.parametrize(("max_tokens", "num_slots"), [(1, 1), (2, 1), (3, 2), (16, 4)])
+def test_the_numbers_of_the_smallest_graphs_fit_their_buffer(max_tokens, num_slots):
+    steps = PromptSteps(
+        HostDevice(),
+        *(None, TorchAttention(None, page_size=1), SimpleNamespace(dummy_slot=num_slots)),
+        page_size=1,
+        max_tokens=max_tokens,
+        max_total_len=8,
+        sizes=default_prompt_rows(max_tokens),
+    )
+    segment = Segment(slot=0, ids=np.array([5], np.int32), start=2, pages=np.arange(3, dtype=np.int32))
+    for size in default_prompt_rows(max_tokens):
+        shape, rows = steps._shape(size), no_rows()
+        step = host_step(rows, (segment,), shape.num_decodes)
+        drawn = steps._buffer.upload(shape, step, rows, (segment,), [0], 7)
+        assert (drawn.positions.tolist(), drawn.turn_1.tolist()) == ([3], [7])
 
 
 def test_sizes_end_with_the_largest_step():

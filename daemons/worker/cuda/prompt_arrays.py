@@ -48,8 +48,9 @@ class PromptBuffer:
     def __init__(self, device: Device, *, max_slots: int, max_rows: int, dummy_slot: int) -> None:
         self._device = device
         self._dummy_slot = dummy_slot
-        # Rows: ids, positions, slots. Decodes: KV lengths. Chunks: three. Drawn rows: three. Turn.
-        size = 3 * max_rows + max_slots + 3 * max_rows + 3 * max_slots + 16 * _ALIGNMENT
+        # Rows: ids, positions, slots. Decodes: KV lengths. Chunks: three. Drawn rows: three. Then what rounding adds,
+        # the turn, and the chunks that a graph of very few rows has room for.
+        size = 3 * max_rows + max_slots + 3 * max_rows + 3 * max_slots + 32 * _ALIGNMENT
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
 
     def views(self, shape: PromptShape) -> PromptViews:
