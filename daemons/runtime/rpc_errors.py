@@ -167,6 +167,10 @@ def _as_mesh_error(error: Exception, method: str) -> MeshError:
         return MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED, f"{method} is not offered by this daemon", {"feature": method}
         )
+    if isinstance(error, grpc.aio.InternalError):
+        # grpc could not write, or read: the other end went in that very moment, and nobody hears what we answer.
+        log.warning("call_broken", method=method, error=str(error))
+        return MeshError(ErrorReason.ERROR_REASON_INTERNAL, f"{method} broke off", {})
     log.exception("handler_failed", method=method)
     return MeshError(
         ErrorReason.ERROR_REASON_INTERNAL, f"{method} failed ({type(error).__name__}): see the daemon's log", {}

@@ -72,6 +72,16 @@ async def test_a_bug_is_internal_logged_and_tells_no_details(caplog: pytest.LogC
         assert await _works(bench)
 
 
+async def test_what_grpc_cannot_write_is_no_bug_of_the_handlers(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as bench, open_channel(bench.address) as channel:
+        bench.tokenizer.bug = grpc.aio.InternalError("a batch could not be started")
+        with pytest.raises(grpc.aio.AioRpcError) as failure:
+            await TokenizerServiceStub(channel).Decode(tokenizer_pb2.DecodeRequest())
+        assert failure.value.code() is grpc.StatusCode.INTERNAL
+        assert "call_broken" in caplog.text and "handler_failed" not in caplog.text
+        assert await _works(bench)
+
+
 async def test_a_verb_without_handler_is_unsupported() -> None:
     async with serving() as bench, open_channel(bench.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failure:

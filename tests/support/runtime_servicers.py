@@ -21,11 +21,12 @@ Context = grpc.aio.ServicerContext
 
 
 class Tokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
-    """GetVocabulary answers, Encode refuses (quoting `quote`), Decode has a bug, CompileGrammar is not offered."""
+    """GetVocabulary answers, Encode refuses (quoting `quote`), Decode has a `bug`, CompileGrammar is not offered."""
 
     def __init__(self) -> None:
         self.request_ids: list[str] = []
         self.quote = ""
+        self.bug: Exception = ZeroDivisionError("secret detail")
 
     async def GetVocabulary(
         self, request: tokenizer_pb2.GetVocabularyRequest, context: Context
@@ -41,7 +42,7 @@ class Tokenizer(tokenizer_pb2_grpc.TokenizerServiceServicer):
         raise MeshError(ErrorReason.ERROR_REASON_EMPTY_PROMPT, "send at least one token: ü", {"field": "items"})
 
     async def Decode(self, request: tokenizer_pb2.DecodeRequest, context: Context) -> tokenizer_pb2.DecodeResponse:
-        raise ZeroDivisionError("secret detail")
+        raise self.bug
 
 
 class Detokenizer(detokenizer_pb2_grpc.DetokenizerServiceServicer):
