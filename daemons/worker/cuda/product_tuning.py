@@ -69,8 +69,10 @@ def tuned_products(weights: DecoderWeights, sizes: Sequence[int], device: torch.
     except (RuntimeError, OSError, AttributeError, ctypes.ArgumentError) as error:
         _log.warning("products_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_products")
         return TorchProducts()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
+    finally:
+        # What it took counts as used otherwise when the KV is given what is free.
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
     _log.info(
         "products_tuned",
         library=lt.version,
