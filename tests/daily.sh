@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 
 python=$1
 shift
-computing=(tests/unit tests/kernels tests/gpu tests/contract tests/mesh/test_{recitation,vectors}.py)
+computing=(tests/unit tests/kernels tests/gpu tests/contract tests/mesh/test_{vectors,scheduler_service}.py)
 output=$(mktemp)
 cache=$(mktemp -d)
 
