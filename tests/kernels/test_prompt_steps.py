@@ -13,9 +13,9 @@ from support.replaying_device import ReplayingDevice
 from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cuda import load, prompt_steps
 from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.host_step import host_step
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
 from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, default_prompt_rows, no_rows
-from radixmesh.daemons.worker.cuda.step_arrays import host_step
 from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
 from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.runner import Segment

@@ -20,10 +20,10 @@ from radixmesh.daemons.worker.cuda.attention import DeviceAttention
 from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.host_step import host_step
 from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.prompt_arrays import DrawnRows, PromptBuffer, PromptShape, PromptViews
 from radixmesh.daemons.worker.cuda.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step_arrays import host_step
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 
 # A graph's grids have room for so many chunks at least; a larger one has for chunks of `_LEAST_CHUNK` rows each.

@@ -12,7 +12,7 @@ output is asked for; the executor launches nothing that builds on such a token b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -27,12 +27,13 @@ from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer, DecodeView
 from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, Mark
+from radixmesh.daemons.worker.cuda.host_step import host_step
 from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, no_rows
+from radixmesh.daemons.worker.cuda.running_step import CarefulSegment, RunningDeviceStep
 from radixmesh.daemons.worker.cuda.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step_arrays import host_step
-from radixmesh.daemons.worker.cuda.token_ring import FetchedTokens, TokenRing
+from radixmesh.daemons.worker.cuda.token_ring import TokenRing
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
     ModelRunner,
@@ -40,7 +41,6 @@ from radixmesh.daemons.worker.runner import (
     SampleInput,
     Segment,
     SegmentOutput,
-    StepOutput,
 )
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
@@ -278,7 +278,7 @@ class DeviceRunner(ModelRunner):
                 hidden_TD = forward.hidden_TD[last - len(segment.ids) : last]
                 # It is asked for when other steps have been launched.
                 own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
-                careful[index] = CarefulSegment(_copied(segment), own_TD)
+                careful[index] = CarefulSegment.of(segment, own_TD)
         over = self._device.mark()
         fetched = self._tokens.fetch(len(slots), over) if len(slots) else None
         return RunningDeviceStep(self, start, over, fetched, len(rows.slots), len(segments), drawn, careful)
@@ -326,67 +326,6 @@ class DeviceRunner(ModelRunner):
         return rows
 
 
-@dataclass(frozen=True, slots=True)
-class CarefulSegment:
-    """A segment, copied from the host's tables, and its rows of hidden states."""
-
-    segment: Segment
-    hidden_TD: torch.Tensor
-
-
-class RunningDeviceStep(RunningStep):
-    """A step on the device. `drawn`: indexes of the segments whose tokens follow the decode rows' in `fetched`."""
-
-    def __init__(
-        self,
-        runner: DeviceRunner,
-        start: Mark,
-        end: Mark,
-        fetched: FetchedTokens | None = None,
-        num_decodes: int = 0,
-        num_segments: int = 0,
-        drawn: Sequence[int] = (),
-        careful: dict[int, CarefulSegment] | None = None,
-    ) -> None:
-        self._runner = runner
-        self._start, self._end = start, end
-        self._fetched = fetched
-        # Tokens are on the host a little after the step is over.
-        self._done = end if fetched is None else fetched.mark
-        self._num_decodes = num_decodes
-        self._num_segments = num_segments
-        self._drawn = drawn
-        self._careful = careful or {}
-
-    @property
-    def is_done(self) -> bool:  # type: ignore[override]
-        return self._done.is_reached
-
-    def wait(self) -> None:
-        self._done.wait()
-
-    def output(self) -> StepOutput:
-        self._done.wait()
-        start_ns, end_ns = self._runner.place(self._start, self._end)
-        all_tokens = np.zeros(0, np.int32) if self._fetched is None else self._fetched.tokens()
-        of_segment = dict(zip(self._drawn, all_tokens[self._num_decodes :].tolist(), strict=True))
-        segments = [
-            self._runner.careful_output(self._careful[index], of_segment.get(index))
-            if index in self._careful
-            else SegmentOutput(token=of_segment.get(index))
-            for index in range(self._num_segments)
-        ]
-        return StepOutput(tokens=all_tokens[: self._num_decodes], segments=segments, start_ns=start_ns, end_ns=end_ns)
-
-
 def _is_careful(sample: SampleInput) -> bool:
     """Whether the token's logprobs are wanted: its logits are then looked at on the host."""
     return sample.sampling.num_top_logprobs is not None
-
-
-def _copied(segment: Segment) -> Segment:
-    """The same with arrays of its own: the host's tables change while the step runs."""
-    sample = segment.sample
-    if sample is not None:
-        sample = replace(sample, output_ids=sample.output_ids.copy())
-    return replace(segment, ids=segment.ids.copy(), pages=segment.pages.copy(), sample=sample)
