@@ -77,7 +77,7 @@ LANES: dict[str, list[Command]] = {
         *_replayed("shared-prefix"),
         *_replayed("random"),
     ],
-    "random": [Command("random", "mesh.py", "--workloads random --runs 2", 260)],
+    "random": [Command("random", "mesh.py", "--workloads random --runs 3", 300)],
     "soak": [Command("soak", "soak.py", "", 800)],
 }
 

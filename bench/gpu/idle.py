@@ -4,7 +4,8 @@
 
 A scheduler and a worker as processes over gRPC; the worker's Profile verb traces some tens of steps while `rows`
 requests decode. Idle is the share of the time between the first and the last kernel in which none ran. The formula is
-1 - step / max(step, (step + gap) / (depth + 1)), with the gap that depth 0 shows.
+1 - step / max(step, (step + gap) / (depth + 1)), with the gap that depth 0 shows. `gaps_us` says between which kernels
+the time of a step without one lies.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -80,20 +82,35 @@ def _read(path: Path) -> dict[str, object]:
     """Busy time of the device in a Chrome trace, without the first fifth, in which the profiler itself starts."""
     events = json.loads(path.read_text())["traceEvents"]
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
-    spans = sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events if e.get("cat") in kinds)
+    spans = sorted(
+        (float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["name"]) for e in events if e.get("cat") in kinds
+    )
     spans = spans[len(spans) // 5 :]
-    busy, end = 0.0, spans[0][0]
-    for first, last in spans:
+    start, end, before = spans[0]
+    busy = end - start
+    gaps: dict[str, float] = defaultdict(float)
+    for first, last, name in spans[1:]:
+        if first > end:
+            gaps[f"{_short(before)} > {_short(name)}"] += first - end
         busy += max(0.0, last - max(first, end))
-        end = max(end, last)
+        if last > end:
+            end, before = last, name
     # Between two steps lies the copy of the tokens to the host.
     copies = sorted(float(e["ts"]) for e in events if e.get("cat") == "gpu_memcpy" and "DtoH" in e["name"])
     period = float(np.median(np.diff(copies))) if len(copies) > 2 else 0.0
+    num_steps = max(1.0, (end - start) / period) if period else 1.0
+    largest = sorted(gaps.items(), key=lambda gap: -gap[1])[:8]
     return {
-        "idle": round(1.0 - busy / (end - spans[0][0]), 5),
+        "idle": round(1.0 - busy / (end - start), 5),
         "period_ms": round(period / 1e3, 4),
         "gaps_over_20us": sum(1 for a, b in itertools.pairwise(spans) if b[0] - a[1] > 20.0),
+        "gaps_us": {pair: round(us / num_steps, 2) for pair, us in largest},
     }
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its parameters."""
+    return name.removeprefix("void ").split("<")[0].split("(")[0].strip()[:40]
 
 
 def main() -> None:

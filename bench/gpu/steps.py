@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -203,7 +204,7 @@ def main() -> None:
     bench = Bench(runner)
     # The device's clocks and the libraries take some tens of steps to come up.
     bench.decode(1, 200, 100)
-    result: dict[str, object] = {"load_s": round(time.perf_counter() - started, 2), "pages": runner.num_pages}
+    result: dict[str, Any] = {"load_s": round(time.perf_counter() - started, 2), "pages": runner.num_pages}
     rows = []
     for context in args.contexts:
         for num_rows in args.rows:
@@ -223,7 +224,12 @@ def main() -> None:
             if args.trace and context == args.contexts[0]:
                 rows[-1]["trace"] = trace(lambda n=num_rows, c=context: bench.decode(n, c, args.trace))
     result["decode"] = rows
-    result["prefill"] = [{"tokens": n} | bench.prompts(n, 10) for n in args.prefills]
+    result["prefill"] = []
+    for tokens in args.prefills:
+        prefill: dict[str, object] = {"tokens": tokens, **bench.prompts(tokens, 10)}
+        if args.trace:
+            prefill["trace"] = trace(lambda n=tokens: bench.prompts(n, args.trace))
+        result["prefill"].append(prefill)
     mixes = [tuple(map(int, mix.split(":"))) for mix in args.mixed]
     result["mixed"] = [
         {"decodes": decodes, "context": context, "chunk": chunk}
