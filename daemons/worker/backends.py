@@ -75,6 +75,12 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
 
     folder = settings.model
     assert folder is not None, "settings see to it"
+    if settings.quantization not in ("auto", "none"):
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"--quantization {settings.quantization} is not there yet: FP8 checkpoints are dequantised when loaded",
+            {"feature": settings.quantization},
+        )
     runner = load_cuda_runner(
         folder,
         DeviceSettings(

@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.simulated.faults import Fault
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 
 _MIB = 1024 * 1024
+_QUANTIZATIONS = ("none", "auto", "fp8", "fp8-block")
 
 
 class Backend(StrEnum):
@@ -55,6 +56,8 @@ class WorkerSettings(CommonSettings):
     kernels: str = setting("triton", "CUDA: what computes norms, rotation and SwiGLU between products: triton (this "
         "project's kernels), compiled (torch.compile) or torch")  # fmt: skip
     load_format: str = setting("auto", "auto: weights from the folder; dummy: random ones of its config's shapes")
+    quantization: str = setting("auto", "of weights: auto (what the checkpoint says), none (FP8 ones are dequantised "
+        "when loaded), or CUDA: fp8 (a scale an output channel), fp8-block (a scale for 128 x 128)")  # fmt: skip
     embed_pooling: str = setting("mean", "CPU: what embed tasks give of hidden states, their mean or the last")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
     simulated_base_us: float = setting(2000.0, "microseconds of any step")
@@ -94,6 +97,12 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('load_format')} dummy is for --backend cuda: others load the folder's weights")
         if self.kernels != "triton" and self.backend is not Backend.CUDA:
             raise ValueError(f"{_flag('kernels')} {self.kernels} is for --backend cuda: others have no choice of them")
+        if self.quantization not in _QUANTIZATIONS:
+            choices = ", ".join(_QUANTIZATIONS)
+            raise ValueError(f"{_flag('quantization')} must be one of {choices}, not {self.quantization}")
+        if self.quantization not in ("auto", "none") and self.backend is not Backend.CUDA:
+            raise ValueError(f"{_flag('quantization')} {self.quantization} is for --backend cuda: a CPU computes with "
+                "the weights dequantised")  # fmt: skip
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
         _ = self.latency, self.parsed_faults  # They say what is wrong with themselves.

@@ -77,6 +77,13 @@ class ConfigReader:
             raise self.error(key, f"a list of whole numbers >= {low}")
         return tuple(value)
 
+    def length(self, key: str) -> int:
+        """Entries of a list; 0 if absent."""
+        value = self._get(key, [])
+        if not isinstance(value, list):
+            raise self.error(key, "a list")
+        return len(value)
+
     def keys(self, key: str) -> tuple[str, ...]:
         """The keys of the JSON object under `key`; empty if absent."""
         section = self.section(key)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from .config_reader import bad_checkpoint
+from .quantization import CheckpointQuantization
+from .scaled_weights import ScaledWeights
 from .tensor_index import TensorEntry, index_tensors
+from .tensor_reader import TensorReader
 
 _SHOWN_NAMES = 5
 
@@ -45,32 +47,40 @@ class TensorTargets:
         return TensorTargets(tensors=tensors, is_ignored=self.is_ignored)
 
 
-def load_tensors(folder: Path, targets: TensorTargets) -> int:
+def load_tensors(folder: Path, targets: TensorTargets, quantization: CheckpointQuantization | None = None) -> int:
     """Copies every tensor of the folder into its target, converting dtype and device. Returns the bytes read.
 
-    All names and shapes are checked before any data is read. Raises MeshError BAD_CHECKPOINT naming file and tensor.
+    Weights that are FP8, as `quantization` says, are multiplied by their scales. All names and shapes are checked
+    before any data is read. Raises MeshError BAD_CHECKPOINT naming file and tensor.
     """
     entries = index_tensors(folder)
     targets = targets.in_layout_of(entries)
-    check_tensors(folder, entries, targets)
-    files: dict[Path, list[str]] = {}
-    for name, entry in entries.items():
-        if name in targets.tensors:
-            files.setdefault(entry.file, []).append(name)
-    return sum(_load_file(file, names, targets) for file, names in sorted(files.items()))
+    scaled = ScaledWeights(folder, entries, quantization)
+    check_tensors(folder, entries, targets, scaled)
+    names = [name for name in entries if name in targets.tensors]
+    with TensorReader(entries) as reader:
+        for name in sorted(names, key=lambda name: entries[name].file):
+            targets.tensors[name].copy_(scaled.read(reader, name))
+        return reader.num_bytes
 
 
-def check_tensors(folder: Path, entries: Mapping[str, TensorEntry], targets: TensorTargets) -> None:
+def check_tensors(
+    folder: Path, entries: Mapping[str, TensorEntry], targets: TensorTargets, scaled: ScaledWeights
+) -> None:
     """Raises MeshError BAD_CHECKPOINT for a missing, unexpected or wrongly shaped tensor.
 
-    `targets` are without others.
+    `targets` are without others; what goes beside the `scaled` ones has no place of its own.
     """
     assert not targets.others, sorted(targets.others)
     missing = [name for name in targets.tensors if name not in entries]
     if missing:
         expected = f"{missing[0]!r} of shape {list(targets.tensors[missing[0]].shape)}"
         raise bad_checkpoint(folder, f"lacks tensor {expected}{_and_others(missing)}", missing[0])
-    unexpected = [name for name in entries if name not in targets.tensors and not targets.is_ignored(name)]
+    unexpected = [
+        name
+        for name in entries
+        if name not in targets.tensors and not targets.is_ignored(name) and not scaled.is_side(name)
+    ]
     if unexpected:
         name = unexpected[0]
         raise bad_checkpoint(
@@ -86,20 +96,6 @@ def check_tensors(folder: Path, entries: Mapping[str, TensorEntry], targets: Ten
                 f"holds tensor {name!r} of shape {list(entries[name].shape)}, expected {list(target.shape)}",
                 name,
             )
-
-
-def _load_file(file: Path, names: list[str], targets: TensorTargets) -> int:
-    num_bytes = 0
-    name = ""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in names:
-                tensor = tensors.get_tensor(name)
-                num_bytes += tensor.nbytes
-                targets.tensors[name].copy_(tensor)
-    except (SafetensorError, OSError) as error:
-        raise bad_checkpoint(file, f"cannot be read at tensor {name!r} ({error}): copy it again", name) from error
-    return num_bytes
 
 
 def _and_others(names: list[str]) -> str:

@@ -14,7 +14,7 @@ from .config_reader import bad_checkpoint
 
 # The format's own limit: a longer header is no safetensors file.
 _MAX_HEADER_BYTES = 100_000_000
-_DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
 _KNOWN_DTYPES = ", ".join(_DTYPE_TO_BYTES)
 
 

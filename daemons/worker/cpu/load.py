@@ -15,6 +15,7 @@ from radixmesh.daemons.worker.attention.backend import AttentionPlacement
 from radixmesh.daemons.worker.attention.registry import attention_backends
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import load_tensors
+from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import BuiltModel, Placement
 from radixmesh.daemons.worker.models.registry import model_families
@@ -71,11 +72,20 @@ def load_model(folder: Path, placement: Placement) -> BuiltModel:
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
+    quantization = read_quantization(config)
     with torch.inference_mode():
         built = model_families().create(architecture).build(config, placement)
-        num_bytes = load_tensors(folder, built.targets)
+        num_bytes = load_tensors(folder, built.targets, quantization)
     seconds = round(time.monotonic() - started, 3)
-    _log.info("weights_loaded", folder=str(folder), architecture=architecture, bytes=num_bytes, seconds=seconds)
+    _log.info(
+        "weights_loaded",
+        folder=str(folder),
+        architecture=architecture,
+        # What the checkpoint holds; it is computed with numbers of the model's dtype.
+        quantization="none" if quantization is None else f"{quantization.form}, dequantised",
+        bytes=num_bytes,
+        seconds=seconds,
+    )
     return built
 
 

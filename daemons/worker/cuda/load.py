@@ -15,6 +15,7 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.worker.attention.backend import AttentionShape
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
+from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.cpu.kv_pool import KvPool
 from radixmesh.daemons.worker.cuda.attention import DeviceAttention
 from radixmesh.daemons.worker.cuda.decode_graphs import default_graph_rows
@@ -144,6 +145,7 @@ def _load_decoder(folder: Path, placement: Placement, load_format: str) -> Decod
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
+    quantization = read_quantization(config)
     with torch.inference_mode():
         built = model_families().create(architecture).build(config, placement)
         if not isinstance(built.model, DecoderModel):
@@ -153,7 +155,7 @@ def _load_decoder(folder: Path, placement: Placement, load_format: str) -> Decod
                 {"feature": architecture},
             )
         is_dummy = load_format == "dummy"
-        num_bytes = fill_randomly(built.targets) if is_dummy else load_tensors(folder, built.targets)
+        num_bytes = fill_randomly(built.targets) if is_dummy else load_tensors(folder, built.targets, quantization)
     seconds = round(time.monotonic() - started, 3)
     _log.info("weights_loaded", folder=str(folder), architecture=architecture, bytes=num_bytes, seconds=seconds)
     return built.model

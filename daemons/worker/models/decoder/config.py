@@ -74,8 +74,6 @@ class DecoderDefaults:
 def read_decoder_config(reader: ConfigReader, defaults: DecoderDefaults | None = None) -> DecoderConfig:
     """A decoder with all switches off, no windows and no experts. Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
     defaults = defaults or DecoderDefaults()
-    if reader.has("quantization_config"):
-        raise reader.unsupported("quantization_config", "none: use the unquantised weights")
     if reader.string("hidden_act", "silu") not in ("silu", "swish"):
         raise reader.unsupported("hidden_act", "silu")
     max_total_len, num_layers = reader.integer("max_position_embeddings"), reader.integer("num_hidden_layers")

@@ -130,8 +130,6 @@ def read_deepseek_config(reader: ConfigReader) -> DeepseekConfig:
 
 
 def _refuse_unsupported(reader: ConfigReader) -> None:
-    if reader.has("quantization_config"):
-        raise reader.unsupported("quantization_config", "none: use the weights converted to bfloat16")
     if reader.string("hidden_act", "silu") not in ("silu", "swish"):
         raise reader.unsupported("hidden_act", "silu")
     if reader.boolean("mlp_bias", False):

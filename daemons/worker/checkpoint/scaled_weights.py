@@ -1,0 +1,110 @@
+"""Weights that a checkpoint holds as FP8 (e4m3) beside their scales.
+
+N rows (features out), K columns (features in); weight[n, k] = stored[n, k] * scale of its row, block or tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from .config_reader import bad_checkpoint
+from .quantization import BLOCK, CheckpointQuantization, Fp8Form
+from .tensor_index import TensorEntry
+from .tensor_reader import TensorReader
+
+_FP8 = "F8_E4M3"
+# What follows the name of the weight. Both are what the stored numbers are multiplied by.
+_SUFFIXES = ("_scale_inv", "_scale")
+# Scales for rows, for the cache of keys and values, for results: found here when the rows are there.
+_UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
+
+
+class ScaledWeights:
+    """Which tensors of a folder are FP8, and where the scales of each are.
+
+    Raises MeshError BAD_CHECKPOINT where one has no scales, scales of another shape, or is said to be none.
+    """
+
+    def __init__(
+        self, folder: Path, entries: Mapping[str, TensorEntry], quantization: CheckpointQuantization | None
+    ) -> None:
+        self._quantization = quantization
+        self._scales: dict[str, str] = {}
+        for name, entry in entries.items():
+            if entry.dtype == _FP8:
+                self._scales[name] = _scales_of(folder, name, entries, quantization)
+        self._sides = frozenset(self._scales.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._scales
+
+    def is_side(self, name: str) -> bool:
+        """Whether a tensor belongs to such weights and goes nowhere by itself."""
+        return name in self._sides or (self._quantization is not None and name.endswith(_UNUSED))
+
+    def read_scales(self, reader: TensorReader, name: str) -> torch.Tensor:
+        """Of the weight [N, K] of that name: float32 [N, 1], or [N / 128, K / 128] rounded up in the form of blocks."""
+        assert self._quantization is not None
+        scales_name, shape = self._scales[name], reader.entries[name].shape
+        scales = reader.read(scales_name).float()
+        if not bool((torch.isfinite(scales) & (scales >= 0)).all()):
+            raise bad_checkpoint(
+                reader.entries[scales_name].file,
+                f"holds scales {scales_name!r} that are no positive numbers: convert the checkpoint again",
+                scales_name,
+            )
+        if self._quantization.form is Fp8Form.BLOCK:
+            return scales
+        return scales.reshape(-1, 1).expand(shape[0], 1)
+
+    def read(self, reader: TensorReader, name: str) -> torch.Tensor:
+        """A tensor: as it is stored, or where it is FP8 float32 [N, K], multiplied by its scales."""
+        stored = reader.read(name)
+        if name not in self._scales:
+            return stored
+        return dequantized(stored, self.read_scales(reader, name))
+
+
+def dequantized(stored_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """float32 [N, K], exact; `scales` as ScaledWeights.read_scales gives them."""
+    weight_NK = stored_NK.float()
+    if scales.shape[0] != stored_NK.shape[0] or scales.shape[1] != 1:
+        num_rows, num_columns = stored_NK.shape
+        scales = scales.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :num_columns]
+    return weight_NK.mul_(scales)
+
+
+def _scales_of(
+    folder: Path, name: str, entries: Mapping[str, TensorEntry], quantization: CheckpointQuantization | None
+) -> str:
+    entry = entries[name]
+    if quantization is None:
+        what = f"holds tensor {name!r} as {_FP8}, but config.json has no quantization_config that says how"
+        raise bad_checkpoint(entry.file, f"{what}: take it from where the model came from", name)
+    if quantization.keeps(name.removesuffix(".weight")):
+        what = f"holds tensor {name!r} as {_FP8}, which config.json's quantization_config says is not quantised"
+        raise bad_checkpoint(entry.file, what, name)
+    scales = next((name + suffix for suffix in _SUFFIXES if name + suffix in entries), None)
+    if scales is None:
+        raise bad_checkpoint(folder, f"lacks tensor '{name}_scale' (or _scale_inv), the scales of an FP8 weight", name)
+    expected = _scale_shapes(entry.shape, quantization.form)
+    if entries[scales].shape not in expected:
+        raise bad_checkpoint(
+            entries[scales].file,
+            f"holds scales {scales!r} of shape {list(entries[scales].shape)}, expected {list(expected[-1])} "
+            f"for a weight {list(entry.shape)} quantised as {quantization.form}",
+            scales,
+        )
+    return scales
+
+
+def _scale_shapes(shape: tuple[int, ...], form: Fp8Form) -> tuple[tuple[int, ...], ...]:
+    """Those that may be there; only matrices are FP8."""
+    if len(shape) != 2:
+        return ((),)
+    if form is Fp8Form.BLOCK:
+        return ((-(-shape[0] // BLOCK), -(-shape[1] // BLOCK)),)
+    return ((), (1,), (1, 1), (shape[0],), (shape[0], 1))

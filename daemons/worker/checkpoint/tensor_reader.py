@@ -1,0 +1,45 @@
+"""Reads the tensors of a folder one by one, whichever file each is in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .config_reader import bad_checkpoint
+from .tensor_index import TensorEntry
+
+
+class TensorReader:
+    """A context: files stay open in it, so that tensors may be asked for in any order. num_bytes: read so far."""
+
+    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
+        self.entries = entries
+        self.num_bytes = 0
+        self._open: dict[Path, safe_open] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """As it is stored, in the host's memory. Raises MeshError BAD_CHECKPOINT naming file and tensor."""
+        file = self.entries[name].file
+        try:
+            if file not in self._open:
+                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            tensor: torch.Tensor = self._open[file].get_tensor(name)  # type: ignore[no-untyped-call]
+        except (SafetensorError, OSError) as error:
+            raise bad_checkpoint(file, f"cannot be read at tensor {name!r} ({error}): copy it again", name) from error
+        self.num_bytes += tensor.nbytes
+        return tensor
