@@ -4,7 +4,7 @@ T rows, D hidden size, V vocabulary, S slots, E entries of page tables that chan
 
 The token of a row is the one that the host sends (its slot was just taken), else the one that its slot drew last.
 Programs of one launch see each other's writes at no certain time, so that a row looks at what was sent to itself before
-it looks at its slot; entries of page tables are read by later kernels only.
+it looks at its slot; entries of page tables are read by later kernels only, when this one is over.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ def _begin_step_kernel(
     slots_ptr, tokens_ptr, entries_ptr, num_entries_ptr, page_tables_ptr, last_tokens_ptr, embedding_ptr, x_ptr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots_ptr + row)
@@ -36,12 +38,6 @@ def _begin_step_kernel(
         page = tl.load(entries_ptr + 2 * entry + 1, mask=is_entry, other=0)
         tl.store(page_tables_ptr + place, page, mask=is_entry)
         first += tl.num_programs(0) * tl.num_programs(1) * ENTRIES
-    if PDL:
-        # Kernels further on look into the tables before they wait for the one ahead of them, which may have begun
-        # while this one runs: all entries are there before anything is let in.
-        tl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
-        tl.debug_barrier()
-        tl.extra.cuda.gdc_launch_dependents()
     if sent < 0:
         token = tl.load(last_tokens_ptr + slot)
     else:

@@ -57,10 +57,9 @@ def _rope_kv_kernel(
     heads = tl.where(is_query, part * BLOCK_H, NUM_HEADS + (part - Q_BLOCKS) * BLOCK_H) + tl.arange(0, BLOCK_H)
     mask = (heads < tl.where(is_query, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS))[:, None] & dim_mask[None, :]
     at = heads[:, None] * HEAD_DIM + dims[None, :]
-    # What the kernel ahead, a product, does not write is asked for before it has ended.
+    # What no kernel of the step writes is asked for before those ahead have ended.
     position = tl.load(positions_ptr + row)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
     cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + dims, mask=dim_mask, other=0.0)[None, :]
     sin = tl.load(sin_ptr + position.to(tl.int64) * HALF + dims, mask=dim_mask, other=0.0)[None, :]
     bias_a, bias_b, scale = 0.0, 0.0, 1.0
@@ -73,6 +72,9 @@ def _rope_kv_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    # The step's first kernel writes page tables and may still run until here. It comes along with the rows, and is
+    # needed at the end.
+    page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
     a = tl.load(qkv_ptr + row * qkv_stride + at, mask=mask, other=0.0)
     b = tl.load(qkv_ptr + row * qkv_stride + HALF + at, mask=mask, other=0.0)
     if HAS_SCALE:
@@ -136,8 +138,8 @@ def rope_write_kv(
     k_norm ([d], together) every head of queries and keys is then RMS-normalised. float32 inside; rounded to the dtype
     after the norm of heads and after the rotation.
 
-    `use_pdl` as in `rms_norm`, and all but qkv and `unnormed` is read without waiting: the kernel ahead may not be
-    writing it.
+    `use_pdl` as in `rms_norm`, and all but qkv, `unnormed` and the page tables is read without waiting: the kernels
+    ahead may not be writing it.
     """
     num_rows = qkv_TX.shape[0]
     _check(qkv_TX, cos_PD2, sin_PD2, keys_SKd, values_SKd, num_heads, num_kv_heads, head_dim)

@@ -15,14 +15,22 @@ from pathlib import Path
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
-_OPTIONS = ("num_warps", "maxnreg")
+_OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
 
 
 def compile_launch(kernel: JITFunction, args: tuple, kwargs: dict) -> dict:
     """Registers and spilled bytes of a thread, shared memory of a program, and threads of a program."""
+    binary = compiled(kernel, args, kwargs)
+    return {"kernel": kernel.__name__, "shared": binary.metadata.shared, "warps": binary.metadata.num_warps} | _usage(
+        binary.asm["cubin"]
+    )
+
+
+def compiled(kernel: JITFunction, args: tuple, kwargs: dict) -> CompiledKernel:
+    """A launch with such arguments, for an H200."""
     options = {name: kwargs[name] for name in _OPTIONS if kwargs.get(name) is not None}
     values = dict(zip(kernel.arg_names, args, strict=False)) | {
         k: v for k, v in kwargs.items() if k in kernel.arg_names
@@ -37,10 +45,7 @@ def compile_launch(kernel: JITFunction, args: tuple, kwargs: dict) -> dict:
             if isinstance(value, torch.Tensor):
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return {"kernel": kernel.__name__, "shared": binary.metadata.shared, "warps": binary.metadata.num_warps} | _usage(
-        binary.asm["cubin"]
-    )
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 def _usage(cubin: bytes) -> dict:

@@ -1,0 +1,97 @@
+"""What kernels read ahead of the one before them having ended, found in what they compile to for an H200.
+
+Run as a program without TRITON_INTERPRET: prints JSON, for each kernel the pointers that it loads from before it waits
+(griddepcontrol.wait).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from support.compiled_kernels import compiled
+
+_REGISTER = re.compile(r"%[a-z]+\d+")
+
+
+def loads_before_wait(kernel: JITFunction, ptx: str, names: list[str]) -> list[str]:
+    """names: of the kernel's parameters. An address comes from a parameter by whatever is computed from that."""
+    before, wait, _ = ptx.partition("griddepcontrol.wait")
+    assert wait, f"{kernel.__name__} never waits"
+    sources: dict[str, set[str]] = {}
+    found: set[str] = set()
+    for line in before.splitlines():
+        registers = _REGISTER.findall(line.partition("//")[0])
+        parameter = re.search(rf"ld\.param\S*\s.*\[{kernel.__name__}_param_(\d+)\]", line)
+        if parameter:
+            sources[registers[0]] = {names[int(parameter[1])]}
+        elif "ld.global" in line:
+            found |= {name for register in registers for name in sources.get(register, ()) if name.endswith("_ptr")}
+        elif registers:
+            target, *inputs = registers
+            sources[target] = set().union(*(sources.get(register, set()) for register in inputs))
+    return sorted(found)
+
+
+def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
+    """A launch of each kernel, with the module it is in."""
+    from radixmesh.kernels import gemv, rms_norm, rope_kv, sample, silu_mul
+    from radixmesh.kernels.sample_params import SampleParams
+
+    bf16, rows, hidden = torch.bfloat16, 2, 64
+    x, w, ints = torch.zeros(rows, hidden, dtype=bf16), torch.ones(hidden, dtype=bf16), torch.zeros(rows).int()
+    angles, tables = torch.zeros(8, 16), torch.zeros(4, 8, dtype=torch.int32)
+    qkv, bias, norm_d = torch.zeros(rows, 8 * 32, dtype=bf16), torch.zeros(8 * 32, dtype=bf16), w[:32]
+    pool = torch.zeros(8, 2, 32, dtype=bf16)
+    params = SampleParams.allocate(3, max_total_len=8, max_biases=1, max_suppressed=1, device=torch.device("cpu"))
+    scratch = sample.DrawScratch(rows, hidden, torch.device("cpu"), has_penalties=False)
+    target = sample.TokenTarget(turns_RT=tables, turn_1=ints[:1], last_tokens_S=torch.zeros(4).int())
+
+    def rotate() -> None:
+        place = (angles, angles, ints, ints, tables, 1, pool, pool.clone())
+        rope_kv.rope_write_kv(qkv, *place, 4, 2, 32, norm_d, norm_d, unnormed_TD=x, bias_X=bias, use_pdl=True)
+
+    def draw() -> None:
+        sample.draw(x, params, ints, ints, scratch, target, has_sampled=False, use_pdl=True)
+
+    return {
+        "_rope_kv_kernel": (rope_kv, rotate),
+        "_rms_norm_kernel": (rms_norm, lambda: rms_norm.rms_norm(x, w, 1e-6, use_pdl=True)),
+        "_silu_mul_kernel": (silu_mul, lambda: silu_mul.silu_mul(qkv, bias_2F=bias, unnormed_TD=x, use_pdl=True)),
+        "_gemv_kernel": (gemv, lambda: gemv.linear(x[:1], x, w[:2], w[None, :2], w, 1e-6, use_pdl=True)),
+        "_highest_kernel": (sample, draw),
+        "_finish_kernel": (sample, draw),
+    }
+
+
+def main() -> None:
+    from radixmesh.kernels import gemv, sample
+
+    # There is no GPU to ask, and neither a launch.
+    gemv.has_gdc = lambda device: True
+    for name in ("_highest_kernel", "_finish_kernel"):
+        getattr(sample, name).run = lambda *args, **kwargs: None
+    found = {}
+    for name, (module, launch) in _launches().items():
+        kernel = getattr(module, name)
+        idle = kernel.run
+
+        def record(*args, kernel=kernel, grid, warmup, **kwargs) -> None:
+            binary = compiled(kernel, args, kwargs)
+            constants = {n for n, p in zip(kernel.arg_names, kernel.params, strict=True) if p.is_constexpr}
+            names = [n for n in kernel.arg_names if n not in constants]
+            found[kernel.__name__] = loads_before_wait(kernel, binary.asm["ptx"], names)
+
+        kernel.run = record
+        launch()
+        kernel.run = idle
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
