@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.cuda.device import Device, HostDevice
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.runner import Segment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 
@@ -110,3 +111,27 @@ def test_a_slot_that_is_taken_anew_decodes_at_once_what_its_own_request_says(dev
     held = executor.table.pages(1).tolist()
     assert len(held) == len(PROMPT) + NUM_TOKENS - 1
     assert runner._slots.page_tables[1, : len(held)].tolist() == held
+
+
+def test_logits_of_other_pages_leave_a_slots_request_with_its_own() -> None:
+    def tokens(*, is_disturbed: bool) -> list[int]:
+        runner = _runner(HostDevice())
+        executor = StepExecutor(runner, num_slots=SLOTS, max_tokens_per_step=16)
+        executor.begin_epoch(1)
+        none, decodes = np.zeros(0, np.int32), np.array([1], np.int32)
+        first = StepPlan(
+            epoch=1,
+            step_id=1,
+            admits=(_admit(1, none, none),),
+            grants=(Grant(slot=1, pages=np.arange(20, 20 + len(PROMPT) + NUM_TOKENS, dtype=np.int32)),),
+            chunks=(Chunk(slot=1, length=len(PROMPT)),),
+            decode_set=none,
+        )
+        ids = executor.run(first).ids.tolist()
+        for step in range(2, NUM_TOKENS + 1):
+            if is_disturbed and step == 3:
+                runner.logits([Segment(slot=1, ids=PROMPT[::-1].copy(), start=0, pages=np.arange(5, dtype=np.int32))])
+            ids += executor.run(StepPlan(epoch=1, step_id=step, decode_set=decodes)).ids.tolist()
+        return ids
+
+    assert tokens(is_disturbed=True) == tokens(is_disturbed=False)

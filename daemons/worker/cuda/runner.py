@@ -231,7 +231,7 @@ class DeviceRunner(ModelRunner):
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
         """The logits of every token of segments, float32 [length, vocabulary] each, for comparing: it waits for them.
 
-        The segments' page tables are written over those of their slots.
+        The segments' pages lie in the tables of their slots for that long: requests there have theirs sent anew.
         """
         rows = no_rows()
         size = max(len(segment.pages) for segment in segments)
@@ -240,9 +240,11 @@ class DeviceRunner(ModelRunner):
         for segment in segments:
             tables[segment.slot, : len(segment.pages)] = segment.pages
             num_pages[segment.slot] = len(segment.pages)
+        slots = [segment.slot for segment in segments]
         with self._device.in_order():
-            self._slots.forget([segment.slot for segment in segments])
-            self._slots.send(np.array([s.slot for s in segments], np.int32), tables, num_pages)
+            self._slots.forget(slots)
+            self._slots.send(np.array(slots, np.int32), tables, num_pages)
+            self._slots.forget(slots)
             forward = self._prompts.forward(rows, segments, is_captured=False)
             parts = [self._host_logits(part) for part in torch.split(forward.hidden_TD, _LOGPROB_ROWS)]
         return np.split(np.concatenate(parts), forward.chunk_ends[:-1])
