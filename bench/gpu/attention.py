@@ -1,6 +1,6 @@
 """Attention kernels on one GPU: achieved bandwidth and FLOP rate, in CUDA graphs, of defaults and of alternatives.
 
-    python bench/gpu/attention.py --out bench/results/attention_h200.json [--budget-s 60] [--only decode,extend,shared]
+    python bench/gpu/attention.py --out bench/results/h200-attention.json [--budget-s 60] [--only decode,extend,shared]
 
 Prints one JSON. Each figure is of a graph of several layers, each with its own KV scattered token by token over a pool
 that no cache holds, and comes with the largest error against fp32 torch on some of its rows. `sweep` holds a few cases

@@ -1,6 +1,6 @@
 """Products of few rows on a GPU: every shape and configuration against torch, and all products of a decode step.
 
-    PYTHONPATH=src python bench/gpu/gemv.py --output bench/results/gemv-h200.json
+    PYTHONPATH=src python bench/gpu/gemv.py --output bench/results/h200-gemv.json
 
 Shapes are those of Llama-3.2-3B. Every launch reads the weights of another layer, so that no cache helps; launches are
 captured in a CUDA graph and timed by events. Prints JSON: microseconds a launch and TB/s of weights read.

@@ -98,7 +98,7 @@ class WorkerCore:
     def attach(self, executor: StepExecutor, model: common_pb2.ModelIdentity) -> None:
         """The model is loaded: claims are taken from now on."""
         self._executor = executor
-        self._profiler = make_profiler(self.config.dump_folder)
+        self._profiler = make_profiler(self.config.dump_folder, self._hello.instance_id[:8])
         dump = PlanDump(self.config.dump_folder, self._hello.instance_id)
         self._runner = PlanRunner(
             executor, dump, self._profiler.on_step, SlotTraces(self._tracer) if self._tracer.is_on else None

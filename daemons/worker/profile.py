@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,16 +18,25 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 
+# Of one trace at most: while a trace is written no step runs, and a worker that is silent for 5 s counts as dead. Steps
+# of a GPU are some 300 kernels each, of 11 us to write; those of a CPU are more operations, of 50 us.
+_MOST_STEPS_GPU, _MOST_STEPS_CPU = 400, 100
+
+
 class StepProfiler(ABC):
     """One trace at a time."""
 
     @abstractmethod
     def start(self, num_steps: int) -> None:
-        """Starts a trace of `num_steps` (0: until stopped). Raises INVALID_ARGUMENT if one runs."""
+        """Starts a trace of `num_steps` (0: until stopped, or until it has as many as it may have).
+
+        Raises INVALID_ARGUMENT if one runs, if it may not have so many, or if it could not be written.
+        """
 
     @abstractmethod
     def stop(self) -> str:
-        """Ends the trace and writes it; its path. Raises INVALID_ARGUMENT if none runs."""
+        """Ends the trace and writes it, if its steps have not done so; its path. Raises INVALID_ARGUMENT if there is
+        none, or if it could not be written."""
 
     @abstractmethod
     def on_step(self) -> None:
@@ -47,68 +57,91 @@ class NoProfiler(StepProfiler):
 
 
 class TorchProfiler(StepProfiler):
-    """Chrome traces by torch.profiler, for runners that loaded torch. `folder`: where they are written."""
+    """Chrome traces by torch.profiler, for runners that loaded torch. `folder`: where they are written, as
+    steps-NAME-1.json and so on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
+        self._name = name
         self._profile: profile | None = None
         self._steps_left = 0
         self._num_traces = 0
-        self._last_path = ""
+        # What stop() says of a trace that ended by itself.
+        self._ended: str | MeshError | None = None
 
     def start(self, num_steps: int) -> None:
         if self._profile is not None:
-            raise _invalid("a trace runs: stop it first")
+            raise _invalid("action", "a trace runs: stop it first")
         import torch
         from torch.profiler import ProfilerActivity, profile
 
-        self._last_path = ""
         # On a GPU its kernels alone: recording every operation of the host would hold up the thread that launches.
         has_gpu = torch.cuda.is_available()
-        self._profile = profile(activities=[ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU])
-        self._profile.start()
-        # 0 counts down past zero: never reached.
-        self._steps_left = num_steps
+        most = _MOST_STEPS_GPU if has_gpu else _MOST_STEPS_CPU
+        if num_steps > most:
+            raise _invalid("num_steps", f"a trace of {num_steps} steps is too long: at most {most} fit", most)
+        self._check_folder()
+        starting = profile(activities=[ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU])
+        starting.start()
+        self._profile, self._ended, self._steps_left = starting, None, num_steps or most
 
     def stop(self) -> str:
-        if self._profile is None:
-            if self._last_path:
-                # It ended by itself after its steps.
-                path, self._last_path = self._last_path, ""
-                return path
-            raise _invalid("no trace runs: start one first")
-        return self._finish()
+        if self._profile is not None:
+            self._end()
+        ended, self._ended = self._ended, None
+        if ended is None:
+            raise _invalid("action", "no trace runs: start one first")
+        if isinstance(ended, MeshError):
+            raise ended
+        return ended
 
     def on_step(self) -> None:
         if self._profile is None:
             return
         self._steps_left -= 1
         if self._steps_left == 0:
-            try:
-                self._last_path = self._finish()
-            except (OSError, RuntimeError) as error:
-                # Steps go on without a trace: stop() says that none runs.
-                _log.warning("trace_not_written", folder=str(self._folder), error=repr(error))
+            self._end()
 
-    def _finish(self) -> str:
+    def _end(self) -> None:
+        """Steps go on whether or not the trace can be written."""
         running, self._profile = self._profile, None
         assert running is not None
-        running.stop()
         self._num_traces += 1
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = str(self._folder / f"steps-{self._num_traces}.json")
-        running.export_chrome_trace(path)
-        return path
+        path = self._folder / f"steps-{self._name}-{self._num_traces}.json"
+        try:
+            running.stop()
+            running.export_chrome_trace(str(path))
+            # What the library cannot write it says on stderr alone.
+            if not path.is_file() or not path.stat().st_size:
+                raise OSError("nothing was written")
+        except (OSError, RuntimeError) as error:
+            _log.warning("trace_not_written", path=str(path), error=repr(error))
+            self._ended = _unwritten(path, error)
+        else:
+            self._ended = str(path)
+
+    def _check_folder(self) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self._folder):
+                pass
+        except OSError as error:
+            raise _unwritten(self._folder, error) from error
 
 
-def make_profiler(folder: Path) -> StepProfiler:
+def make_profiler(folder: Path, name: str) -> StepProfiler:
     """A torch profiler if the runner brought torch in, else none: torch is never imported for it alone."""
-    return TorchProfiler(folder) if "torch" in sys.modules else NoProfiler()
+    return TorchProfiler(folder, name) if "torch" in sys.modules else NoProfiler()
 
 
 def _unsupported() -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, "this backend has no profiler", {"feature": "profile"})
 
 
-def _invalid(message: str) -> MeshError:
-    return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "action"})
+def _unwritten(path: Path, error: Exception) -> MeshError:
+    return _invalid("dump_folder", f"no trace can be written to {path} ({error}): choose another --dump-folder")
+
+
+def _invalid(field: str, message: str, most: int | None = None) -> MeshError:
+    metadata = {"field": field} if most is None else {"field": field, "max": str(most)}
+    return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, metadata)

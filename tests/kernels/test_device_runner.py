@@ -123,6 +123,26 @@ def test_settings_that_cannot_be_are_told_by_their_flag(changes, field):
     assert caught.value.metadata["field"] == field
 
 
+def test_attention_that_no_graph_can_hold_names_the_flag_that_goes_with_it():
+    from radixmesh.daemons.worker.cuda import load
+
+    settings = SimpleNamespace(attention_backend="torch", cuda_graphs=True, deterministic=False)
+    with pytest.raises(MeshError, match="--no-cuda-graphs") as caught:
+        load._attention_name(settings, torch.device("cuda"))
+    assert caught.value.metadata["field"] == "attention_backend"
+    settings.cuda_graphs = False
+    assert load._attention_name(settings, torch.device("cuda")) == "torch"
+
+
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
+    from radixmesh.daemons.worker.cuda import load
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(MeshError, match=r"needs an NVIDIA GPU.*--backend cpu") as caught:
+        load.load_cuda_runner(MODEL, None)
+    assert caught.value.reason_name == "UNSUPPORTED"
+
+
 @pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True)])
 def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, capability, expected):
     from radixmesh.daemons.worker.cuda import load

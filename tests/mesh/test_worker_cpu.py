@@ -4,12 +4,14 @@ import json
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from support.plans import Steps, admit, as_ints, chunk, grant
 from support.running_daemon import running
 from support.worker_client import WorkerClient
 
 from radixmesh.daemons.runtime.result_codec import records_from_proto
+from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.step import PageCopy, StepPlan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
@@ -141,15 +143,37 @@ async def test_a_sampled_row_is_the_same_alone_and_in_a_batch_through_the_execut
     assert outputs[0] == outputs[1]
 
 
-async def test_a_trace_of_steps_is_written(tmp_path):
+async def test_a_trace_of_steps_is_written_while_they_go_on(tmp_path):
     (recitation,) = _recitations(1)
-    async with _worker(tmp_path, 1) as worker, WorkerClient(worker.address, "a") as client:
+    start, stop = (
+        worker_pb2.ProfileRequest(action=action)
+        for action in (worker_pb2.PROFILE_ACTION_START, worker_pb2.PROFILE_ACTION_STOP)
+    )
+    async with _worker(tmp_path / "traces", 1) as worker, WorkerClient(worker.address, "a") as client:
+
+        async def refusal(request):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await client.stub.Profile(request)
+            return mesh_error_from_rpc(caught.value)
+
         await client.hold(1)
-        start = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START)
+        assert "no trace runs" in (await refusal(stop)).message
+        assert (await refusal(worker_pb2.ProfileRequest())).reason_name == "MISSING_FIELD"
+        too_long = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START, num_steps=10**6)
+        assert (await refusal(too_long)).metadata["field"] == "num_steps"
         assert (await client.stub.Profile(start)).path == ""
+        assert "a trace runs" in (await refusal(start)).message
+        num_decodes = NUM_TOKENS // 2
         await client.plan(_first_plan(recitation, 1, len(recitation["prompt_ids"])))
-        await client.result()
-        stop = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_STOP)
-        path = Path((await client.stub.Profile(stop)).path)
-        assert path.parent == tmp_path
-        assert "aten::" in path.read_text()
+        for step in range(2, num_decodes + 1):
+            await client.plan(StepPlan(epoch=1, step_id=step, decode_set=as_ints([0]) if step == 2 else None))
+            if step == num_decodes // 2:
+                path = Path((await client.stub.Profile(stop)).path)
+        ids = [token for _ in range(num_decodes) for token in (await client.result()).ids.tolist()]
+        assert ids == recitation["expected_ids"][:num_decodes]
+        assert path.parent == tmp_path / "traces" and "aten::" in path.read_text()
+        path.unlink()
+        path.parent.rmdir()
+        path.parent.write_text("")
+        error = await refusal(start)
+        assert (error.reason_name, error.metadata) == ("INVALID_ARGUMENT", {"field": "dump_folder"})

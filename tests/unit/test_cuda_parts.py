@@ -123,6 +123,60 @@ def test_graphs_keep_their_logits_and_memory_is_left_for_them():
     assert graphs - plain == 2 * 15 * 1000 * 2
 
 
+@pytest.fixture
+def few_pages(monkeypatch):
+    """A GPU of 10 GiB of which 6 are free, and a model whose pages take 64 KiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 10 << 30))
+    sizes = {"hidden_size": 64, "query_size": 64, "kv_size": 32, "mlp_size": 128, "head_dim": 16, "vocab_size": 1000}
+    layout = SimpleNamespace(bytes_per_token=lambda dtype: 1 << 16)
+
+    def choose(**changes):
+        settings = memory.MemorySettings(
+            **{
+                "mem_fraction": 0.9,
+                "num_pages": None,
+                "page_size": 1,
+                "num_slots": 64,
+                "max_tokens_per_step": 64,
+                "max_total_len": 2048,
+                **changes,
+            }
+        )
+        device = torch.device("cuda")
+        return memory.choose_num_pages(settings, SimpleNamespace(**sizes), layout, torch.bfloat16, device)
+
+    return choose
+
+
+def test_pages_take_what_is_left_and_the_log_has_the_numbers(few_pages, monkeypatch):
+    lines = []
+    monkeypatch.setattr(memory, "_log", SimpleNamespace(info=lambda event, **fields: lines.append((event, fields))))
+    num_pages = few_pages()
+    ((event, fields),) = lines
+    assert event == "memory_sized" and fields["num_pages"] == num_pages == fields["pages_that_fit"]
+    assert (fields["total_bytes"], fields["used_bytes"], fields["mem_fraction"]) == (10 << 30, 4 << 30, 0.9)
+    budget = int(0.9 * (10 << 30)) - fields["used_bytes"] - fields["work_bytes"]
+    assert num_pages == budget // fields["kv_bytes_per_page"] > 40_000
+    assert few_pages(mem_fraction=0.8) < num_pages
+    # Of a small model no more than all slots can fill twice.
+    assert few_pages(num_slots=4) == 2 * 4 * 2048
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"num_pages": 80_000}, "--num-pages"),
+        ({"mem_fraction": 0.3}, "--mem-fraction"),
+        ({"max_total_len": 60_000}, "--max-total-len"),
+    ],
+)
+def test_pages_that_do_not_fit_name_their_flag(few_pages, changes, flag):
+    assert few_pages(num_pages=10_000) == 10_000
+    with pytest.raises(MeshError, match=rf"do not fit.*change .*{flag}") as caught:
+        few_pages(**changes)
+    assert caught.value.reason_name == "INVALID_ARGUMENT"
+
+
 def test_more_suppressed_ids_than_tables_hold_are_refused():
     steps = Steps(simulated_executor())
     ids = [5 + i % 90 for i in range(MAX_SUPPRESSED_IDS + 1)]
@@ -137,20 +191,17 @@ def test_more_suppressed_ids_than_tables_hold_are_refused():
     )
 
 
-def test_steps_go_on_where_a_trace_cannot_be_written(tmp_path, monkeypatch):
+def test_steps_go_on_where_a_trace_cannot_be_written(tmp_path):
     class Trace:
-        def start(self):
-            return
-
         def stop(self):
             return
 
         def export_chrome_trace(self, path):
             raise OSError(28, "No space left on device", path)
 
-    profiler = TorchProfiler(tmp_path)
+    profiler = TorchProfiler(tmp_path, "me")
     profiler._profile, profiler._steps_left = Trace(), 1
     profiler.on_step()
     profiler.on_step()
-    with pytest.raises(MeshError, match="no trace runs"):
+    with pytest.raises(MeshError, match="No space left"):
         profiler.stop()

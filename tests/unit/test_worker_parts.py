@@ -325,21 +325,59 @@ def test_a_dump_that_cannot_be_written_does_not_hide_the_error(tmp_path):
 
 
 def test_a_torch_trace_is_written_after_its_steps(tmp_path):
-    profiler = TorchProfiler(tmp_path)
-    with pytest.raises(MeshError):
+    profiler = TorchProfiler(tmp_path, "me")
+    with pytest.raises(MeshError, match="no trace runs"):
         profiler.stop()
     profiler.start(2)
-    with pytest.raises(MeshError):
+    with pytest.raises(MeshError, match="a trace runs"):
         profiler.start(0)
     profiler.on_step()
     assert not list(tmp_path.iterdir())
     profiler.on_step()
-    path = profiler.stop()
-    assert path.startswith(str(tmp_path))
-    assert "traceEvents" in (tmp_path / "steps-1.json").read_text()
+    assert "traceEvents" in (tmp_path / "steps-me-1.json").read_text()
+    assert profiler.stop() == str(tmp_path / "steps-me-1.json")
+    with pytest.raises(MeshError, match="no trace runs"):
+        profiler.stop()
     with pytest.raises(MeshError) as caught:
         NoProfiler().start(0)
     assert caught.value.reason_name == "UNSUPPORTED"
+
+
+def test_a_trace_ends_by_itself_before_writing_it_takes_longer_than_a_worker_may_be_silent(tmp_path):
+    profiler = TorchProfiler(tmp_path, "me")
+    with pytest.raises(MeshError) as caught:
+        profiler.start(1_000_000)
+    most = int(caught.value.metadata["max"])
+    assert caught.value.metadata["field"] == "num_steps" and most < 1000
+    profiler.start(0)
+    for _ in range(most):
+        assert not list(tmp_path.iterdir())
+        profiler.on_step()
+    assert profiler.stop() == str(next(tmp_path.iterdir()))
+
+
+def test_a_trace_that_could_not_be_written_is_refused_as_it_is_asked_for(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    profiler = TorchProfiler(blocked / "folder", "me")
+    for _ in range(2):
+        with pytest.raises(MeshError, match="--dump-folder") as caught:
+            profiler.start(0)
+        assert caught.value.metadata == {"field": "dump_folder"}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_trace_that_was_not_written_has_no_path(tmp_path, num_steps):
+    """torch says on stderr alone that it could not write."""
+    folder = tmp_path / "traces"
+    profiler = TorchProfiler(folder, "me")
+    profiler.start(num_steps)
+    folder.rmdir()
+    profiler.on_step()
+    with pytest.raises(MeshError, match="--dump-folder"):
+        profiler.stop()
+    profiler.start(0)
+    assert profiler.stop() == str(folder / "steps-me-2.json")
 
 
 # Settings

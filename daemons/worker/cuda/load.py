@@ -80,7 +80,7 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
     runner = load_device_runner(folder, settings, device)
     started = time.monotonic()
-    with fitting("captured graphs", "--mem-fraction or --num-slots"):
+    with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
         runner.warm_up()
     _log.info("graphs_captured", seconds=round(time.monotonic() - started, 3))
     watch_compiles()
@@ -264,6 +264,8 @@ def _attention_name(settings: DeviceSettings, device: torch.device) -> str:
     if name not in ATTENTION_BACKENDS or (settings.deterministic and name != "triton" and device.type == "cuda"):
         choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
         raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
+    if name == "torch" and settings.cuda_graphs and device.type == "cuda":
+        raise _invalid("attention_backend", "torch reads lengths on the host, which no graph can: add --no-cuda-graphs")
     return name
 
 
