@@ -51,6 +51,7 @@ LANES: dict[str, list[Command]] = {
     "mesh": [
         Command("mesh", "mesh.py", "--workloads single-stream decode-256 shared-prefix --runs 3"),
         Command("idle", "idle.py"),
+        Command("where", "where.py", "--workloads single-stream decode-256 shared-prefix"),
         Command("whole", "whole_mesh.py"),
     ],
     "worker": [
@@ -77,7 +78,10 @@ LANES: dict[str, list[Command]] = {
         *_replayed("shared-prefix"),
         *_replayed("random"),
     ],
-    "random": [Command("random", "mesh.py", "--workloads random --runs 3", 300)],
+    "random": [
+        Command("random", "mesh.py", "--workloads random --runs 3", 300),
+        Command("where-random", "where.py", "--workloads random --every-s 6", 300),
+    ],
     "soak": [Command("soak", "soak.py", "", 800)],
 }
 
@@ -128,6 +132,11 @@ def document(out: Path) -> dict[str, object]:
         "mesh_over_replay": {name: row["ratio"] for name, row in tax.items()},
         "idle_ratio": idle,
         "idle": read("idle"),
+        "where": {
+            WORKLOADS[name]: table
+            for part in (read("where"), read("where-random"))
+            for name, table in (part or {"where": {}})["where"].items()
+        },
         "replay": tax,
         "whole_mesh": read("whole"),
         "numerics": read("numerics"),

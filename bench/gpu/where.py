@@ -1,0 +1,202 @@
+"""Where the time of each workload goes: the GPU's kernels by what they do, from profiler traces of the run itself.
+
+    python bench/gpu/where.py --workloads single-stream decode-256 random shared-prefix > where.json
+
+The workloads run through a scheduler and a worker as processes over gRPC, as in mesh.py, each once without a trace,
+then once while the worker's Profile verb traces windows of `--window-s`, one every `--every-s` (0: one after the
+other). A window ends by itself with the most steps that a trace may have. Time that several kernels share is that of the first of them: what kinds of kernels take, and idle (none runs), is all there is. Steps are told by
+their copies of tokens to the host: one that draws none counts as part of the next. What a traced run takes more than
+the other is the profiler's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpu.shapes import workload_roofline_s, write_shape
+from hop_ladder.bulk_stream import BulkStream
+from hop_ladder.processes import Processes
+
+from radixmesh.cli.bench.workloads import make_workload
+from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
+
+KINDS = {
+    "attention of decodes": r"_split_attention_kernel|BatchDecode",
+    "attention of prompts": r"_extend_kernel|BatchPrefill|PrefillWithKV",
+    "rotation and KV write": r"_rope_kv",
+    "SiLU and product": r"_silu_mul",
+    "norms": r"_rms_norm",
+    "drawing": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
+    "a step's numbers": r"_begin_step|_plan_kernel|Memcpy|Memset|[Ii]ndex|embedding|elementwise|CatArray|DeviceScan",
+    "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|_product",
+}
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+class Span(NamedTuple):
+    """Work of the device, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+class Spent(NamedTuple):
+    """Microseconds by kind of work; what kernels of no kind took, by name; the copies of tokens that were seen."""
+
+    by_kind: dict[str, float]
+    others: dict[str, float]
+    num_steps: int
+
+    @property
+    def total_us(self) -> float:
+        return sum(self.by_kind.values())
+
+
+def spent(spans: Iterable[Span]) -> Spent:
+    """Of one window, from its first kernel to its last."""
+    ordered = sorted(spans)
+    by_kind: dict[str, float] = defaultdict(float)
+    others: dict[str, float] = defaultdict(float)
+    over = ordered[0].start
+    for span in ordered:
+        by_kind["idle"] += max(0.0, span.start - over)
+        own = max(0.0, span.end - max(span.start, over))
+        kind = kind_of(span.name)
+        by_kind[kind] += own
+        if kind == "others":
+            others[span.name[:60]] += own
+        over = max(over, span.end)
+    return Spent(dict(by_kind), dict(others), sum("DtoH" in span.name for span in ordered))
+
+
+def kind_of(name: str) -> str:
+    """Of what is in `KINDS`, or others."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "others")
+
+
+def table(windows: Iterable[Spent]) -> dict[str, object]:
+    """Shares of the time of all windows, the largest first, and microseconds a step."""
+    windows = list(windows)
+    total = sum(window.total_us for window in windows)
+    num_steps = max(1, sum(window.num_steps for window in windows))
+    by_kind: dict[str, float] = defaultdict(float)
+    others: dict[str, float] = defaultdict(float)
+    for window in windows:
+        for target, source in ((by_kind, window.by_kind), (others, window.others)):
+            for name, micros in source.items():
+                target[name] += micros
+    kinds = sorted(by_kind, key=lambda kind: -by_kind[kind])
+    return {
+        "windows": len(windows),
+        "steps": num_steps,
+        "shares": {kind: round(by_kind[kind] / total, 4) for kind in kinds},
+        "us_per_step": {kind: round(by_kind[kind] / num_steps, 1) for kind in kinds},
+        "others_us": {name: round(others[name], 1) for name in sorted(others, key=lambda name: -others[name])[:8]},
+    }
+
+
+def read_spans(path: Path) -> list[Span]:
+    """Of a Chrome trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return [
+        Span(float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["name"]) for e in events if e.get("cat") in _GPU_WORK
+    ]
+
+
+async def measure(args: argparse.Namespace) -> dict[str, object]:
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        async with Processes(Path(folder), "unix", start_s=240.0) as processes:
+            worker = {
+                "backend": "cuda",
+                "model": write_shape(args.shape, Path(folder)),
+                "load_format": "dummy",
+                "num_slots": 512,
+                "max_tokens_per_step": 8192,
+                "max_total_len": 8192,
+                "dump_folder": folder,
+                **_flags(args.worker),
+            }
+            await processes.start("worker", "worker", worker)
+            flags = {"workers": processes.address("worker"), "chunk_tokens": 8192, **_flags(args.scheduler)}
+            await processes.start("scheduler", "scheduler", flags)
+            for name in args.workloads:
+                plain = await _run(processes, name, args, is_traced=False)
+                results[name] = {"untraced": plain, **await _run(processes, name, args, is_traced=True)}
+                print(json.dumps({name: results[name]}), file=sys.stderr, flush=True)
+    return {"command": " ".join(["python", *sys.argv]), "shape": args.shape, "where": results}
+
+
+async def _run(processes: Processes, name: str, args: argparse.Namespace, *, is_traced: bool) -> dict[str, object]:
+    turns = make_workload(name, num_requests=args.num_requests)
+    prompts, lengths = [turn.new_ids for turn in turns], [turn.out_len for turn in turns]
+    label = f"{name}-{'traced' if is_traced else 'plain'}"
+    paths: list[Path] = []
+    async with (
+        open_channel(processes.address("worker")) as channel,
+        # Another salt every run: nothing may be found in the cache that the run before left there.
+        BulkStream(processes.address("scheduler"), label, label) as stream,
+    ):
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        start = time.monotonic()
+        await stream.submit(prompts, lengths)
+        finished = asyncio.ensure_future(stream.until(num_finished=len(turns), timeout_s=args.timeout_s))
+        while is_traced and not finished.done():
+            paths.append(await _traced_window(stub, finished, args.window_s))
+            await asyncio.wait((finished,), timeout=max(0.0, args.every_s - args.window_s))
+        await finished
+        seconds = stream.last_token_at - start
+    run: dict[str, object] = {
+        "out_tok_s": round(sum(lengths) / seconds, 1),
+        "seconds": round(seconds, 3),
+        "roofline_share": round(workload_roofline_s(args.shape, prompts, lengths) / seconds, 4),
+    }
+    if is_traced:
+        # Not while it runs: reading them takes a core.
+        windows = [spans for path in paths if len(spans := read_spans(path)) > 1]
+        run |= table(spent(spans) for spans in windows)
+    return run
+
+
+async def _traced_window(
+    stub: worker_pb2_grpc.WorkerServiceAsyncStub, finished: asyncio.Future[None], seconds: float
+) -> Path:
+    """The trace's path. It ends early with the workload, and when it holds as many steps as it may."""
+    await stub.Profile(worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START))
+    await asyncio.wait((finished,), timeout=seconds)
+    return Path((await stub.Profile(worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_STOP))).path)
+
+
+def _flags(texts: list[str]) -> dict[str, object]:
+    return dict(text.split("=", 1) for text in texts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.2-3b")
+    parser.add_argument("--workloads", nargs="+", default=["single-stream", "decode-256", "shared-prefix", "random"])
+    parser.add_argument("--window-s", type=float, default=1.5)
+    parser.add_argument("--every-s", type=float, default=0.0)
+    parser.add_argument("--num-requests", type=int, default=None)
+    parser.add_argument("--timeout-s", type=float, default=200.0)
+    parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")
+    parser.add_argument("--scheduler", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the scheduler")
+    print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))
+
+
+if __name__ == "__main__":
+    main()
