@@ -1,0 +1,238 @@
+"""Models of every family on a GPU: the greedy ids of transformers in float32, from caches too."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.llama_folders import random_llama
+from support.model_folders import random_model
+from support.plan_driver import GREEDY
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan
+from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.runner import ModelRunner
+
+pytestmark = pytest.mark.gpu
+
+SLOTS, NUM_OUT = 8, 24
+# With it the logit of each of the first `_SURE_OUT` ids that `wide_llama` gives is ahead of all others by so many
+# standard deviations of the logits, which rounding to two bytes does not change.
+_SURE_SEED, _SURE_OUT, _SURE_LEAD = 305, 8, 0.045
+# Of the tokens of the prompt before the last one: what the requests of the second round find in the cache.
+_CACHED = (0, 1, 16, 22, 36)
+SETTINGS = DeviceSettings(
+    dtype="float32",
+    attention_backend="triton",
+    load_format="auto",
+    page_size=1,
+    num_pages=2048,
+    num_slots=SLOTS,
+    max_tokens_per_step=64,
+    max_total_len=128,
+    mem_fraction=0.5,
+    cuda_graphs=True,
+    use_pdl=True,
+    deterministic=False,
+)
+
+
+def wide_llama() -> LlamaForCausalLM:
+    """Heads of a size that FlashInfer has."""
+    config = LlamaConfig(
+        vocab_size=131,
+        hidden_size=128,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    # torch's own numbers depend on the processor.
+    rng = np.random.default_rng(_SURE_SEED)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                scale = 1.0 if "embed" in name else 1.2 * parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.from_numpy(rng.standard_normal(parameter.shape, np.float32) * scale))
+    return model
+
+
+MODELS = {
+    "llama_tied": lambda: random_llama("wide_heads_tied"),
+    "llama_biases": lambda: random_llama("biases"),
+    "llama3_rope": lambda: random_llama("llama3_rope"),
+    "qwen2": lambda: random_model("qwen2"),
+    "qwen3": lambda: random_model("qwen3"),
+    "mistral": lambda: random_model("mistral"),
+    "wide": wide_llama,
+}
+_made: dict[str, torch.nn.Module] = {}
+
+
+def prompts_of(name: str) -> list[list[int]]:
+    """Of several lengths; the first is the longest and the others of its beginning and their own."""
+    rng = np.random.default_rng(sum(name.encode()))
+    stem = rng.integers(2, 131, 40).tolist()
+    return [stem, *(stem[:cached] + rng.integers(2, 131, 3).tolist() for cached in _CACHED)]
+
+
+@torch.inference_mode()
+def greedy_ids(model: torch.nn.Module, prompt: Sequence[int], num_out: int) -> tuple[list[int], float]:
+    """What transformers gives, and by how many standard deviations of all logits each id's is ahead at least."""
+    ids, least = list(prompt), float("inf")
+    for _ in range(num_out):
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        (first, second), (token, _) = logits.topk(2)
+        least = min(least, float((first - second) / logits.std()))
+        ids.append(int(token))
+    return ids[len(prompt) :], least
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def _model(name: str) -> torch.nn.Module:
+    if name not in _made:
+        _made[name] = MODELS[name]()
+    return _made[name]
+
+
+class Script:
+    """Requests of one model: the first prompt alone, then all others beside each other, from what it left behind."""
+
+    def __init__(self, runner: ModelRunner, *, lag: int, chunk_len: int, num_out: int) -> None:
+        self._executor = StepExecutor(runner, num_slots=SLOTS, max_tokens_per_step=64)
+        self._executor.begin_epoch(1)
+        self._size, self._lag, self._chunk_len, self._num_out = runner.page_size, lag, chunk_len, num_out
+        self._launched: deque[tuple[LaunchedStep, list[int]]] = deque()
+        self._pages = iter(range(runner.num_pages - 1, -1, -1))
+        self._decodes: list[int] = []
+        self._num_steps = 0
+        self.ids: dict[int, list[int]] = {}
+
+    def run(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        stem_pages = self._add(0, prompts[0], [], 0)
+        self._decode(self._num_out - 1)
+        self._step(releases=(Release(slot=0, generation=1),), is_decoding=False)
+        for slot, (prompt, cached) in enumerate(zip(prompts[1:], _CACHED, strict=True), start=1):
+            self._add(slot, prompt, stem_pages, cached)
+        self._decode(self._num_out)
+        while self._launched:
+            self._take()
+        return [self.ids[slot][: self._num_out] for slot in range(len(prompts))]
+
+    def _add(self, slot: int, prompt: list[int], stem_pages: list[int], cached: int) -> list[int]:
+        """A request whose first `cached` tokens are in the stem's pages, of which a partly shared one is copied."""
+        size = self._size
+        num_full, num_copied = divmod(cached, size)
+        full = np.array(stem_pages[:num_full], np.int32)
+        total = len(prompt) + 2 * self._num_out
+        own = [next(self._pages) for _ in range(-(-total // size) - num_full)]
+        copies = ()
+        if num_copied:
+            copies = (PageCopy(source_page=stem_pages[num_full], target_page=own[0], num_tokens=num_copied),)
+        admit = Admit(
+            slot=slot,
+            generation=1,
+            request_id=f"r{slot}",
+            prompt_ids=np.array(prompt, np.int32),
+            max_total_len=total,
+            sampling=GREEDY,
+            cached_len=cached,
+            cached_pages=full,
+            cached_page_generations=self._executor.records.generations[full],
+        )
+        self.ids[slot] = []
+        parts = {
+            "admits": (admit,),
+            "grants": (Grant(slot=slot, pages=np.array(own, np.int32)),),
+            "page_copies": copies,
+        }
+        for start in range(cached, len(prompt), self._chunk_len):
+            length = min(self._chunk_len, len(prompt) - start)
+            is_last = start + length == len(prompt)
+            self._step(chunk=Chunk(slot=slot, length=length), drawn=[slot] if is_last else [], **parts)
+            parts = {}
+        self._decodes.append(slot)
+        return own
+
+    def _decode(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self._step()
+
+    def _step(
+        self, *, chunk: Chunk | None = None, drawn: Sequence[int] = (), is_decoding: bool = True, **parts: object
+    ) -> None:
+        if not is_decoding:
+            self._decodes = []
+        self._num_steps += 1
+        plan = StepPlan(
+            epoch=1,
+            step_id=self._num_steps,
+            chunks=() if chunk is None else (chunk,),
+            decode_set=np.array(self._decodes, np.int32),
+            **parts,
+        )
+        self._launched.append((self._executor.launch(plan), [*self._decodes, *drawn]))
+        while len(self._launched) > self._lag:
+            self._take()
+
+    def _take(self) -> None:
+        step, slots = self._launched.popleft()
+        ids = iter(step.finish().ids.tolist())
+        for slot in slots:
+            self.ids[slot].append(next(ids))
+
+
+def _check(runner: ModelRunner, name: str, *, lag: int, chunk_len: int, num_out: int = NUM_OUT) -> None:
+    prompts = prompts_of(name)
+    assert Script(runner, lag=lag, chunk_len=chunk_len, num_out=num_out).run(prompts) == [
+        greedy_ids(_model(name), prompt, num_out)[0] for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_greedy_ids_are_those_of_transformers(name: str, page_size: int, cuda_graphs: bool, tmp_path: Path) -> None:
+    _model(name).save_pretrained(tmp_path)
+    runner = load_cuda_runner(tmp_path, replace(SETTINGS, page_size=page_size, cuda_graphs=cuda_graphs))
+    for lag, chunk_len in ((0, 7), (1, 64), (2, 16)):
+        runner.clear()
+        _check(runner, name, lag=lag, chunk_len=chunk_len)
+
+
+def test_greedy_ids_by_plain_attention_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    _model(name).save_pretrained(tmp_path)
+    settings = replace(SETTINGS, attention_backend="torch", cuda_graphs=False)
+    _check(load_cuda_runner(tmp_path, settings), name, lag=1, chunk_len=16)
+
+
+@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_greedy_ids_in_two_bytes_are_those_in_four(attention: str, dtype: str, tmp_path: Path) -> None:
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
+    for prompt in prompts_of("wide"):
+        assert greedy_ids(_model("wide"), prompt, _SURE_OUT)[1] > _SURE_LEAD
+    _model("wide").save_pretrained(tmp_path)
+    for page_size, cuda_graphs in ((1, True), (16, True), (16, False)):
+        settings = replace(
+            SETTINGS, dtype=dtype, attention_backend=attention, page_size=page_size, cuda_graphs=cuda_graphs
+        )
+        _check(load_cuda_runner(tmp_path, settings), "wide", lag=1, chunk_len=16, num_out=_SURE_OUT)
