@@ -69,7 +69,7 @@ class WorkerSettings(CommonSettings):
     simulated_eos_ids: tuple[str, ...] = setting((), "ids that end an output, where no model folder is given")
     simulated_eos_rate: float = setting(0.0, "probability that a token is an EOS")
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
-        "refuse, delay, duplicate, reorder, vanish, hang")  # fmt: skip
+        "refuse, die, delay, duplicate, reorder, vanish, hang")  # fmt: skip
     fault_seed: int = setting(0, "seed of the faults that come with a probability")
 
     def __post_init__(self) -> None:

@@ -173,10 +173,10 @@ class WorkerCore:
             self._holder = None
             self.ledger.disconnected()
 
-    async def submit(self, holder: Holder | None, plan: worker_pb2.StepPlan, refuse: MeshError | None = None) -> None:
+    async def submit(self, holder: Holder | None, plan: worker_pb2.StepPlan, fault: Exception | None = None) -> None:
         """Queues a plan, as soon as fewer than max_plans_in_flight are. Its answer goes to `holder`, if that is one.
 
-        None: the plan completes the broadcast of the epoch before. `refuse`: an error that refuses the plan unseen.
+        None: the plan completes the broadcast of the epoch before. `fault`: met with instead of its step.
         Raises EPOCH_FENCED if somebody else claimed the worker by then: a plan of an older epoch would end the new one.
         """
         runner = self._ready()
@@ -197,7 +197,7 @@ class WorkerCore:
         assert self._executor is not None
         ready_ns = self._executor.runner.now_ns()
         self._queue.submit(
-            lambda: runner.launch(plan, ready_ns, refuse), lambda answer: self._answered(holder, header.epoch, answer)
+            lambda: runner.launch(plan, ready_ns, fault), lambda answer: self._answered(holder, header.epoch, answer)
         )
 
     def check_complete(self, plan: worker_pb2.StepPlan) -> None:

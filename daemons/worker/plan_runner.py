@@ -78,15 +78,16 @@ class PlanRunner:
             self._is_epoch_over = False
 
     def launch(
-        self, plan: worker_pb2.StepPlan, ready_ns: int, refuse: MeshError | None
+        self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None
     ) -> DoneJob[Answer] | RunningPlan:
-        """Starts one plan; its answer comes by finish(). `refuse`: an error that refuses it unseen."""
+        """Starts one plan; its answer comes by finish(). `fault`: what it meets with instead, a MeshError that refuses
+        it unseen or what its step dies of."""
         epoch, step_id = plan.header.epoch, plan.header.step_id
         if self._is_epoch_over:
             return DoneJob(Answer(step_id=step_id))
         try:
-            if refuse is not None:
-                raise refuse
+            if fault is not None:
+                raise fault
             step_plan = plan_from_proto(plan)
             traced = self._traces.launched(step_plan) if self._traces is not None else ()
             step = self._executor.launch(step_plan, ready_ns=ready_ns)

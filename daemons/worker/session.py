@@ -18,7 +18,7 @@ from radixmesh.daemons.runtime.result_codec import refusal_to_proto
 from radixmesh.daemons.runtime.step import Refusal
 from radixmesh.daemons.runtime.step_codec import missing_field
 from radixmesh.daemons.worker.core import WorkerCore
-from radixmesh.daemons.worker.simulated.faults import FaultInjector
+from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
 from radixmesh.worker.v1 import worker_pb2
 
 _FIELDS = ("hello", "complete", "claim", "plan")
@@ -123,10 +123,7 @@ class ExecuteSession:
             self._answered_one.clear()
             await self._answered_one.wait()
         self._num_unanswered += 1
-        refuse = None
-        if self._faults.refuses(plan.header.step_id):
-            refuse = MeshError(ErrorReason.ERROR_REASON_INTERNAL, "refused on demand: a fault was asked for by flag")
-        await self._core.submit(self, plan, refuse)
+        await self._core.submit(self, plan, _error_of(self._faults.strikes(plan.header.step_id)))
 
     def _expect(self, state: SessionState, field: str) -> None:
         if self._state is not state:
@@ -135,6 +132,13 @@ class ExecuteSession:
                 f"{field} came while the stream was {self._state.name.lower()}: send hello, claim, then plans",
                 {"field": field},
             )
+
+
+def _error_of(fault: FaultKind | None) -> Exception | None:
+    """What a plan meets with instead of its step."""
+    if fault is FaultKind.REFUSE:
+        return MeshError(ErrorReason.ERROR_REASON_INTERNAL, "refused on demand: a fault was asked for by flag")
+    return RuntimeError("died on demand: a fault was asked for by flag") if fault is FaultKind.DIE else None
 
 
 def _field_of(request: worker_pb2.ExecuteRequest) -> str:

@@ -3,8 +3,10 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
+from mesh.test_dying_steps import recite_over_deaths
 from mesh.test_kills import kill_all
 from support.jobs import recitations
 from support.mesh import SERVICES, running_mesh
@@ -30,3 +32,7 @@ async def test_no_stream_notices_a_kill() -> None:
     plan = [(service, signal.SIGKILL) for service in SERVICES]
     plan += [("scheduler", signal.SIGKILL)] * rounds
     await kill_all("cpu", plan, worker=WORKER)
+
+
+async def test_no_stream_notices_a_step_that_dies(tmp_path: Path) -> None:
+    await recite_over_deaths(tmp_path / "dumps", WORKER)

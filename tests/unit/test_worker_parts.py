@@ -177,7 +177,7 @@ def test_a_step_fault_hits_once_and_a_likely_one_by_its_seed():
     assert injector.hit(2) is None
     assert injector.hit(3).kind is FaultKind.DUPLICATE
     assert injector.hit(3) is None
-    assert [injector.refuses(3), injector.refuses(3)] == [True, False]
+    assert [injector.strikes(3), injector.strikes(3)] == [FaultKind.REFUSE, None]
 
     def hits(seed):
         often = FaultInjector([Fault(kind=FaultKind.DELAY, probability=0.5)], seed)

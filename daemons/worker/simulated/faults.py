@@ -4,6 +4,7 @@ A fault is written `kind@STEP`, `kind@STEP:MS`, `kind%PROBABILITY` or `kind%PROB
 With a probability: drawn anew for every step.
 
   refuse     the plan is refused (INTERNAL) and its epoch ends
+  die        the step dies, as of an error of the device: STEP_FAILED, and the process ends
   delay      the result waits for MS (default 100)
   duplicate  the result is sent twice
   reorder    the result is sent after its successor, or after MS (default 100) if none comes
@@ -25,11 +26,15 @@ _DEFAULT_MS = 100.0
 
 class FaultKind(StrEnum):
     REFUSE = "refuse"
+    DIE = "die"
     DELAY = "delay"
     DUPLICATE = "duplicate"
     REORDER = "reorder"
     VANISH = "vanish"
     HANG = "hang"
+
+
+_OF_PLANS = (FaultKind.REFUSE, FaultKind.DIE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,23 +65,24 @@ class Fault:
 
 
 class FaultInjector:
-    """Decides which fault hits a step. Called once for every plan (refuse) and once for every result (the others)."""
+    """Decides which fault hits a step. Asked once for every plan (refuse, die) and for every result (the others)."""
 
     def __init__(self, faults: Sequence[Fault] = (), seed: int = 0) -> None:
         self._faults = list(faults)
         self._random = random.Random(seed)
 
-    def refuses(self, step_id: int) -> bool:
-        """Whether this plan is to be refused."""
-        return self._next(step_id, is_refusal=True) is not None
+    def strikes(self, step_id: int) -> FaultKind | None:
+        """What happens to this plan instead of its step: REFUSE, DIE, or nothing."""
+        fault = self._next(step_id, of_plans=True)
+        return None if fault is None else fault.kind
 
     def hit(self, step_id: int) -> Fault | None:
         """The fault for this step's result, None for none."""
-        return self._next(step_id, is_refusal=False)
+        return self._next(step_id, of_plans=False)
 
-    def _next(self, step_id: int, *, is_refusal: bool) -> Fault | None:
+    def _next(self, step_id: int, *, of_plans: bool) -> Fault | None:
         for fault in self._faults:
-            if (fault.kind is FaultKind.REFUSE) is not is_refusal:
+            if (fault.kind in _OF_PLANS) is not of_plans:
                 continue
             if fault.step == step_id:
                 self._faults.remove(fault)

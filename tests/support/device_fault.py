@@ -1,0 +1,101 @@
+"""A worker's steps on a GPU, of which one meets a fault of the device: a program, since nothing of CUDA works after it.
+
+Prints JSON, what came of each plan, and leaves with 1 as the daemon does. Arguments: illegal_access or out_of_memory,
+and a folder for the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
+from radixmesh.daemons.runtime.step_codec import plan_to_proto
+from radixmesh.daemons.worker.cuda import load
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.plan_runner import Answer, PlanRunner
+from support.plan_driver import GREEDY
+
+MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+PROMPT = np.arange(20, 60, dtype=np.int32)
+SETTINGS = load.DeviceSettings(
+    dtype="float32",
+    attention_backend="triton",
+    load_format="auto",
+    page_size=1,
+    num_pages=2048,
+    num_slots=2,
+    max_tokens_per_step=64,
+    max_total_len=128,
+    mem_fraction=0.5,
+    cuda_graphs=True,
+    use_pdl=True,
+    deterministic=False,
+    tune_products=False,
+)
+
+
+def illegal_access(runner: DeviceRunner) -> None:
+    """The slots' pages lie where no memory is."""
+    with torch.inference_mode():
+        runner._slots.page_tables.fill_(1 << 30)
+    # Steps run on another stream.
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def out_of_memory(runner: DeviceRunner) -> None:
+    """No more than what is held can be had."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-6)
+
+
+FAULTS: Mapping[str, Callable[[DeviceRunner], None]] = {
+    "illegal_access": illegal_access,
+    "out_of_memory": out_of_memory,
+}
+
+
+def main(fault: str, folder: Path) -> int:
+    # Graphs hold the memory that they need.
+    runner = load.load_cuda_runner(MODEL, replace(SETTINGS, cuda_graphs=fault == "illegal_access"))
+    executor = StepExecutor(runner, num_slots=2, max_tokens_per_step=64)
+    plans = PlanRunner(executor, PlanDump(folder, "instance"), lambda: None)
+    plans.begin_epoch(1, 0)
+    admit = Admit(
+        slot=0, generation=1, request_id="r", prompt_ids=PROMPT, max_total_len=len(PROMPT) + 20, sampling=GREEDY
+    )
+    pages = np.arange(len(PROMPT) + 20, dtype=np.int32)
+    first = {"admits": (admit,), "grants": (Grant(slot=0, pages=pages),), "chunks": (Chunk(slot=0, length=40),)}
+    answers = []
+    for step in range(1, 6):
+        if step == 3:
+            answers = [job.finish() for job in answers]
+            fault_of = FAULTS[fault]
+            fault_of(runner)
+        decodes = np.zeros(0 if step == 1 else 1, np.int32)
+        plan = StepPlan(epoch=1, step_id=step, decode_set=decodes, **(first if step == 1 else {}))
+        answers.append(plans.launch(plan_to_proto(plan), 0, None))
+    print(json.dumps([told(answer if isinstance(answer, Answer) else answer.finish()) for answer in answers]))
+    return 1
+
+
+def told(answer: Answer) -> dict[str, object]:
+    """Of one plan."""
+    refusal = answer.refusal
+    kind = "died" if answer.died else "result" if answer.result else "refused" if refusal else "none"
+    reason = refusal.reason_name if isinstance(refusal, MeshError) else ""
+    return {"step": answer.step_id, "kind": kind, "reason": reason, "error": str(answer.died or "")}
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
