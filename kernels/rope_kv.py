@@ -43,8 +43,8 @@ def _rope_kv_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, unnormed_ptr,
     q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
+    STORED_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs of a row: blocks of query heads, then of keys and values.
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -94,11 +94,12 @@ def _rope_kv_kernel(
         tl.store(q_at + HALF, second, mask=mask)
     else:
         is_key = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
-        base = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS * HEAD_DIM
-        key_at = keys_ptr + base + at - NUM_HEADS * HEAD_DIM
+        base = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS * STORED_DIM
+        pool_at = (heads - NUM_HEADS)[:, None] * STORED_DIM + dims[None, :]
+        key_at = keys_ptr + base + pool_at
         tl.store(key_at, first, mask=mask & is_key)
         tl.store(key_at + HALF, second, mask=mask & is_key)
-        value_at = values_ptr + base + at - (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM
+        value_at = values_ptr + base + pool_at - NUM_KV_HEADS * STORED_DIM
         tl.store(value_at, a.to(dtype), mask=mask & (is_key == 0))
         tl.store(value_at + HALF, b.to(dtype), mask=mask & (is_key == 0))
 
@@ -130,8 +131,9 @@ def rope_write_kv(
     qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous). cos and sin float32 [P, d/2].
     Row t is position positions[t] of slot row_slots[t] (both int32): its place in the pool is
     page_tables[slot, position // page_size] * page_size + position % page_size (page_tables int32 [slots, pages]).
-    keys and values [S, K, d] contiguous, of qkv's dtype. Two rows may not share a place, but for those of a dummy slot,
-    whose page then holds any of them.
+    keys and values [S, K, d]: contiguous, or the first d of [S, K, stored d]; of any floating dtype, to which numbers
+    of qkv's are rounded. Two rows may not share a place, but for those of a dummy slot, whose page then holds any of
+    them.
 
     `unnormed` [T, D], contiguous: the rows that qkv is the product of, where they went into it un-normed; qkv is first
     multiplied by each row's factor, 1 / sqrt(mean(x^2) + eps). Then `bias` [(H + 2K) d] is added. With q_norm and
@@ -164,9 +166,9 @@ def rope_write_kv(
         qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2), _or(k_norm_d, cos_PD2),
         _or(bias_X, cos_PD2), _or(unnormed_TD, qkv_TX), out, keys_SKd, values_SKd,
         qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, BLOCK_H=block_h, BLOCK_D2=block_d2,
-        BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None, HAS_BIAS=bias_X is not None,
-        HAS_SCALE=unnormed_TD is not None, PDL=use_pdl,
+        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, STORED_DIM=keys_SKd.stride(1), BLOCK_H=block_h,
+        BLOCK_D2=block_d2, BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None,
+        HAS_BIAS=bias_X is not None, HAS_SCALE=unnormed_TD is not None, PDL=use_pdl,
         num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
     return out
@@ -202,8 +204,8 @@ def rope_write_kv_reference(
     cos_T1h, sin_T1h = cos_PD2[positions].unsqueeze(1), sin_PD2[positions].unsqueeze(1)
     pages = page_tables[row_slots_T.long(), positions // page_size].long()
     places = pages * page_size + positions % page_size
-    keys_SKd[places] = _turned(k_TKd, cos_T1h, sin_T1h).to(dtype)
-    values_SKd[places] = v_TKd.to(dtype)
+    keys_SKd[places] = _turned(k_TKd, cos_T1h, sin_T1h).to(dtype).to(keys_SKd.dtype)
+    values_SKd[places] = v_TKd.to(dtype).to(values_SKd.dtype)
     return _turned(q_THd, cos_T1h, sin_T1h).to(dtype)
 
 
@@ -235,6 +237,8 @@ def _check(
     assert qkv_TX.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv_TX.stride(1) == 1, qkv_TX.shape
     assert head_dim % 2 == 0 and cos_PD2.shape == sin_PD2.shape == (cos_PD2.shape[0], head_dim // 2), cos_PD2.shape
     assert cos_PD2.dtype == sin_PD2.dtype == torch.float32 and cos_PD2.is_contiguous() and sin_PD2.is_contiguous()
+    stored_dim = keys_SKd.stride(1)
     for pool in (keys_SKd, values_SKd):
-        assert pool.shape[1:] == (num_kv_heads, head_dim) and pool.is_contiguous(), (pool.shape, pool.stride())
-        assert pool.dtype == qkv_TX.dtype, (pool.dtype, qkv_TX.dtype)
+        strides = (num_kv_heads * stored_dim, stored_dim, 1)
+        assert pool.shape[1:] == (num_kv_heads, head_dim) and pool.stride() == strides, (pool.shape, pool.stride())
+        assert stored_dim >= head_dim and pool.is_floating_point(), (stored_dim, pool.dtype)

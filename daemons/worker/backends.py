@@ -98,6 +98,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             deterministic=settings.deterministic is True,
             tune_products=settings.tune_products,
             kernels=settings.kernels,
+            kv_dtype=settings.kv_dtype,
         ),
     )
     if settings.load_format == "dummy":

@@ -124,14 +124,14 @@ def test_settings_that_cannot_be_are_told_by_their_flag(changes, field):
 
 
 def test_attention_that_no_graph_can_hold_names_the_flag_that_goes_with_it():
-    from radixmesh.daemons.worker.cuda import load
+    from radixmesh.daemons.worker.cuda.attention_choice import choose_attention
 
     settings = SimpleNamespace(attention_backend="torch", cuda_graphs=True, deterministic=False)
     with pytest.raises(MeshError, match="--no-cuda-graphs") as caught:
-        load._attention_name(settings, torch.device("cuda"))
+        choose_attention(settings, torch.bfloat16, None, torch.device("cuda"))
     assert caught.value.metadata["field"] == "attention_backend"
     settings.cuda_graphs = False
-    assert load._attention_name(settings, torch.device("cuda")) == "torch"
+    assert choose_attention(settings, torch.bfloat16, None, torch.device("cuda")).name == "torch"
 
 
 def test_a_machine_without_a_gpu_is_told_so(monkeypatch):

@@ -68,6 +68,37 @@ def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.dev
     torch.testing.assert_close(values, expected_values, rtol=max(2 * unit, 1e-5), atol=4 * unit)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "stored_dim"),
+    [
+        (torch.float32, torch.float16, 64),
+        (torch.float32, torch.bfloat16, 32),
+        (torch.bfloat16, torch.float16, 48),
+        (torch.float16, torch.float32, 128),
+    ],
+)
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+def test_a_pool_of_another_dtype_with_longer_rows(dtype, kv_dtype, stored_dim, num_kv_heads, device) -> None:
+    d, num_rows, num_heads = 32, 5, 3
+    qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * d, device=device).to(dtype)
+    angles = torch.rand(16, d // 2, device=device) * 6
+    positions, slots, tables = _places(num_rows, device)
+    results = []
+    for function in (rope_write_kv, rope_write_kv_reference):
+        stored = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, num_kv_heads, stored_dim, device=device, dtype=kv_dtype)
+        q = function(
+            qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, *stored[..., :d], num_heads,
+            num_kv_heads, d,
+        )  # fmt: skip
+        assert q.dtype == dtype and (stored[..., d:] == 0).all()
+        results.append((q, stored))
+    (q, stored), (expected_q, expected) = results
+    unit = max(torch.finfo(dtype).eps, torch.finfo(kv_dtype).eps)
+    torch.testing.assert_close(q, expected_q, rtol=max(2 * unit, 1e-5), atol=4 * unit)
+    torch.testing.assert_close(stored, expected, rtol=2 * unit, atol=4 * unit)
+    assert expected.abs().amax(-1).count_nonzero() == 2 * num_rows * num_kv_heads
+
+
 def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.device) -> None:
     qkv, unnormed = torch.randn(5, 8 * 64, device=device), _rows(5, 96, device)
     positions, slots, tables = _places(5, device)

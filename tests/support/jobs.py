@@ -82,6 +82,12 @@ def recitations(model: str = "tiny-llama", *, with_sampled: bool = True) -> list
     return jobs
 
 
+def recited_ids(name: str, model: str = "tiny-llama") -> list[int]:
+    """Prompt and answer of a recitation."""
+    entries = {entry["name"]: entry for entry in json.loads((MODELS / model / "recitations.json").read_text())}
+    return [*entries[name]["prompt_ids"], *entries[name]["expected_ids"]]
+
+
 def sampled_recitations() -> list[Job]:
     """Requests whose answers depend on the noise, the penalties, or a stop string."""
     at_one: Options = {"temperature": 1.0, "n": 2, "max_tokens": 160, "ignore_eos": True}

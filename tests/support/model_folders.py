@@ -106,10 +106,11 @@ SCORING_SHAPES: dict[str, Shape] = {
 }
 
 
-def random_model(shape: str, seed: int = 0) -> PreTrainedModel:
+def random_model(shape: str, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """changes: to the shape's config."""
     torch.manual_seed(seed)
     model_class, config_class, settings = (SHAPES | SCORING_SHAPES)[shape]
-    model = model_class(config_class(**{**_BASE, **settings})).eval()
+    model = model_class(config_class(**{**_BASE, **settings, **changes})).eval()
     randomise(model)
     return model
 

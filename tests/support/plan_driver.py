@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,15 +24,19 @@ OPTIONS = [
 ]
 # What takes little of Triton's interpreter.
 PLAIN_OPTIONS = [OPTIONS[0], OPTIONS[2], OPTIONS[5]]
+# Those whose tokens are the largest logits: where a little rounding decides nothing.
+GREEDY_OPTIONS = [OPTIONS[0], OPTIONS[5], OPTIONS[0], OPTIONS[0], OPTIONS[5]]
+_NO_PAGES = np.zeros(0, np.int32)
 
 
 class PlanDriver:
-    """Plans are launched `lag` ahead of the one that is finished. tokens: by slot."""
+    """Plans are launched `lag` ahead of the one that is finished. tokens, pages: by slot."""
 
     def __init__(self, runner: ModelRunner, *, lag: int, num_slots: int = 8, max_tokens_per_step: int = 64) -> None:
         self.executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
         self.executor.begin_epoch(1)
         self.tokens: dict[int, list[int]] = {}
+        self.pages: dict[int, np.ndarray] = {}
         self.results: list[StepResult] = []
         self._page_size, self._lag = runner.page_size, lag
         self._launched: deque[LaunchedStep] = deque()
@@ -65,12 +70,22 @@ class PlanDriver:
         while len(self._launched) > self._lag:
             self._take()
 
-    def add(self, slot: int, prompt: list[int], sampling: Sampling, *, chunk_len: int, num_out: int) -> None:
-        """A request, with pages in falling order, its prompt in chunks."""
-        total = len(prompt) + num_out
-        num_pages = -(-total // self._page_size)
+    def add(
+        self,
+        slot: int,
+        prompt: list[int],
+        sampling: Sampling,
+        *,
+        chunk_len: int,
+        num_out: int,
+        cached: np.ndarray = _NO_PAGES,
+    ) -> None:
+        """A request, with pages in falling order, its prompt in chunks. cached: full pages that hold its beginning."""
+        total, cached_len = len(prompt) + num_out, len(cached) * self._page_size
+        num_pages = -(-total // self._page_size) - len(cached)
         pages = np.arange(self._next_page, self._next_page + num_pages, dtype=np.int32)[::-1].copy()
         self._next_page += num_pages
+        self.pages[slot] = np.concatenate([cached, pages])
         admit = Admit(
             slot=slot,
             generation=1,
@@ -80,15 +95,18 @@ class PlanDriver:
             sampling=sampling,
             min_tokens=0 if sampling in PLAIN_OPTIONS else 4,
             suppressed_ids=np.array([1, 33], np.int32),
+            cached_len=cached_len,
+            cached_pages=cached,
+            cached_page_generations=self.executor.records.generations[cached],
         )
         self.tokens[slot] = []
-        for start in range(0, len(prompt), chunk_len):
+        for start in range(cached_len, len(prompt), chunk_len):
             length = min(chunk_len, len(prompt) - start)
             self.run(
                 chunk=Chunk(slot=slot, length=length),
                 is_last=start + length == len(prompt),
-                admits=(admit,) if start == 0 else (),
-                grants=(Grant(slot=slot, pages=pages),) if start == 0 else (),
+                admits=(admit,) if start == cached_len else (),
+                grants=(Grant(slot=slot, pages=pages),) if start == cached_len else (),
             )
         self._decodes.append(slot)
 
@@ -120,8 +138,26 @@ def drive(
     return driver
 
 
-def check_same(got: PlanDriver, want: PlanDriver) -> None:
-    """Tokens, logprobs within 1e-4 and page records."""
+def drive_hits(
+    runner: ModelRunner, text: list[int], *, prefix_len: int, num_slots: int, chunk_len: int, lag: int
+) -> PlanDriver:
+    """Requests for what follows in a text, each a token later, with pages of the first one: half of the prefix for the
+    second one, all for the others."""
+    driver = PlanDriver(runner, lag=lag, num_slots=num_slots)
+    num_steps, size = 6, runner.page_size
+    for slot in range(num_slots):
+        num_pages = {0: 0, 1: prefix_len // 2 // size}.get(slot, prefix_len // size)
+        cached = driver.pages[0][:num_pages] if slot else _NO_PAGES
+        # Logprobs of a prompt are not to be had of what is cached.
+        sampling = {0: OPTIONS[5], 2: replace(OPTIONS[5], prompt_logprobs=False)}.get(slot, GREEDY)
+        prompt = text[: prefix_len + 3 + slot]
+        driver.add(slot, prompt, sampling, chunk_len=chunk_len, num_out=2 * num_slots + num_steps, cached=cached)
+    driver.finish(num_steps)
+    return driver
+
+
+def check_same(got: PlanDriver, want: PlanDriver, *, atol: float = 1e-4) -> None:
+    """Tokens, logprobs within `atol` and page records."""
     assert got.tokens == want.tokens
     assert all(len(tokens) > 5 for tokens in got.tokens.values())
     for one, other in zip(got.results, want.results, strict=True):
@@ -129,8 +165,8 @@ def check_same(got: PlanDriver, want: PlanDriver) -> None:
             ours, theirs = getattr(one, name), getattr(other, name)
             assert [(p.slot, p.first_position) for p in ours] == [(p.slot, p.first_position) for p in theirs]
             for a, b in zip(ours, theirs, strict=True):
-                np.testing.assert_allclose(a.logprobs.own, b.logprobs.own, atol=1e-4)
-                np.testing.assert_allclose(a.logprobs.top, b.logprobs.top, atol=1e-4)
+                np.testing.assert_allclose(a.logprobs.own, b.logprobs.own, atol=atol)
+                np.testing.assert_allclose(a.logprobs.top, b.logprobs.top, atol=atol)
     assert any(result.logprobs for result in got.results) and any(result.prompt_logprobs for result in got.results)
     for a, b in zip(got.executor.snapshot()[0], want.executor.snapshot()[0], strict=True):
         np.testing.assert_array_equal(a.ids, b.ids)

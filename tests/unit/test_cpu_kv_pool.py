@@ -25,6 +25,23 @@ def test_bytes_per_token_counts_all_planes_and_layers() -> None:
     assert _LAYOUT.bytes_per_token(torch.bfloat16) == 78
 
 
+def test_padding_takes_memory_and_stays_zero() -> None:
+    keys = KvLayout(num_layers=3, planes=(KvPlane(name="keys", row_shape=(2, 5)),))
+    layout = keys.padded(8)
+    assert (
+        keys.bytes_per_token(torch.float32) == 3 * 2 * 5 * 4 and layout.bytes_per_token(torch.float16) == 3 * 2 * 8 * 2
+    )
+    pool = KvPool(layout, num_pages=6, page_size=4, dtype=torch.float32, device=torch.device("cpu"))
+    plane = pool.tokens("keys", 1)
+    assert plane.shape == (28, 2, 5) and plane.stride() == (16, 8, 1)
+    stored = plane.as_strided((28, 2, 8), (16, 8, 1))
+    pool.clear()
+    plane[4:8] = 3.0
+    pool.copy_page(1, 2, 3)
+    assert (stored[8:11, :, :5] == 3.0).all() and stored[11, :, :5].isnan().all()
+    assert (stored[..., 5:] == 0).all() and (stored[pool.zero_slot :] == 0).all()
+
+
 @pytest.mark.parametrize(
     ("available", "page_size", "expected"),
     [

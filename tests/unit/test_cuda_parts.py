@@ -128,7 +128,7 @@ def few_pages(monkeypatch):
     """A GPU of 10 GiB of which 6 are free, and a model whose pages take 64 KiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 10 << 30))
     sizes = {"hidden_size": 64, "query_size": 64, "kv_size": 32, "mlp_size": 128, "head_dim": 16, "vocab_size": 1000}
-    layout = SimpleNamespace(bytes_per_token=lambda dtype: 1 << 16)
+    token_bytes = 1 << 16
 
     def choose(**changes):
         settings = memory.MemorySettings(
@@ -143,7 +143,7 @@ def few_pages(monkeypatch):
             }
         )
         device = torch.device("cuda")
-        return memory.choose_num_pages(settings, SimpleNamespace(**sizes), layout, torch.bfloat16, device)
+        return memory.choose_num_pages(settings, SimpleNamespace(**sizes), token_bytes, torch.bfloat16, device)
 
     return choose
 

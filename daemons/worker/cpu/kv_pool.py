@@ -23,7 +23,8 @@ _MOST_CONTEXTS = 32
 class KvPool(KvPlanes):
     """Planes of [layers, pages + 1, page_size, *row_shape]; token t of page p is number p x page_size + t of a layer.
 
-    The page after the last is never granted and holds zeros: what attention reads where a sequence has no key.
+    The page after the last is never granted and holds zeros: what attention reads where a sequence has no key. So does
+    the layout's padding, in all pages.
     """
 
     def __init__(
@@ -32,9 +33,9 @@ class KvPool(KvPlanes):
         self.num_pages = num_pages
         self.page_size = page_size
         try:
-            self._planes = {
+            stored = {
                 plane.name: torch.empty(
-                    layout.num_layers, num_pages + 1, page_size, *plane.row_shape, dtype=dtype, device=device
+                    layout.num_layers, num_pages + 1, page_size, *plane.stored_shape, dtype=dtype, device=device
                 )
                 for plane in layout.planes
             }
@@ -46,13 +47,16 @@ class KvPool(KvPlanes):
                 "set fewer pages",
                 {"field": "num_pages"},
             ) from error
+        sizes = {plane.name: plane.row_shape[-1] for plane in layout.planes}
+        self._planes = {name: plane[..., : sizes[name]] for name, plane in stored.items()}
         self._token_views = {
-            (name, layer): plane[layer].flatten(0, 1)
-            for name, plane in self._planes.items()
+            (name, layer): plane[layer].flatten(0, 1)[..., : sizes[name]]
+            for name, plane in stored.items()
             for layer in range(layout.num_layers)
         }
-        for plane in self._planes.values():
+        for name, plane in stored.items():
             plane[:, num_pages] = 0
+            plane[..., sizes[name] :] = 0
 
     @property
     def zero_slot(self) -> int:

@@ -25,8 +25,9 @@ def allocate_workspace(
 
     longest: queries of a row, at most, that graphs' plans are told of.
     """
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    floats, ints = workspace_bytes(kind, config, num_sms, max_rows=max_rows, max_queries=max_queries, longest=longest)
+    floats, ints = workspace_bytes(
+        kind, config, _num_sms(device), max_rows=max_rows, max_queries=max_queries, longest=longest
+    )
     return Workspace(
         floats=torch.empty(floats, dtype=torch.uint8, device=device),
         ints=torch.empty(ints, dtype=torch.uint8, device=device),
@@ -57,6 +58,10 @@ def workspace_bytes(
     floats = _FLOAT * shape.num_heads * split * tile * (shape.head_dim + 1)
     ints = (3 * _INT + 1) * pieces + _INT * (max_rows + max_queries)
     return floats + _SPARE, ints + _SPARE
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tile(length: int) -> int:

@@ -12,12 +12,11 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.worker.attention.backend import AttentionShape
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.cpu.kv_pool import KvPool
-from radixmesh.daemons.worker.cuda.attention import DeviceAttention
+from radixmesh.daemons.worker.cuda.attention_choice import choose_attention
 from radixmesh.daemons.worker.cuda.decode_graphs import default_graph_rows
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
@@ -27,7 +26,7 @@ from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.product_tuning import tuned_products
 from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
 from radixmesh.daemons.worker.cuda.prompt_steps import default_prompt_rows
-from radixmesh.daemons.worker.cuda.runner import AttentionCreator, DeviceRunner, RunnerLimits
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
@@ -41,7 +40,6 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
 KERNELS = ("triton", "compiled", "torch")
 _MAX_ROWS = 65_535
 
@@ -64,6 +62,7 @@ class DeviceSettings:
     deterministic: bool
     tune_products: bool = True
     kernels: str = "triton"
+    kv_dtype: str = "auto"
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
@@ -89,15 +88,17 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
 
 def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -> DeviceRunner:
     """The same on any device, not warmed up."""
-    dtype = _dtype(settings.dtype)
+    dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
     # A wrong choice is told before the weights are read.
-    _attention_name(settings, where)
+    attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype), where)
     _kernels_name(settings, where)
     _check_rows(settings)
     placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
     with fitting("weights", "the model, or --dtype"):
         model = _load_decoder(folder, placement, settings.load_format)
+    layout = attention.layout(model.kv_layout)
+    create_attention = attention.creator(settings, model.attention_shape, model.config.windows)
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
@@ -115,13 +116,12 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         prompt_rows=prompt_rows,
     )
     if where.type == "cuda":
-        num_pages = choose_num_pages(memory, model.config, model.kv_layout, dtype, where)
+        num_pages = choose_num_pages(memory, model.config, layout.bytes_per_token(attention.kv_dtype), dtype, where)
     else:
         num_pages = settings.num_pages or -(-length // settings.page_size)
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
-        pool = KvPool(model.kv_layout, num_pages=num_pages, page_size=settings.page_size, dtype=dtype, device=where)
+        pool = KvPool(layout, num_pages=num_pages, page_size=settings.page_size, dtype=attention.kv_dtype, device=where)
         decoder = DeviceDecoder(model.config, model.weights, pool, ops, max_total_len=length)
-        create_attention = _attention(settings, model.attention_shape, model.config.windows, dtype, where)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
@@ -201,74 +201,6 @@ def _compiled_ops(settings: DeviceSettings, model: DecoderModel, products: Produ
     return ops
 
 
-def _attention(
-    settings: DeviceSettings,
-    shape: AttentionShape,
-    windows: Sequence[int | None],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionCreator:
-    """Makes the chosen one when the page tables are there."""
-    name = _attention_name(settings, device)
-
-    def create(page_tables: torch.Tensor) -> DeviceAttention:
-        if name == "torch":
-            from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
-
-            return TorchAttention(shape, page_size=settings.page_size)
-        if name == "flashinfer":
-            return _flashinfer(settings, shape, windows, dtype, page_tables)
-        from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
-
-        return TritonAttention(
-            shape,
-            page_size=settings.page_size,
-            windows=windows,
-            # In deterministic mode the rows of chunks come as decodes too.
-            max_rows=max(settings.num_slots, settings.max_tokens_per_step if settings.deterministic else 0),
-            dtype=dtype,
-            device=page_tables.device,
-            is_deterministic=settings.deterministic,
-            use_pdl=settings.use_pdl and page_tables.is_cuda,
-        )
-
-    return create
-
-
-def _flashinfer(
-    settings: DeviceSettings,
-    shape: AttentionShape,
-    windows: Sequence[int | None],
-    dtype: torch.dtype,
-    page_tables: torch.Tensor,
-) -> DeviceAttention:
-    from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
-    from radixmesh.daemons.worker.cuda.flashinfer_backend import FlashInferBackend
-
-    kernels = FlashInferAttention(
-        shape,
-        page_tables,
-        dtype=dtype,
-        page_size=settings.page_size,
-        max_rows=settings.num_slots,
-        max_extend_tokens=settings.max_tokens_per_step,
-        windows=windows,
-    )
-    return FlashInferBackend(kernels, dummy_slot=page_tables.shape[0] - 1)
-
-
-def _attention_name(settings: DeviceSettings, device: torch.device) -> str:
-    name = settings.attention_backend
-    if name == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    if name not in ATTENTION_BACKENDS or (settings.deterministic and name != "triton" and device.type == "cuda"):
-        choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
-        raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
-    if name == "torch" and settings.cuda_graphs and device.type == "cuda":
-        raise _invalid("attention_backend", "torch reads lengths on the host, which no graph can: add --no-cuda-graphs")
-    return name
-
-
 def _kernels_name(settings: DeviceSettings, device: torch.device) -> str:
     name = settings.kernels
     if name not in KERNELS or (settings.deterministic and name != "triton"):
@@ -294,12 +226,11 @@ def _check_tables(settings: DeviceSettings, max_total_len: int) -> None:
         raise _invalid("num_slots", f"{settings.num_slots} {what}")
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name == "auto":
-        return torch.bfloat16
-    if name not in _DTYPES:
-        raise _invalid("dtype", f"is {name!r}: choose one of auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+def _dtype(field: str, name: str) -> torch.dtype | None:
+    """None: auto."""
+    if name != "auto" and name not in _DTYPES:
+        raise _invalid(field, f"is {name!r}: choose one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES.get(name)
 
 
 def _invalid(field: str, what: str) -> MeshError:

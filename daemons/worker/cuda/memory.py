@@ -12,7 +12,6 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
-from radixmesh.daemons.worker.models.kv_layout import KvLayout
 
 _log = get_logger(__name__)
 
@@ -37,12 +36,15 @@ class MemorySettings:
 
 
 def choose_num_pages(
-    settings: MemorySettings, config: DecoderConfig, layout: KvLayout, dtype: torch.dtype, device: torch.device
+    settings: MemorySettings, config: DecoderConfig, token_bytes: int, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Pages that fit; those asked for if they do. Raises MeshError INVALID_ARGUMENT naming the flag to change."""
+    """Pages that fit, of `token_bytes` a token; those asked for if they do. dtype: of weights and activations.
+
+    Raises MeshError INVALID_ARGUMENT naming the flag to change.
+    """
     free, total = torch.cuda.mem_get_info(device)
     work = _work_bytes(settings, config, dtype)
-    page_bytes = settings.page_size * layout.bytes_per_token(dtype)
+    page_bytes = settings.page_size * token_bytes
     budget = int(settings.mem_fraction * total) - (total - free) - work
     fit = max(0, budget) // page_bytes
     fields: dict[str, object] = {

@@ -10,14 +10,12 @@ import torch
 
 from radixmesh.daemons.worker.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention import DeviceAttention, DeviceStep, HostStep, StepAttention
+from radixmesh.daemons.worker.cuda.prefix_watch import LEAST_SHARED_ROWS, PrefixWatch
 from radixmesh.kernels.decode_attention import DecodeWorkspace, paged_decode, plan_decode
 from radixmesh.kernels.extend_attention import paged_extend
-from radixmesh.kernels.prefix_groups import find_shared_prefixes
 from radixmesh.kernels.shared_prefix_attention import SharedPrefixWorkspace, paged_shared_decode, plan_shared_decode
 
 SHARED = "shared"
-# Fewer rows read so little that a second launch a layer costs more.
-_LEAST_SHARED_ROWS = 8
 
 
 class TritonAttention(DeviceAttention):
@@ -53,26 +51,18 @@ class TritonAttention(DeviceAttention):
         # A window may end within the prefix; and a row's bits would depend on who shares it.
         can_share = not is_deterministic and set(windows) == {None}
         self.shared = SharedPrefixWorkspace(*sizes) if can_share else None
-        self._shared_of = ""
-        self._has_groups = False
+        self._watch = PrefixWatch(page_size)
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
-        return ("", SHARED) if self.shared is not None and num_rows >= _LEAST_SHARED_ROWS else ("",)
+        return ("", SHARED) if self.shared is not None and num_rows >= LEAST_SHARED_ROWS else ("",)
 
     def plan(self, step: HostStep) -> str:
-        if self.shared is None or len(step.decode_slots) < _LEAST_SHARED_ROWS:
+        if self.shared is None:
             return ""
-        of = f"{step.admissions} {step.decode_slots.tobytes().hex()}"
-        if of != self._shared_of:
-            self._shared_of = of
-            # Tables are as wide as the longest request may be: only what is in use is gathered.
-            num_pages = -(-int(step.decode_kv_lens.max()) // self.page_size)
-            tables = step.page_tables[:, :num_pages][step.decode_slots]
-            groups = find_shared_prefixes(tables, step.decode_kv_lens, self.page_size)
-            self._has_groups = bool(groups)
-            if groups:
-                self.shared.set_groups(groups, step.decode_slots.tolist())
-        return SHARED if self._has_groups else ""
+        groups, is_new = self._watch.look(step)
+        if groups and is_new:
+            self.shared.set_groups(groups, step.decode_slots.tolist())
+        return SHARED if groups else ""
 
     def begin(self, step: DeviceStep, variant: str) -> StepAttention:
         is_all_decodes = not step.num_chunks

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlane:
-    """One array of the pool: `row_shape` numbers per token and layer, e.g. keys of [kv heads, head_dim]."""
+    """One array of the pool: `row_shape` numbers per token and layer, e.g. keys of [kv heads, head_dim].
+
+    padding: zeros in memory behind each of the last axis, for kernels that have no size as small; nobody writes there.
+    """
 
     name: str
     row_shape: tuple[int, ...]
+    padding: int = 0
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """`row_shape` as it lies in memory."""
+        return (*self.row_shape[:-1], self.row_shape[-1] + self.padding)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +34,14 @@ class KvLayout:
     planes: tuple[KvPlane, ...]
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Over all layers and planes."""
-        return self.num_layers * dtype.itemsize * sum(math.prod(plane.row_shape) for plane in self.planes)
+        """Of memory, over all layers and planes."""
+        return self.num_layers * dtype.itemsize * sum(math.prod(plane.stored_shape) for plane in self.planes)
+
+    def padded(self, size: int) -> KvLayout:
+        """The same with the last axis of every plane stored in `size` numbers, which is no fewer than it has."""
+        planes = tuple(replace(plane, padding=size - plane.row_shape[-1]) for plane in self.planes)
+        assert all(plane.padding >= 0 for plane in planes), (size, self.planes)
+        return replace(self, planes=planes)
 
 
 class KvPlanes(ABC):
@@ -34,4 +49,7 @@ class KvPlanes(ABC):
 
     @abstractmethod
     def tokens(self, plane: str, layer: int) -> torch.Tensor:
-        """View of all tokens of one plane and layer, [tokens of the pool, *row_shape]: written through, not copied."""
+        """View of all tokens of one plane and layer, [tokens of the pool, *row_shape]: written through, not copied.
+
+        Strides are those of `stored_shape`.
+        """
