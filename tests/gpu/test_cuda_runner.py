@@ -4,7 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.plan_driver import GREEDY, PROMPTS, PlanDriver, check_same, drive
+from support.jobs import recited_ids
+from support.model_folders import random_model, save_model
+from support.plan_driver import GREEDY, GREEDY_OPTIONS, PROMPTS, PlanDriver, check_same, drive, drive_hits
 
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
@@ -31,16 +33,21 @@ SETTINGS = DeviceSettings(
 )
 
 
-def _cpu_runner(page_size: int) -> ModelRunner:
+# Of logprobs where keys and values are rounded to float16: in torch they are off by 0.006 at most.
+FLOAT16_ATOL = 2e-2
+PREFIX_LEN = 288
+
+
+def _cpu_runner(page_size: int, folder: Path = MODEL, max_total_len: int = 128) -> ModelRunner:
     return load_cpu_runner(
-        MODEL,
+        folder,
         page_size=page_size,
         num_pages=PAGES,
         threads=4,
         is_deterministic=True,
         attention_backend="paged_torch",
         dtype="float32",
-        max_total_len=128,
+        max_total_len=max_total_len,
         embed_pooling="mean",
     )
 
@@ -87,6 +94,63 @@ def test_other_kernels_give_the_same_tokens(wanted, kernels, cuda_graphs):
     for (page_size, chunk_len), want in wanted.items():
         settings = replace(SETTINGS, kernels=kernels, cuda_graphs=cuda_graphs, page_size=page_size)
         check_same(drive(load_cuda_runner(MODEL, settings), chunk_len=chunk_len, lag=1), want)
+
+
+@pytest.fixture(params=["tiny-llama", "mistral"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Heads of 32, and heads of 16 with a window of 25."""
+    return MODEL if request.param == "tiny-llama" else save_model(random_model("mistral", seed=2), tmp_path)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_flashinfer_gives_the_same_greedy_tokens_over_float16_pages(folder, cuda_graphs):
+    """In float32 but for keys and values; the largest logits lead by more than that changes them."""
+    pytest.importorskip("flashinfer")
+    for page_size, chunk_len in ((1, 7), (16, 64)):
+        want = drive(_cpu_runner(page_size, folder), chunk_len=chunk_len, lag=0, options=GREEDY_OPTIONS)
+        settings = replace(
+            SETTINGS,
+            attention_backend="flashinfer",
+            cuda_graphs=cuda_graphs,
+            page_size=page_size,
+            tune_products=False,
+        )
+        runner = load_cuda_runner(folder, settings)
+        for lag in (0, 1, 2):
+            runner.clear()
+            got = drive(runner, chunk_len=chunk_len, lag=lag, options=GREEDY_OPTIONS)
+            check_same(got, want, atol=FLOAT16_ATOL)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
+def test_rows_that_share_a_cached_prefix_go_on_as_transformers_does(attention, cuda_graphs):
+    """Recitations, whose ids are those of transformers in float32."""
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
+    text = recited_ids("gettysburg-address")
+    for page_size in (1, 16):
+
+        def driven(runner: ModelRunner, lag: int) -> PlanDriver:
+            return drive_hits(runner, text, prefix_len=PREFIX_LEN, num_slots=12, chunk_len=50, lag=lag)
+
+        want = driven(_cpu_runner(page_size, max_total_len=384), 0)
+        for slot, tokens in want.tokens.items():
+            begin = PREFIX_LEN + 3 + slot
+            assert len(tokens) > 5 and tokens == text[begin : begin + len(tokens)]
+        settings = replace(
+            SETTINGS,
+            attention_backend=attention,
+            cuda_graphs=cuda_graphs,
+            page_size=page_size,
+            num_slots=12,
+            max_total_len=384,
+            tune_products=False,
+        )
+        runner = load_cuda_runner(MODEL, settings)
+        for lag in (0, 1, 2):
+            runner.clear()
+            check_same(driven(runner, lag), want, atol=1e-4 if attention == "triton" else FLOAT16_ATOL)
 
 
 def test_deterministic_mode_does_not_depend_on_batch_or_chunks():

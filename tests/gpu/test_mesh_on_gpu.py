@@ -17,10 +17,13 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 WORKER = {"backend": "cuda", "dtype": "float32", "num_pages": 60_000, "num_slots": 64, "max_total_len": 2048}
 
 
-@pytest.mark.parametrize("depth", ["0", "1", "2"])
-async def test_recitations(depth: str) -> None:
+@pytest.mark.parametrize(("attention", "depth"), [*(("triton", d) for d in "012"), ("flashinfer", "2")])
+async def test_recitations(attention: str, depth: str) -> None:
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
     jobs = recitations("tiny-llama")
-    async with running_mesh("cpu", worker=WORKER, scheduler={"depth": depth, "chunk_tokens": 7}) as mesh:
+    worker = WORKER | {"attention_backend": attention}
+    async with running_mesh("cpu", worker=worker, scheduler={"depth": depth, "chunk_tokens": 7}) as mesh:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         wrong = [job.name for job, answers in zip(jobs, got, strict=True) if job.answers and answers != job.answers]
         assert wrong == []

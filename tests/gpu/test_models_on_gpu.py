@@ -26,6 +26,8 @@ SLOTS, NUM_OUT = 8, 24
 # With it the logit of each of the first `_SURE_OUT` ids that `wide_llama` gives is ahead of all others by so many
 # standard deviations of the logits, which rounding to two bytes does not change.
 _SURE_SEED, _SURE_OUT, _SURE_LEAD = 305, 8, 0.045
+# Ahead by so much, an id stays that when keys and values are rounded to float16.
+_FLOAT16_LEAD = 0.005
 # Of the tokens of the prompt before the last one: what the requests of the second round find in the cache.
 _CACHED = (0, 1, 16, 22, 36)
 SETTINGS = DeviceSettings(
@@ -101,6 +103,15 @@ def greedy_ids(model: torch.nn.Module, prompt: Sequence[int], num_out: int) -> t
         least = min(least, float((first - second) / logits.std()))
         ids.append(int(token))
     return ids[len(prompt) :], least
+
+
+@torch.inference_mode()
+def sure_len(model: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int], lead: float) -> int:
+    """How many of the first `ids` after the prompt are ahead of all others by `lead` standard deviations."""
+    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    first, second = logits.topk(2).values.unbind(-1)
+    is_sure = ((first - second) / logits.std(-1) > lead).tolist()
+    return [*is_sure, False].index(False)
 
 
 @pytest.fixture(params=MODELS)
@@ -221,6 +232,24 @@ def test_greedy_ids_by_plain_attention_are_those_of_transformers(name: str, tmp_
     _model(name).save_pretrained(tmp_path)
     settings = replace(SETTINGS, attention_backend="torch", cuda_graphs=False)
     _check(load_cuda_runner(tmp_path, settings), name, lag=1, chunk_len=16)
+
+
+@pytest.mark.parametrize(("page_size", "cuda_graphs"), [(1, True), (16, False)])
+def test_greedy_ids_by_flashinfer_over_float16_pages(
+    name: str, page_size: int, cuda_graphs: bool, tmp_path: Path
+) -> None:
+    """Heads of 12 to 64, as far as rounding keys and values cannot decide which id it is."""
+    pytest.importorskip("flashinfer")
+    _model(name).save_pretrained(tmp_path)
+    settings = replace(SETTINGS, attention_backend="flashinfer", page_size=page_size, cuda_graphs=cuda_graphs)
+    runner, prompts = load_cuda_runner(tmp_path, settings), prompts_of(name)
+    num_sure = 0
+    for prompt, got in zip(prompts, Script(runner, lag=2, chunk_len=16, num_out=NUM_OUT).run(prompts), strict=True):
+        ids, _ = greedy_ids(_model(name), prompt, NUM_OUT)
+        count = sure_len(_model(name), prompt, ids, _FLOAT16_LEAD)
+        assert got[:count] == ids[:count]
+        num_sure += count
+    assert num_sure > len(prompts) * NUM_OUT // 3
 
 
 @pytest.mark.parametrize("attention", ["triton", "flashinfer"])
