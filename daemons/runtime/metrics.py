@@ -139,8 +139,13 @@ class Metrics:
         self.device_busy_seconds = make.counter(
             "radixmesh_device_busy_seconds_total", both, "Device time of all steps: 1 - its rate is the idle share."
         )
-        self.device_idle_ratio = make.gauge(
-            "radixmesh_device_idle_ratio", "scheduler", "Share of the last half second in which the device ran no step."
+        self.gpu_idle_ratio = make.gauge(
+            "radixmesh_gpu_idle_ratio",
+            "scheduler",
+            "Share of the last half second in which the worker's device, GPU or not, ran no step.",
+        )
+        self.tokens_per_second = make.gauge(
+            "radixmesh_tokens_per_second", "scheduler", "Output tokens a second, of the last half second."
         )
         self.round_trip_seconds = make.histogram(
             "radixmesh_step_round_trip_seconds",

@@ -41,6 +41,7 @@ class SchedulerMetrics:
     def export(self, planner: Planner, now: float) -> None:
         """Brings everything else up to date; call about twice a second."""
         metrics, counters = self._metrics, planner.counters
+        self._export_rates(counters.output_tokens - self._seen.get("output", 0.0), now)
         metrics.requests_running.set(planner.num_running)
         metrics.requests_queued.set(planner.num_waiting)
         metrics.plans_in_flight.set(planner.num_in_flight)
@@ -65,9 +66,13 @@ class SchedulerMetrics:
             name = FinishReason(reason).name.lower()
             self._add(f"finished {name}", metrics.requests_finished.labels(name), num)
         self._export_pages(planner)
+
+    def _export_rates(self, num_tokens: float, now: float) -> None:
+        """num_tokens: output since the last time."""
         if now > self._last_export_s > 0:
-            busy = self._device_ns / 1e9 / (now - self._last_export_s)
-            metrics.device_idle_ratio.set(max(0.0, 1.0 - busy))
+            seconds = now - self._last_export_s
+            self._metrics.gpu_idle_ratio.set(max(0.0, 1.0 - self._device_ns / 1e9 / seconds))
+            self._metrics.tokens_per_second.set(num_tokens / seconds)
         self._device_ns, self._last_export_s = 0, now
 
     def _export_pages(self, planner: Planner) -> None:

@@ -144,7 +144,7 @@ async def test_every_daemon_counts_what_it_did(mesh: Mesh) -> None:
     assert scheduler["radixmesh_queue_seconds_count"] == scheduler["radixmesh_prefill_seconds_count"] >= 4
     assert scheduler["radixmesh_step_round_trip_seconds_count"] >= num_tokens
     assert scheduler["radixmesh_step_round_trip_seconds_sum"] > scheduler["radixmesh_step_seconds_sum"] > 0
-    assert 0 <= scheduler["radixmesh_device_idle_ratio"] <= 1 and scheduler['radixmesh_pages{state="free"}'] > 0
+    assert 0 <= scheduler["radixmesh_gpu_idle_ratio"] <= 1 and scheduler['radixmesh_pages{state="free"}'] > 0
     assert worker["radixmesh_device_busy_seconds_total"] == pytest.approx(worker["radixmesh_step_seconds_sum"])
     assert seen["tokenizer"]["radixmesh_encoded_tokens_total"] >= 4 * 5
     assert seen["tokenizer"]["radixmesh_encode_seconds_count"] >= 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.planner_world import World
 
 from radixmesh.daemons.runtime.metrics import Metrics
@@ -45,7 +46,11 @@ def test_counters_and_gauges_are_those_of_a_life() -> None:
     assert value("requests_held_back_total") == 2 and value("page_evictions_total") > 0  # type: ignore[operator]
     assert (value("page_breaches_total"), value("requests_preempted_total"), value("requests_held")) == (0, 0, 0)
     assert value("plan_seconds_count") == 1 and value("process_seconds_count") == value("step_seconds_count") > 0  # type: ignore[operator]
+    assert value("tokens_per_second") == counters.output_tokens / 0.5 == 38.0
+    idle_s = 0.5 - value("device_busy_seconds_total")  # type: ignore[operator]
+    assert value("gpu_idle_ratio") == pytest.approx(idle_s / 0.5) and 0 < idle_s < 0.5
     evicted = value("page_evictions_total")
     world.begin_epoch()
     exported.export(world.planner, 2.5)
+    assert (value("tokens_per_second"), value("gpu_idle_ratio")) == (0.0, 1.0)
     assert value("page_evictions_total") == evicted, "an epoch that ends takes nothing back"
