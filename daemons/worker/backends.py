@@ -75,12 +75,6 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
 
     folder = settings.model
     assert folder is not None, "settings see to it"
-    if settings.quantization not in ("auto", "none"):
-        raise MeshError(
-            ErrorReason.ERROR_REASON_UNSUPPORTED,
-            f"--quantization {settings.quantization} is not there yet: FP8 checkpoints are dequantised when loaded",
-            {"feature": settings.quantization},
-        )
     runner = load_cuda_runner(
         folder,
         DeviceSettings(
@@ -99,12 +93,17 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             tune_products=settings.tune_products,
             kernels=settings.kernels,
             kv_dtype=settings.kv_dtype,
+            quantization=settings.quantization,
         ),
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
         return _loaded(folder, runner, hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest())
-    return _loaded(folder, runner, model_fingerprint(folder))
+    fingerprint = model_fingerprint(folder)
+    if settings.quantization not in ("auto", "none"):
+        # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
+        fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
+    return _loaded(folder, runner, fingerprint)
 
 
 def _loaded(folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:

@@ -81,8 +81,8 @@ def load_model(folder: Path, placement: Placement) -> BuiltModel:
         "weights_loaded",
         folder=str(folder),
         architecture=architecture,
-        # What the checkpoint holds; it is computed with numbers of the model's dtype.
-        quantization="none" if quantization is None else f"{quantization.form}, dequantised",
+        quantization="none",
+        stored_as="none" if quantization is None else str(quantization.form),
         bytes=num_bytes,
         seconds=seconds,
     )

@@ -27,13 +27,20 @@ class DeviceDecoder:
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, kv: KvPlanes, ops: Ops, *, max_total_len: int
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        kv: KvPlanes,
+        ops: Ops,
+        *,
+        max_total_len: int,
+        folds_norms: bool = True,
     ) -> None:
-        _check(config)
+        check_decoder(config)
         self.config = config
         self.dtype = weights.final_norm_D.dtype
         # In float16 a product of rows that were not normed may be larger than its numbers go.
-        self._is_folded = self.dtype != torch.float16
+        self._is_folded = folds_norms and self.dtype != torch.float16
         if self._is_folded:
             fold_norms(weights)
         self._weights = weights
@@ -69,7 +76,7 @@ class DeviceDecoder:
         """Through cuBLAS, which adds to the residual; what reads a product of it norms that by the row's factor."""
         ops, eps = self._ops, self.config.norm_eps
         for index, layer in enumerate(self._weights.layers):
-            weights, mlp = layer.attention, _mlp(layer)
+            weights, mlp = layer.attention, mlp_of(layer)
             qkv = self._product(x_TD, weights.norm_D, weights.w_qkv_DX, weights.b_qkv_X)
             o_TQ = self._attend(index, qkv, weights, target, attention)
             ops.add_linear(o_TQ, weights.w_o_QD.t(), weights.b_o_D, x_TD)
@@ -90,7 +97,7 @@ class DeviceDecoder:
         """Through kernels that read weights at the memory's speed, norms and additions inside."""
         ops, eps = self._ops, self.config.norm_eps
         for index, layer in enumerate(self._weights.layers):
-            weights, mlp = layer.attention, _mlp(layer)
+            weights, mlp = layer.attention, mlp_of(layer)
             norm_D, mlp_norm_D = (None, None) if self._is_folded else (weights.norm_D, layer.mlp_norm_D)
             qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=norm_D, eps=eps)
             o_TQ = self._attend(index, RawProduct(qkv_TX), weights, target, attention)
@@ -119,12 +126,13 @@ class DeviceDecoder:
         return attention.attend(q_THd, keys_SKd, values_SKd, self.config.windows[layer]).flatten(1)
 
 
-def _mlp(layer: DecoderLayer) -> MlpWeights:
+def mlp_of(layer: DecoderLayer) -> MlpWeights:
     assert isinstance(layer.mlp, MlpWeights)
     return layer.mlp
 
 
-def _check(config: DecoderConfig) -> None:
+def check_decoder(config: DecoderConfig) -> None:
+    """Raises MeshError UNSUPPORTED for what only the CPU backend computes."""
     what = "routed experts" if config.experts is not None else "a score head" if config.is_scoring else ""
     if what:
         raise MeshError(

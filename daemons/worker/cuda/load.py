@@ -12,15 +12,16 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
-from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
-from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.cpu.kv_pool import KvPool
 from radixmesh.daemons.worker.cuda.attention_choice import choose_attention
 from radixmesh.daemons.worker.cuda.decode_graphs import default_graph_rows
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
+from radixmesh.daemons.worker.cuda.fp8_decoder import Fp8Decoder
+from radixmesh.daemons.worker.cuda.fp8_ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
+from radixmesh.daemons.worker.cuda.fp8_products import create_products
 from radixmesh.daemons.worker.cuda.late_compiles import watch_compiles
+from radixmesh.daemons.worker.cuda.load_weights import LoadedDecoder, load_decoder
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.product_tuning import tuned_products
@@ -30,7 +31,6 @@ from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
-from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.kernels.hopper import has_gdc
 
 _log = get_logger(__name__)
@@ -63,6 +63,7 @@ class DeviceSettings:
     tune_products: bool = True
     kernels: str = "triton"
     kv_dtype: str = "auto"
+    quantization: str = "auto"
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
@@ -96,14 +97,15 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     _check_rows(settings)
     placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
     with fitting("weights", "the model, or --dtype"):
-        model = _load_decoder(folder, placement, settings.load_format)
+        loaded = load_decoder(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
+    model = loaded.model
     layout = attention.layout(model.kv_layout)
     create_attention = attention.creator(settings, model.attention_shape, model.config.windows)
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
     # Ahead of the sizing, which counts what measuring leaves behind.
-    ops = _ops(settings, model, graph_rows, where)
+    ops = _ops(settings, loaded, graph_rows, where)
     prompt_rows = default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else ()
     memory = MemorySettings(
         mem_fraction=settings.mem_fraction,
@@ -121,7 +123,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         num_pages = settings.num_pages or -(-length // settings.page_size)
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
         pool = KvPool(layout, num_pages=num_pages, page_size=settings.page_size, dtype=attention.kv_dtype, device=where)
-        decoder = DeviceDecoder(model.config, model.weights, pool, ops, max_total_len=length)
+        decoder = _decoder(settings, loaded, pool, ops, where, length)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
@@ -141,44 +143,27 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         )
 
 
-def _load_decoder(folder: Path, placement: Placement, load_format: str) -> DecoderModel:
-    started = time.monotonic()
-    config = ConfigReader.open(folder)
-    architecture = config.strings("architectures")[0]
-    quantization = read_quantization(config)
-    with torch.inference_mode():
-        built = model_families().create(architecture).build(config, placement)
-        if not isinstance(built.model, DecoderModel):
-            raise MeshError(
-                ErrorReason.ERROR_REASON_UNSUPPORTED,
-                f"the cuda backend does not compute {architecture} yet: use --backend cpu",
-                {"feature": architecture},
-            )
-        is_dummy = load_format == "dummy"
-        num_bytes = fill_randomly(built.targets) if is_dummy else load_tensors(folder, built.targets, quantization)
-    seconds = round(time.monotonic() - started, 3)
-    _log.info("weights_loaded", folder=str(folder), architecture=architecture, bytes=num_bytes, seconds=seconds)
-    return built.model
+def _decoder(
+    settings: DeviceSettings, loaded: LoadedDecoder, kv: KvPool, ops: Ops, device: torch.device, max_total_len: int
+) -> DeviceDecoder:
+    model, quantized = loaded.model, loaded.quantized
+    if quantized is None:
+        return DeviceDecoder(model.config, model.weights, kv, ops, max_total_len=max_total_len)
+    fp8_ops: Fp8Ops = TorchFp8Ops(ops)
+    if _kernels_name(settings, device) != "torch":
+        use_pdl = settings.use_pdl and device.type == "cuda"
+        products = create_products(device, use_pdl=use_pdl, is_deterministic=settings.deterministic)
+        fp8_ops = TritonFp8Ops(ops, products, use_pdl=use_pdl)
+    return Fp8Decoder(model.config, model.weights, quantized.layers, kv, ops, fp8_ops, max_total_len=max_total_len)
 
 
-def fill_randomly(targets: TensorTargets) -> int:
-    """Weights of the right shape and no meaning, the same ones every time: for measuring speed."""
-    num_bytes = 0
-    for name, tensor in targets.tensors.items():
-        if tensor.dim() == 1 and "norm" in name:
-            tensor.fill_(1.0)
-        else:
-            generator = torch.Generator(tensor.device).manual_seed(num_bytes)
-            tensor.normal_(0.0, 0.02, generator=generator)
-        num_bytes += tensor.nbytes
-    return num_bytes
-
-
-def _ops(settings: DeviceSettings, model: DecoderModel, graph_rows: Sequence[int], device: torch.device) -> Ops:
+def _ops(settings: DeviceSettings, loaded: LoadedDecoder, graph_rows: Sequence[int], device: torch.device) -> Ops:
+    model = loaded.model
     name = _kernels_name(settings, device)
     products: Products = TorchProducts()
-    is_captured = bool(graph_rows) and name != "torch" and device.type == "cuda"
-    if settings.tune_products and is_captured and not settings.deterministic:
+    # Those of FP8 weights are not tuned.
+    is_tuned = settings.tune_products and not settings.deterministic and loaded.quantized is None
+    if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
             products = tuned_products(model.weights, [size for size in graph_rows if size > 1], device)
     if name == "torch":

@@ -22,13 +22,15 @@ from .kv_layout import KvLayout, KvPlanes
 class Placement:
     """Where a model lives: device, dtype of weights and KV, and the ranks that share it.
 
-    is_out_first: projections lie in memory as [out, in], whichever way round the model sees them.
+    is_out_first: projections lie in memory as [out, in], whichever way round the model sees them. has_projections:
+    False leaves those of a decoder's layers without memory (meta tensors), for who holds them in another form.
     """
 
     device: torch.device
     dtype: torch.dtype
     group: Group
     is_out_first: bool = False
+    has_projections: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,40 @@ class RoutedLayout:
     names: ExpertNames = ExpertNames()
 
 
+class Part(NamedTuple):
+    """A projection of a checkpoint that is `size` features out of a weight of ours, from `first` on. name: without
+    ".weight" or ".bias"."""
+
+    name: str
+    first: int
+    size: int
+
+
+class LayerParts(NamedTuple):
+    """Of each weight of a dense layer, in order; together they are the weight."""
+
+    qkv: tuple[Part, ...]
+    o: tuple[Part, ...]
+    gate_up: tuple[Part, ...]
+    down: tuple[Part, ...]
+
+
+def layer_parts(config: DecoderConfig, index: int) -> LayerParts:
+    """Names of the projections of a layer with an MLP."""
+    query, kv, mlp = config.query_size, config.kv_size, config.mlp_size
+    attention, block = f"model.layers.{index}.self_attn", f"model.layers.{index}.mlp"
+    return LayerParts(
+        qkv=(
+            Part(f"{attention}.q_proj", 0, query),
+            Part(f"{attention}.k_proj", query, kv),
+            Part(f"{attention}.v_proj", query + kv, kv),
+        ),
+        o=(Part(f"{attention}.o_proj", 0, config.hidden_size),),
+        gate_up=(Part(f"{block}.gate_proj", 0, mlp), Part(f"{block}.up_proj", mlp, mlp)),
+        down=(Part(f"{block}.down_proj", 0, config.hidden_size),),
+    )
+
+
 def tensor_targets(config: DecoderConfig, weights: DecoderWeights, layout: RoutedLayout) -> TensorTargets:
     """Every tensor of the checkpoint as a view of our weights in the checkpoint's shape ([out, in])."""
     targets = {"model.embed_tokens.weight": weights.embedding_VD, "model.norm.weight": weights.final_norm_D}
@@ -34,7 +69,7 @@ def tensor_targets(config: DecoderConfig, weights: DecoderWeights, layout: Route
         targets["score.weight" if config.is_scoring else "lm_head.weight"] = weights.head_DO.t()
     for index, layer in enumerate(weights.layers):
         prefix = f"model.layers.{index}"
-        targets.update(_layer_targets(prefix, config, layer))
+        targets.update(_layer_targets(index, config, layer))
         if isinstance(layer.mlp, RoutedWeights):
             routed = _routed_targets(prefix, layer.mlp, layout)
             targets.update(routed.tensors)
@@ -42,37 +77,29 @@ def tensor_targets(config: DecoderConfig, weights: DecoderWeights, layout: Route
     return TensorTargets(tensors=targets, is_ignored=partial(_is_ignored, is_tied=config.is_tied), others=others)
 
 
-def _layer_targets(prefix: str, config: DecoderConfig, layer: DecoderLayer) -> dict[str, torch.Tensor]:
+def _layer_targets(index: int, config: DecoderConfig, layer: DecoderLayer) -> dict[str, torch.Tensor]:
     """All of a layer but routed experts."""
-    targets = _attention_targets(f"{prefix}.self_attn", config, layer.attention)
+    prefix, parts = f"model.layers.{index}", layer_parts(config, index)
+    targets = _attention_targets(f"{prefix}.self_attn", parts, layer.attention)
     targets[f"{prefix}.input_layernorm.weight"] = layer.attention.norm_D
     targets[f"{prefix}.post_attention_layernorm.weight"] = layer.mlp_norm_D
     if isinstance(layer.mlp, MlpWeights):
-        targets.update(_mlp_targets(f"{prefix}.mlp", config, layer.mlp))
+        targets.update(_mlp_targets(parts, layer.mlp))
     return targets
 
 
-def _attention_targets(prefix: str, config: DecoderConfig, weights: AttentionWeights) -> dict[str, torch.Tensor]:
-    query, kv = config.query_size, config.kv_size
-    targets = {
-        **_part(f"{prefix}.q_proj", 0, query, weights.w_qkv_DX, weights.b_qkv_X),
-        **_part(f"{prefix}.k_proj", query, kv, weights.w_qkv_DX, weights.b_qkv_X),
-        **_part(f"{prefix}.v_proj", query + kv, kv, weights.w_qkv_DX, weights.b_qkv_X),
-        **_part(f"{prefix}.o_proj", 0, config.hidden_size, weights.w_o_QD, weights.b_o_D),
-    }
+def _attention_targets(prefix: str, parts: LayerParts, weights: AttentionWeights) -> dict[str, torch.Tensor]:
+    targets = _targets(parts.qkv, weights.w_qkv_DX, weights.b_qkv_X) | _targets(parts.o, weights.w_o_QD, weights.b_o_D)
     if weights.q_norm_d is not None and weights.k_norm_d is not None:
         targets[f"{prefix}.q_norm.weight"] = weights.q_norm_d
         targets[f"{prefix}.k_norm.weight"] = weights.k_norm_d
     return targets
 
 
-def _mlp_targets(prefix: str, config: DecoderConfig, weights: MlpWeights) -> dict[str, torch.Tensor]:
-    size = config.mlp_size
-    return {
-        **_part(f"{prefix}.gate_proj", 0, size, weights.w_gate_up_DF2, weights.b_gate_up_F2),
-        **_part(f"{prefix}.up_proj", size, size, weights.w_gate_up_DF2, weights.b_gate_up_F2),
-        **_part(f"{prefix}.down_proj", 0, config.hidden_size, weights.w_down_FD, weights.b_down_D),
-    }
+def _mlp_targets(parts: LayerParts, weights: MlpWeights) -> dict[str, torch.Tensor]:
+    return _targets(parts.gate_up, weights.w_gate_up_DF2, weights.b_gate_up_F2) | _targets(
+        parts.down, weights.w_down_FD, weights.b_down_D
+    )
 
 
 def _routed_targets(prefix: str, weights: RoutedWeights, layout: RoutedLayout) -> TensorTargets:
@@ -89,11 +116,13 @@ def _routed_targets(prefix: str, weights: RoutedWeights, layout: RoutedLayout) -
     )
 
 
-def _part(name: str, first: int, size: int, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """A projection that is `size` columns of a weight of ours, from `first` on."""
-    targets = {f"{name}.weight": weight.narrow(1, first, size).t()}
-    if bias is not None:
-        targets[f"{name}.bias"] = bias.narrow(0, first, size)
+def _targets(parts: tuple[Part, ...], weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Of a weight of ours, in columns."""
+    targets = {}
+    for part in parts:
+        targets[f"{part.name}.weight"] = weight.narrow(1, part.first, part.size).t()
+        if bias is not None:
+            targets[f"{part.name}.bias"] = bias.narrow(0, part.first, part.size)
     return targets
 
 

@@ -94,6 +94,12 @@ class _Memory:
             return self.table(shape[1], shape[0]).t()
         return self.table(*shape)
 
+    def projection(self, num_in: int, num_out: int) -> torch.Tensor:
+        """Of a layer."""
+        if not self._placement.has_projections:
+            return torch.empty(num_in, num_out, dtype=self._placement.dtype, device="meta")
+        return self(num_in, num_out)
+
     def table(self, *shape: int) -> torch.Tensor:
         """As it is seen, so it lies."""
         return torch.empty(*shape, dtype=self._placement.dtype, device=self._placement.device)
@@ -103,20 +109,20 @@ def _attention(config: DecoderConfig, new: _Memory) -> AttentionWeights:
     qkv_size = config.query_size + 2 * config.kv_size
     return AttentionWeights(
         norm_D=new(config.hidden_size),
-        w_qkv_DX=new(config.hidden_size, qkv_size),
+        w_qkv_DX=new.projection(config.hidden_size, qkv_size),
         b_qkv_X=new(qkv_size) if config.has_qkv_bias else None,
         q_norm_d=new(config.head_dim) if config.has_head_norm else None,
         k_norm_d=new(config.head_dim) if config.has_head_norm else None,
-        w_o_QD=new(config.query_size, config.hidden_size),
+        w_o_QD=new.projection(config.query_size, config.hidden_size),
         b_o_D=new(config.hidden_size) if config.has_output_bias else None,
     )
 
 
 def _mlp(config: DecoderConfig, new: _Memory) -> MlpWeights:
     return MlpWeights(
-        w_gate_up_DF2=new(config.hidden_size, 2 * config.mlp_size),
+        w_gate_up_DF2=new.projection(config.hidden_size, 2 * config.mlp_size),
         b_gate_up_F2=new(2 * config.mlp_size) if config.has_mlp_bias else None,
-        w_down_FD=new(config.mlp_size, config.hidden_size),
+        w_down_FD=new.projection(config.mlp_size, config.hidden_size),
         b_down_D=new(config.hidden_size) if config.has_mlp_bias else None,
     )
 

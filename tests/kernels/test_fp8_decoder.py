@@ -1,0 +1,229 @@
+"""Decoders with FP8 weights on the host: one row against transformers on the dequantised weights, more rows, which are
+made FP8 too, against the references; and whether a model that was taught texts still knows them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support.triton_interpreter  # noqa: F401
+import torch
+from safetensors.torch import load_file
+from support.fp8_folders import Form, dequantised_model, quantization_config, write_fp8
+from support.llama_folders import TINY_LLAMA, random_llama
+from support.model_folders import random_model
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form
+from radixmesh.daemons.worker.cuda import load, load_weights
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.fp8_decoder import Fp8Decoder
+from radixmesh.daemons.worker.cuda.fp8_ops import TritonFp8Ops
+from radixmesh.daemons.worker.cuda.fp8_products import TritonFp8Products
+from radixmesh.daemons.worker.cuda.fp8_weights import QuantizedLayers, chosen_form
+from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.runner import Segment
+from radixmesh.kernels.quantized import QuantizedMatrix, quantize_matrix
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
+
+_IDS = np.array([5, 99, 3, 42, 42, 7, 130], np.int32)
+_SETTINGS = load.DeviceSettings(
+    dtype="float32",
+    attention_backend="torch",
+    load_format="auto",
+    page_size=4,
+    num_pages=200,
+    num_slots=2,
+    max_tokens_per_step=512,
+    max_total_len=700,
+    mem_fraction=0.5,
+    cuda_graphs=False,
+    use_pdl=False,
+    deterministic=False,
+)
+# A part of a matrix, and whole ones.
+_KEPT = ("layers.0.mlp.up_proj", "layers.1.self_attn.o_proj", "layers.2.mlp.down_proj")
+_MODELS = {
+    "llama_biases": lambda: random_llama("biases"),
+    "qwen3": lambda: random_model("qwen3"),
+}
+
+
+def _runner(folder: Path, ops: Ops, **changes: object) -> DeviceRunner:
+    """With the kernels where `ops` are kernels."""
+    settings = replace(_SETTINGS, **changes)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "_ops", lambda *_: ops)
+        if isinstance(ops, TritonOps):
+            patch.setattr(load, "TorchFp8Ops", lambda plain: TritonFp8Ops(plain, TritonFp8Products()))
+        runner = load.load_device_runner(folder, settings, HostDevice())
+    assert isinstance(runner, DeviceRunner) and isinstance(runner._decoder, Fp8Decoder)
+    return runner
+
+
+def _logits(runner: DeviceRunner, chunk_len: int, ids: np.ndarray = _IDS) -> torch.Tensor:
+    pages = np.arange(-(-len(ids) // runner.page_size), dtype=np.int32)
+    parts = [
+        runner.logits([Segment(slot=1, ids=ids[start : start + chunk_len], start=start, pages=pages)])[0]
+        for start in range(0, len(ids), chunk_len)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+@torch.inference_mode()
+def _wanted(model: torch.nn.Module, ids: np.ndarray = _IDS) -> torch.Tensor:
+    logits: torch.Tensor = model(torch.from_numpy(ids).long()[None]).logits[0]
+    return logits
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "kept"),
+    [
+        ("llama_biases", Form.STATIC_TENSOR, ()),
+        ("llama_biases", Form.BLOCK, ()),
+        ("qwen3", Form.COMPRESSED_CHANNEL, _KEPT),
+    ],
+)
+def test_one_row_is_computed_with_the_numbers_of_the_checkpoint(name, form, kept, tmp_path):
+    source = tmp_path / "plain"
+    _MODELS[name]().save_pretrained(source)
+    folder = write_fp8(source, tmp_path / "fp8", form, kept=kept)
+    want = _wanted(dequantised_model(folder))
+    runner = _runner(folder, TritonOps())
+    torch.testing.assert_close(_logits(runner, 1, _IDS[:2]), want[:2], rtol=1e-4, atol=1e-4)
+    many = _logits(runner, len(_IDS))
+    # Rows that are made FP8 are off, and by no more than eight bits make them.
+    assert 0.001 < _error(many, want) < 0.12
+    assert _error(many, _logits(_runner(folder, TorchOps()), len(_IDS))) < 0.02
+
+
+@pytest.mark.parametrize("quantization", list(Fp8Form))
+def test_weights_are_quantised_when_they_are_loaded(quantization, tmp_path):
+    source = tmp_path / "plain"
+    _MODELS["qwen3"]().save_pretrained(source)
+    loaded = _load(source, quantization)
+    assert loaded.num_plain == 0 and loaded.form is quantization
+    tensors = load_file(source / "model.safetensors")
+    gate_up = torch.cat([tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")])
+    want = quantize_matrix(gate_up, is_grouped=quantization is Fp8Form.BLOCK)
+    got = loaded.layers[1].gate_up
+    assert isinstance(got, QuantizedMatrix) and torch.equal(got.dequantized(), want.dequantized())
+    runner = _runner(source, TorchOps(), quantization=str(quantization))
+    assert _error(_logits(runner, len(_IDS)), _wanted(_MODELS["qwen3"]())) < 0.15
+
+
+def test_random_weights_are_those_that_are_not_quantised(tmp_path):
+    _MODELS["qwen3"]().save_pretrained(tmp_path)
+    placement = Placement(device=torch.device("cpu"), dtype=torch.bfloat16, group=LocalGroup(), is_out_first=True)
+    plain = load_weights.load_decoder(tmp_path, placement, load_format="dummy", quantization="none")
+    loaded = load_weights.load_decoder(tmp_path, placement, load_format="dummy", quantization="fp8")
+    assert loaded.quantized is not None and plain.quantized is None
+    for index, matrices in enumerate(loaded.quantized.layers):
+        attention = plain.model.weights.layers[index].attention
+        for got, want in ((matrices.qkv, attention.w_qkv_DX), (matrices.o, attention.w_o_QD)):
+            assert isinstance(got, QuantizedMatrix)
+            assert torch.equal(got.dequantized(), quantize_matrix(want.t(), is_grouped=False).dequantized())
+    assert torch.equal(loaded.model.weights.embedding_VD, plain.model.weights.embedding_VD)
+
+
+def _load(folder: Path, quantization: str) -> QuantizedLayers:
+    placement = Placement(device=torch.device("cpu"), dtype=torch.float32, group=LocalGroup(), is_out_first=True)
+    loaded = load_weights.load_decoder(folder, placement, load_format="auto", quantization=quantization)
+    assert loaded.quantized is not None
+    return loaded.quantized
+
+
+def test_modules_that_stayed_as_they_were_stay_so(tmp_path):
+    folder = write_fp8(
+        TINY_LLAMA, tmp_path / "fp8", Form.BLOCK, kept=("layers.2.self_attn.k_proj", "layers.3.mlp.down_proj")
+    )
+    layers = _load(folder, "auto").layers
+    assert isinstance(layers[2].qkv, torch.Tensor) and isinstance(layers[3].down, torch.Tensor)
+    assert sum(isinstance(matrix, torch.Tensor) for layer in layers for matrix in layer.all()) == 2
+    stored = load_file(folder / "model.safetensors")
+    assert torch.equal(layers[2].qkv[128:192], stored["model.layers.2.self_attn.k_proj.weight"])
+    # Queries of 128 rows end a block, keys of 64 do not.
+    assert isinstance(layers[0].qkv, QuantizedMatrix) and layers[0].qkv.group_rows == 1
+    assert isinstance(layers[0].gate_up, QuantizedMatrix) and layers[0].gate_up.group_rows == 128
+    plain = load_weights.load_decoder(
+        folder,
+        Placement(device=torch.device("cpu"), dtype=torch.float32, group=LocalGroup(), is_out_first=True),
+        load_format="auto",
+        quantization="none",
+    )
+    assert plain.quantized is None
+    torch.testing.assert_close(
+        plain.model.weights.layers[0].attention.w_qkv_DX.t(), layers[0].qkv.dequantized(), rtol=0, atol=0
+    )
+
+
+@pytest.mark.parametrize(("quantization", "most_wrong"), [("none", 0), ("fp8", 0), ("fp8-block", 0)])
+def test_a_model_that_was_taught_texts_still_knows_them(quantization, most_wrong):
+    """Every token of some texts from the true ones before it, in one step: 8-bit weights, 8-bit rows."""
+    texts = json.loads((TINY_LLAMA / "recitations.json").read_text(encoding="utf-8"))
+    settings = {"quantization": quantization}
+    if quantization == "none":
+        runner = load.load_device_runner(TINY_LLAMA, replace(_SETTINGS, **settings), HostDevice())
+    else:
+        runner = _runner(TINY_LLAMA, TorchOps(), **settings)
+    num_wrong = num_tokens = 0
+    for text in texts[:6]:
+        ids = np.array([*text["prompt_ids"], *text["expected_ids"]][:500], np.int32)
+        got = _logits(runner, 512, ids)[len(text["prompt_ids"]) - 1 : -1].argmax(-1)
+        num_wrong += int((got.numpy() != ids[len(text["prompt_ids"]) :]).sum())
+        num_tokens += len(got)
+    assert num_tokens > 500 and num_wrong <= most_wrong, (num_wrong, num_tokens)
+
+
+def test_a_row_does_not_depend_on_others_in_deterministic_mode(tmp_path):
+    products = TritonFp8Products(is_deterministic=True)
+    for form in Fp8Form:
+        is_grouped = form is Fp8Form.BLOCK
+        ops = TritonFp8Ops(TritonOps(is_deterministic=True), products)
+        w = quantize_matrix(torch.randn(70, 300), is_grouped=is_grouped)
+        x = torch.randn(130, 300)
+        together = ops.linear(ops.rows(x, w), w, torch.float32)
+        for row in (0, 64, 129):
+            assert torch.equal(ops.linear(ops.rows(x[row : row + 1], w), w, torch.float32)[0], together[row])
+
+
+def test_flag_and_checkpoint_come_to_one_form():
+    block, channel = (CheckpointQuantization(form=form) for form in (Fp8Form.BLOCK, Fp8Form.CHANNEL))
+    assert [chosen_form("auto", found) for found in (None, block, channel)] == [None, Fp8Form.BLOCK, Fp8Form.CHANNEL]
+    assert [chosen_form("none", found) for found in (None, block)] == [None, None]
+    assert chosen_form("fp8", None) is chosen_form("fp8", channel) is Fp8Form.CHANNEL
+    assert chosen_form("fp8-block", block) is Fp8Form.BLOCK
+    for flag, found in (("fp8", block), ("fp8-block", channel), ("int8", None)):
+        with pytest.raises(MeshError) as caught:
+            chosen_form(flag, found)
+        assert caught.value.metadata["field"] == "quantization" and caught.value.reason_name == "INVALID_ARGUMENT"
+
+
+def test_models_with_experts_are_refused_before_they_are_read(tmp_path):
+    random_model("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "quantization_config": quantization_config(Form.BLOCK)})
+    )
+    with pytest.raises(MeshError, match="routed experts"):
+        load.load_device_runner(tmp_path, _SETTINGS, HostDevice())
+
+
+def test_gpus_that_do_not_know_fp8_are_told_what_to_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(MeshError, match="--quantization none") as caught:
+        load_weights._check_device(torch.device("cuda"), Fp8Form.BLOCK)
+    assert caught.value.reason_name == "UNSUPPORTED"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    load_weights._check_device(torch.device("cuda"), Fp8Form.BLOCK)
