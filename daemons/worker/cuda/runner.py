@@ -20,17 +20,18 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit, Task, TokenLogprobs
+from radixmesh.daemons.runtime.step import Admit, Task
 from radixmesh.daemons.worker.cpu.kv_pool import KvPool
 from radixmesh.daemons.worker.cuda.attention import DeviceAttention
 from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer, DecodeViews
 from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
-from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, Mark
+from radixmesh.daemons.worker.cuda.device import Device, DeviceClock
+from radixmesh.daemons.worker.cuda.host_logits import CarefulSegment, HostLogits
 from radixmesh.daemons.worker.cuda.host_step import host_step
 from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, no_rows
-from radixmesh.daemons.worker.cuda.running_step import CarefulSegment, RunningDeviceStep
+from radixmesh.daemons.worker.cuda.running_step import RunningDeviceStep
 from radixmesh.daemons.worker.cuda.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.token_ring import TokenRing
@@ -42,15 +43,11 @@ from radixmesh.daemons.worker.runner import (
     Segment,
     SegmentOutput,
 )
-from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
-from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.kernels.begin_step import begin_step
 from radixmesh.kernels.sample import TokenTarget
 
 # Of a device that has just been started.
 _FIRST_STEPS = 100
-# Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
-_LOGPROB_ROWS = 128
 
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -125,7 +122,9 @@ class DeviceRunner(ModelRunner):
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self._slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
-            self._clock = DeviceClock(device.mark())
+            clock = DeviceClock(device.mark())
+        self._host_logits = HostLogits(device, decoder)
+        self._running = partial(RunningDeviceStep, clock, self._host_logits)
 
     def can_batch(self, sampling: Sampling) -> bool:
         return not sampling.wants_logprobs
@@ -184,7 +183,7 @@ class DeviceRunner(ModelRunner):
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._device.mark()
-            return RunningDeviceStep(self, start, start)
+            return self._running(start, start)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
@@ -193,7 +192,7 @@ class DeviceRunner(ModelRunner):
         logits_TV = self._decode(views, variant) if bucket is None else self._graphs.replay(bucket, variant)
         self._sampler.redraw(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.turn_1))
         end = self._device.mark()
-        return RunningDeviceStep(self, start, end, self._tokens.fetch(num_rows, end), num_rows)
+        return self._running(start, end, self._tokens.fetch(num_rows, end), num_rows)
 
     def _send_decodes(self, rows: DecodeRows, num_rows: int) -> DecodeViews:
         """What a step of decodes alone needs; `num_rows` with padding."""
@@ -246,8 +245,7 @@ class DeviceRunner(ModelRunner):
             self._slots.send(np.array(slots, np.int32), tables, num_pages)
             self._slots.forget(slots)
             forward = self._prompts.forward(rows, segments, is_captured=False)
-            parts = [self._host_logits(part) for part in torch.split(forward.hidden_TD, _LOGPROB_ROWS)]
-        return np.split(np.concatenate(parts), forward.chunk_ends[:-1])
+            return np.split(self._host_logits.of(forward.hidden_TD), forward.chunk_ends[:-1])
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
         raise AssertionError("a device runner is launched")
@@ -283,49 +281,7 @@ class DeviceRunner(ModelRunner):
                 careful[index] = CarefulSegment.of(segment, own_TD)
         over = self._device.mark()
         fetched = self._tokens.fetch(len(slots), over) if len(slots) else None
-        return RunningDeviceStep(self, start, over, fetched, len(rows.slots), len(segments), drawn, careful)
-
-    def place(self, start: Mark, end: Mark) -> tuple[int, int]:
-        """A step's times on the host's clock."""
-        return self._clock.place(start, end)
-
-    @torch.inference_mode()
-    def careful_output(self, careful: CarefulSegment, token: int | None) -> SegmentOutput:
-        """Of a segment whose logits are wanted on the host; `token` where the device drew it."""
-        segment, logprobs = careful.segment, None
-        with self._device.in_order():
-            if segment.sample is not None and token is None:
-                row = self._host_logits(careful.hidden_TD[-1:])
-                token = sample_tokens(row, [segment.sample])[0]
-                num_top = segment.sample.sampling.num_top_logprobs
-                logprobs = None if num_top is None else token_logprobs(row, [token], num_top)
-            prompt_logprobs = self._prompt_logprobs(careful) if segment.prompt_logprobs is not None else None
-        return SegmentOutput(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-
-    def _prompt_logprobs(self, careful: CarefulSegment) -> TokenLogprobs:
-        segment, wanted = careful.segment, careful.segment.prompt_logprobs
-        assert wanted is not None
-        # Position p is predicted by the row of p - 1.
-        hidden_TD = careful.hidden_TD[wanted.start - 1 - segment.start : wanted.stop - 1 - segment.start]
-        ids = segment.prompt_ids[wanted.start : wanted.stop].tolist()
-        parts = [
-            token_logprobs(
-                self._host_logits(hidden_TD[first : first + _LOGPROB_ROWS]),
-                ids[first : first + _LOGPROB_ROWS],
-                segment.prompt_num_top,
-            )
-            for first in range(0, len(ids), _LOGPROB_ROWS)
-        ]
-        return TokenLogprobs(
-            own=np.concatenate([part.own for part in parts]),
-            num_top=parts[0].num_top,
-            top_ids=np.concatenate([part.top_ids for part in parts]),
-            top=np.concatenate([part.top for part in parts]),
-        )
-
-    def _host_logits(self, hidden_TD: torch.Tensor) -> FloatArray:
-        rows: FloatArray = self._decoder.logits(hidden_TD.contiguous()).float().cpu().numpy()
-        return rows
+        return self._running(start, over, fetched, len(rows.slots), len(segments), drawn, careful)
 
 
 def _is_careful(sample: SampleInput) -> bool:
