@@ -19,6 +19,8 @@ from support.torch_flashinfer import use_torch_modules
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cuda import planned_lane
+from radixmesh.daemons.worker.cuda.attention_choice import AttentionChoice
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
@@ -171,6 +173,27 @@ def test_the_pools_dtype_follows_the_flags(monkeypatch, caplog, changes, expecte
         runner = _runner(TINY, **changes)
     assert runner.pool.tokens("keys", 0).dtype == expected
     assert ("kv_dtype_chosen" in caplog.text) == (not changes)
+
+
+def test_what_plans_take_is_counted_ahead(monkeypatch):
+    """All lanes are made after the pages are sized; `allocate_workspace` makes the tensors that were counted."""
+    use_torch_modules(monkeypatch)
+    counted, made = [], []
+    work_bytes, allocate = AttentionChoice.work_bytes, planned_lane.allocate_workspace
+
+    def count(*args):
+        counted.append(work_bytes(*args))
+        return counted[-1]
+
+    def make(*args, **sizes):
+        workspace = allocate(*args, **sizes)
+        made.append(len(workspace.floats) + len(workspace.ints))
+        return workspace
+
+    monkeypatch.setattr(AttentionChoice, "work_bytes", count)
+    monkeypatch.setattr(planned_lane, "allocate_workspace", make)
+    _runner(TINY)
+    assert len(made) == 4 and counted == [sum(made)]
 
 
 def test_heads_larger_than_all_of_flashinfers_are_refused(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ def use_torch_modules(monkeypatch: pytest.MonkeyPatch, *, is_hopper: bool = True
     monkeypatch.setattr(flashinfer_kernels, "extend_module", lambda name, config: _Extend(name, config, ran))
     monkeypatch.setattr(flashinfer_shared_prefix, "merge_module", lambda: _Merge(ran))
     monkeypatch.setattr(flashinfer_attention, "has_hopper_kernels", lambda device: is_hopper)
-    monkeypatch.setattr(flashinfer_workspace, "_num_sms", lambda device: _NUM_SMS)
+    monkeypatch.setattr(flashinfer_workspace, "num_sms_of", lambda device: _NUM_SMS)
     for module in (paged_rows, planned_lane, row_order):
         monkeypatch.setattr(module, "PinnedRing", _HostRing)
     return ran

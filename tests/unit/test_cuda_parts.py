@@ -121,6 +121,8 @@ def test_graphs_keep_their_logits_and_memory_is_left_for_them():
     plain = memory._work_bytes(settings, config, torch.bfloat16)
     graphs = memory._work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), config, torch.bfloat16)
     assert graphs - plain == 2 * 15 * 1000 * 2
+    attention = memory._work_bytes(replace(settings, attention_bytes=12345), config, torch.bfloat16)
+    assert attention - plain == 12345
 
 
 @pytest.fixture

@@ -39,17 +39,25 @@ class AttentionChoice:
 
     def layout(self, layout: KvLayout) -> KvLayout:
         """The model's, with rows padded to a size that the kernels have. Raises MeshError UNSUPPORTED."""
-        return layout.padded(self._stored(layout.planes[0].row_shape[-1])) if self.name == "flashinfer" else layout
+        return layout.padded(self._stored_dim(layout.planes[0].row_shape[-1]))
+
+    def work_bytes(
+        self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None], device: torch.device
+    ) -> int:
+        """What it takes of a GPU's memory beside the pool, where that is much. shape, windows: the model's."""
+        if self.name != "flashinfer":
+            return 0
+        return _flashinfer_bytes(settings, self._stored_shape(shape), windows, self.kv_dtype, device)
 
     def creator(
         self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None]
     ) -> AttentionCreator:
         """Makes it when the page tables are there. shape, windows: the model's."""
-        stored_dim = self._stored(shape.head_dim) if self.name == "flashinfer" else shape.head_dim
-        is_plain = stored_dim == shape.head_dim and self.kv_dtype == self.dtype
+        stored_shape = self._stored_shape(shape)
+        is_plain = stored_shape == shape and self.kv_dtype == self.dtype
 
         def create(page_tables: torch.Tensor) -> DeviceAttention:
-            inner = self._create(settings, replace(shape, head_dim=stored_dim), windows, page_tables)
+            inner = self._create(settings, stored_shape, windows, page_tables)
             return inner if is_plain else PoolAttention(inner)
 
         return create
@@ -81,7 +89,13 @@ class AttentionChoice:
             use_pdl=settings.use_pdl and page_tables.is_cuda,
         )
 
-    def _stored(self, head_dim: int) -> int:
+    def _stored_shape(self, shape: AttentionShape) -> AttentionShape:
+        """Of the heads as they are stored; the scale stays the model's."""
+        return replace(shape, head_dim=self._stored_dim(shape.head_dim))
+
+    def _stored_dim(self, head_dim: int) -> int:
+        if self.name != "flashinfer":
+            return head_dim
         size = next((size for size in _FLASHINFER_HEAD_DIMS if size >= head_dim), None)
         if size is None:
             raise MeshError(
@@ -145,15 +159,43 @@ def _flashinfer(
         max_extend_tokens=settings.max_tokens_per_step,
         windows=windows,
     )
-    # A window may end within the prefix.
-    can_share = set(windows) == {None}
     return FlashInferBackend(
         kernels,
-        _shared_prefix(settings, shape, dtype, page_tables) if can_share else None,
+        _shared_prefix(settings, shape, dtype, page_tables) if _can_share(windows) else None,
         dummy_slot=page_tables.shape[0] - 1,
         page_size=settings.page_size,
         order=RowOrder(settings.num_slots, page_tables.device),
     )
+
+
+def _flashinfer_bytes(
+    settings: DeviceSettings,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    from radixmesh.daemons.worker.cuda.flashinfer_attention import attention_lanes
+    from radixmesh.daemons.worker.cuda.flashinfer_shared_prefix import shared_prefix_lanes
+    from radixmesh.daemons.worker.cuda.flashinfer_workspace import num_sms_of
+
+    decodes, extends = attention_lanes(
+        shape,
+        device,
+        dtype=dtype,
+        page_size=settings.page_size,
+        max_rows=settings.num_slots,
+        max_extend_tokens=settings.max_tokens_per_step,
+        windows=windows,
+    )
+    shared = shared_prefix_lanes(shape, dtype=dtype, page_size=settings.page_size, max_rows=settings.num_slots)
+    lanes = [*decodes, *extends, *(shared if _can_share(windows) else ())]
+    return sum(lane.num_bytes(num_sms_of(device)) for lane in lanes)
+
+
+def _can_share(windows: Sequence[int | None]) -> bool:
+    """A window may end within a prefix."""
+    return set(windows) == {None}
 
 
 def _shared_prefix(

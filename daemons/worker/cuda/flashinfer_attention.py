@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.attention.backend import AttentionShape
 from .flashinfer_kernels import decode_kind_for, has_hopper_kernels
 from .flashinfer_modules import KernelConfig, KernelKind
 from .paged_rows import PagedRows
-from .planned_lane import PlannedLane
+from .planned_lane import LaneSpec, PlannedLane
 
 
 class FlashInferAttention:
@@ -44,33 +44,22 @@ class FlashInferAttention:
         decode_kind: KernelKind | None = None,
         extend_kind: KernelKind | None = None,
     ) -> None:
-        device = page_tables.device
-        if decode_kind is None:
-            decode_kind = decode_kind_for(shape)
-        if extend_kind is None:
-            extend_kind = KernelKind.HOPPER if has_hopper_kernels(device) else KernelKind.TENSOR_CORES
         self._page_size = page_size
         self._decode_rows = PagedRows(page_tables, page_size, max_rows)
         self._extend_rows = PagedRows(page_tables, page_size, max_rows)
+        specs = attention_lanes(
+            shape,
+            page_tables.device,
+            dtype=dtype,
+            page_size=page_size,
+            max_rows=max_rows,
+            max_extend_tokens=max_extend_tokens,
+            windows=windows,
+            decode_kind=decode_kind,
+            extend_kind=extend_kind,
+        )
         self._decode_lanes, self._extend_lanes = (
-            {
-                window: PlannedLane(
-                    kind,
-                    KernelConfig(
-                        shape=shape,
-                        dtype=dtype,
-                        page_size=page_size,
-                        window=window,
-                        is_causal=is_extend,
-                        in_graphs=not is_extend,
-                    ),
-                    device,
-                    max_rows=max_rows,
-                    max_queries=max_extend_tokens if is_extend else max_rows,
-                )
-                for window in dict.fromkeys(windows)
-            }
-            for kind, is_extend in ((decode_kind, False), (extend_kind, True))
+            {spec.config.window: PlannedLane(spec, page_tables.device) for spec in of_kind} for of_kind in specs
         )
 
     def plan_decode(self, row_slots: IntArray, kv_lens: IntArray) -> None:
@@ -128,3 +117,40 @@ class FlashInferAttention:
         paged = (-1, self._page_size, *keys_SKd.shape[1:])
         lane.run(rows, query_THd, keys_SKd.view(paged), values_SKd.view(paged), out)
         return out
+
+
+def attention_lanes(
+    shape: AttentionShape,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    page_size: int,
+    max_rows: int,
+    max_extend_tokens: int,
+    windows: Sequence[int | None] = (None,),
+    decode_kind: KernelKind | None = None,
+    extend_kind: KernelKind | None = None,
+) -> tuple[list[LaneSpec], list[LaneSpec]]:
+    """Those of decode and of extend, one a window. Arguments as of `FlashInferAttention`."""
+    if extend_kind is None:
+        extend_kind = KernelKind.HOPPER if has_hopper_kernels(device) else KernelKind.TENSOR_CORES
+    decodes, extends = (
+        [
+            LaneSpec(
+                kind=kind,
+                config=KernelConfig(
+                    shape=shape,
+                    dtype=dtype,
+                    page_size=page_size,
+                    window=window,
+                    is_causal=is_extend,
+                    in_graphs=not is_extend,
+                ),
+                max_rows=max_rows,
+                max_queries=max_extend_tokens if is_extend else max_rows,
+            )
+            for window in dict.fromkeys(windows)
+        ]
+        for kind, is_extend in ((decode_kind or decode_kind_for(shape), False), (extend_kind, True))
+    )
+    return decodes, extends

@@ -18,7 +18,7 @@ from radixmesh.daemons.worker.attention.backend import AttentionShape
 from .flashinfer_kernels import decode_kind_for
 from .flashinfer_modules import KernelConfig, KernelKind, merge_module
 from .paged_rows import PagedRows
-from .planned_lane import PlannedLane
+from .planned_lane import LaneSpec, PlannedLane
 
 # Rows (queries x heads of a group) of the tile that the prefix's keys are multiplied with.
 _TILE = 64
@@ -38,19 +38,13 @@ class FlashInferSharedPrefix:
         suffix_kind: KernelKind | None = None,
     ) -> None:
         device = page_tables.device
-        config = KernelConfig(
-            shape=shape, dtype=dtype, page_size=page_size, window=None, is_causal=False, in_graphs=True
-        )
         self._page_size = page_size
         self._dummy_slot = page_tables.shape[0] - 1
-        self._tile_rows = max(1, _TILE // shape.group_size)
         self._prefix_rows = PagedRows(page_tables, page_size, max_rows)
         self._suffix_rows = PagedRows(page_tables, page_size, max_rows)
-        kinds = (KernelKind.TENSOR_CORES, suffix_kind or decode_kind_for(shape))
-        self._prefix_lane, self._suffix_lane = (
-            PlannedLane(kind, config, device, max_rows=max_rows, max_queries=max_rows, longest=longest)
-            for kind, longest in zip(kinds, (self._tile_rows, 1), strict=True)
-        )
+        specs = shared_prefix_lanes(shape, dtype=dtype, page_size=page_size, max_rows=max_rows, suffix_kind=suffix_kind)
+        self._tile_rows = specs[0].longest
+        self._prefix_lane, self._suffix_lane = (PlannedLane(spec, device) for spec in specs)
         self._merge = merge_module()
         self._prefix_out = torch.empty(max_rows, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
         self._lses = torch.empty(2, max_rows, shape.num_heads, dtype=torch.float32, device=device)
@@ -115,3 +109,23 @@ class FlashInferSharedPrefix:
             sizes[groups] = left
         self._prefix_rows.place(slots, sizes, lengths)
         self._prefix_lane.plan(self._prefix_rows)
+
+
+def shared_prefix_lanes(
+    shape: AttentionShape,
+    *,
+    dtype: torch.dtype,
+    page_size: int,
+    max_rows: int,
+    suffix_kind: KernelKind | None = None,
+) -> tuple[LaneSpec, LaneSpec]:
+    """Those of prefixes and of what is the rows' own. Arguments as of `FlashInferSharedPrefix`."""
+    config = KernelConfig(shape=shape, dtype=dtype, page_size=page_size, window=None, is_causal=False, in_graphs=True)
+    prefix, suffix = (
+        LaneSpec(kind=kind, config=config, max_rows=max_rows, max_queries=max_rows, longest=longest)
+        for kind, longest in (
+            (KernelKind.TENSOR_CORES, max(1, _TILE // shape.group_size)),
+            (suffix_kind or decode_kind_for(shape), 1),
+        )
+    )
+    return prefix, suffix

@@ -26,7 +26,7 @@ def allocate_workspace(
     longest: queries of a row, at most, that graphs' plans are told of.
     """
     floats, ints = workspace_bytes(
-        kind, config, _num_sms(device), max_rows=max_rows, max_queries=max_queries, longest=longest
+        kind, config, num_sms_of(device), max_rows=max_rows, max_queries=max_queries, longest=longest
     )
     return Workspace(
         floats=torch.empty(floats, dtype=torch.uint8, device=device),
@@ -60,7 +60,8 @@ def workspace_bytes(
     return floats + _SPARE, ints + _SPARE
 
 
-def _num_sms(device: torch.device) -> int:
+def num_sms_of(device: torch.device) -> int:
+    """Multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -116,6 +116,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         max_total_len=length,
         graph_rows=graph_rows,
         prompt_rows=prompt_rows,
+        attention_bytes=attention.work_bytes(settings, model.attention_shape, model.config.windows, where),
     )
     if where.type == "cuda":
         num_pages = choose_num_pages(memory, model.config, layout.bytes_per_token(attention.kv_dtype), dtype, where)

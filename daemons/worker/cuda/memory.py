@@ -23,7 +23,8 @@ _SPARE_BYTES = 1536 * 2**20
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
     """mem_fraction: share of the device's memory that weights, work space and KV take together. graph_rows,
-    prompt_rows: sizes of the steps that are captured, of decodes and with chunks."""
+    prompt_rows: sizes of the steps that are captured, of decodes and with chunks. attention_bytes: what attention keeps
+    beside the pages."""
 
     mem_fraction: float
     num_pages: int | None
@@ -33,6 +34,7 @@ class MemorySettings:
     max_total_len: int
     graph_rows: tuple[int, ...] = ()
     prompt_rows: tuple[int, ...] = ()
+    attention_bytes: int = 0
 
 
 def choose_num_pages(
@@ -106,7 +108,7 @@ def _work_bytes(settings: MemorySettings, config: DecoderConfig, dtype: torch.dt
     # prefix, and without).
     left = sum(settings.graph_rows) * config.vocab_size + sum(settings.prompt_rows) * config.hidden_size
     graphs = 2 * left * dtype.itemsize
-    return rows + logits + graphs + tables + rope + _SPARE_BYTES
+    return rows + logits + graphs + tables + rope + settings.attention_bytes + _SPARE_BYTES
 
 
 def _does_not_fit(what: str, flags: str, fields: dict[str, object]) -> MeshError:

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .flashinfer_kernels import create_kernel
 from .flashinfer_modules import KernelConfig, KernelKind, PlanLayout
-from .flashinfer_workspace import allocate_workspace
+from .flashinfer_workspace import allocate_workspace, workspace_bytes
 from .paged_rows import PagedRows
 from .pinned_ring import PinnedRing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneSpec:
+    """What is planned: a kernel, and the largest step. longest: as `allocate_workspace` takes it."""
+
+    kind: KernelKind
+    config: KernelConfig
+    max_rows: int
+    max_queries: int
+    longest: int = 1
+
+    def num_bytes(self, num_sms: int) -> int:
+        """Of the device's memory, that a lane takes."""
+        return sum(
+            workspace_bytes(
+                self.kind,
+                self.config,
+                num_sms,
+                max_rows=self.max_rows,
+                max_queries=self.max_queries,
+                longest=self.longest,
+            )
+        )
 
 
 class PlannedLane:
     """A kernel and the plan of it that is in force."""
 
-    def __init__(
-        self,
-        kind: KernelKind,
-        config: KernelConfig,
-        device: torch.device,
-        *,
-        max_rows: int,
-        max_queries: int,
-        longest: int = 1,
-    ) -> None:
-        self._kernel = create_kernel(kind, config)
+    def __init__(self, spec: LaneSpec, device: torch.device) -> None:
+        config = spec.config
+        self._kernel = create_kernel(spec.kind, config)
         self._workspace = allocate_workspace(
-            kind, config, device, max_rows=max_rows, max_queries=max_queries, longest=longest
+            spec.kind,
+            config,
+            device,
+            max_rows=spec.max_rows,
+            max_queries=spec.max_queries,
+            longest=spec.longest,
         )
         self._staging = PinnedRing(len(self._workspace.ints))
         self._layout: PlanLayout = ()

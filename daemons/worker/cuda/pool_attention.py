@@ -12,7 +12,6 @@ Legend: T rows, H heads, K kv heads, d head_dim, S tokens of the pool.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from radixmesh.daemons.worker.cuda.attention import DeviceAttention, DeviceStep, HostStep, StepAttention
 
@@ -42,11 +41,13 @@ class _PoolStep(StepAttention):
     def attend(
         self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        head_dim, padding = query_THd.shape[2], keys_SKd.stride(1) - keys_SKd.shape[2]
-        stored_query = query_THd.to(keys_SKd.dtype)
-        if padding:
-            stored_query = functional.pad(stored_query, (0, padding))
-        out = self._inner.attend(stored_query, _stored(keys_SKd), _stored(values_SKd), window)
+        head_dim, stored_dim = query_THd.shape[2], keys_SKd.stride(1)
+        if head_dim == stored_dim:
+            query = query_THd.to(keys_SKd.dtype)
+        else:
+            query = query_THd.new_zeros(*query_THd.shape[:2], stored_dim, dtype=keys_SKd.dtype)
+            query[..., :head_dim] = query_THd
+        out = self._inner.attend(query, _stored(keys_SKd), _stored(values_SKd), window)
         return out[..., :head_dim].to(query_THd.dtype)
 
 
