@@ -23,6 +23,10 @@ _MAY_BE_READ = {
     "_rms_norm_kernel": ["w_ptr"],
     "_silu_mul_kernel": ["bias_ptr"],
     "_gemv_kernel": ["norm_ptr", "w_ptr"],
+    "_fp8_gemv_kernel": ["norm_ptr", "scales_ptr", "w_ptr"],
+    "_fp8_linear_kernel": [],
+    "_quantize_rows_kernel": ["bias_ptr", "norm_ptr"],
+    "_silu_quantize_kernel": ["bias_ptr"],
     "_highest_kernel": [],
     "_finish_kernel": ["row_slots_ptr", "turn_ptr"],
 }

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction, mangle_type
 
-_OPTIONS = ("num_warps", "maxnreg", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 
 def compile_launch(kernel: JITFunction, args: tuple, kwargs: dict) -> dict:

@@ -69,15 +69,41 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     }
 
 
+def _fp8_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
+    from radixmesh.kernels import fp8_gemv, fp8_linear, quantize_rows, silu_quantize
+    from radixmesh.kernels.quantized import quantize_matrix, quantize_rows_reference
+
+    bf16, rows, hidden = torch.bfloat16, 2, 128
+    x, w = torch.zeros(rows, hidden, dtype=bf16), torch.ones(hidden, dtype=bf16)
+    matrix, quantized = quantize_matrix(x, is_grouped=True), quantize_rows_reference(x, is_grouped=True)
+
+    def norm() -> None:
+        quantize_rows.norm_quantize(x, w, 1e-6, product_TD=x.clone(), bias_D=w, is_grouped=True, use_pdl=True)
+
+    def silu() -> None:
+        silu_quantize.silu_quantize(x, bias_2F=w, is_grouped=True, use_pdl=True)
+
+    return {
+        "_fp8_gemv_kernel": (
+            fp8_gemv,
+            lambda: fp8_gemv.fp8_linear_few(x[:1], matrix, w[:2], w[None, :2], w, 1e-6, use_pdl=True),
+        ),
+        "_fp8_linear_kernel": (fp8_linear, lambda: fp8_linear.fp8_linear(quantized, matrix, bf16, use_pdl=True)),
+        "_quantize_rows_kernel": (quantize_rows, norm),
+        "_silu_quantize_kernel": (silu_quantize, silu),
+    }
+
+
 def main() -> None:
-    from radixmesh.kernels import gemv, sample
+    from radixmesh.kernels import fp8_gemv, fp8_linear, gemv, sample
 
     # There is no GPU to ask, and neither a launch.
-    gemv.has_gdc = lambda device: True
+    for module in (gemv, fp8_gemv, fp8_linear):
+        module.has_gdc = lambda device: True
     for name in ("_highest_kernel", "_finish_kernel"):
         getattr(sample, name).run = lambda *args, **kwargs: None
     found = {}
-    for name, (module, launch) in _launches().items():
+    for name, (module, launch) in (_launches() | _fp8_launches()).items():
         kernel = getattr(module, name)
         idle = kernel.run
 
