@@ -102,15 +102,17 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return MODEL if request.param == "tiny-llama" else save_model(random_model("mistral", seed=2), tmp_path)
 
 
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_flashinfer_gives_the_same_greedy_tokens_over_float16_pages(folder, cuda_graphs):
+@pytest.mark.parametrize(("attention", "cuda_graphs"), [("flashinfer", True), ("flashinfer", False), ("triton", True)])
+def test_greedy_tokens_over_float16_pages_are_the_same(folder, attention, cuda_graphs):
     """In float32 but for keys and values; the largest logits lead by more than that changes them."""
-    pytest.importorskip("flashinfer")
+    if attention == "flashinfer":
+        pytest.importorskip("flashinfer")
     for page_size, chunk_len in ((1, 7), (16, 64)):
         want = drive(_cpu_runner(page_size, folder), chunk_len=chunk_len, lag=0, options=GREEDY_OPTIONS)
         settings = replace(
             SETTINGS,
-            attention_backend="flashinfer",
+            attention_backend=attention,
+            kv_dtype="float16" if attention == "triton" else "auto",
             cuda_graphs=cuda_graphs,
             page_size=page_size,
             tune_products=False,
