@@ -1,0 +1,283 @@
+"""FP8 weights on a GPU: kernels at the sizes of real models, in captured graphs, against torch; and decoders, from
+checkpoints of every form and quantised when loaded, that still know the texts they were taught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.fp8_folders import Form, dequantised_model, write_fp8
+from support.llama_folders import TINY_LLAMA, random_llama
+from support.plan_driver import GREEDY, PROMPTS, PlanDriver
+from support.recite import recited_wrongly
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cuda.fp8_products import (
+    ScaledMmProducts,
+    TritonFp8Products,
+    check_small_product,
+    create_products,
+)
+from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.runner import Segment
+from radixmesh.kernels.fp8_gemv import (
+    fp8_gate_up_silu,
+    fp8_gate_up_silu_reference,
+    fp8_linear_few,
+    fp8_linear_few_reference,
+)
+from radixmesh.kernels.fp8_linear import fp8_linear, fp8_linear_reference
+from radixmesh.kernels.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
+from radixmesh.kernels.quantized import QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
+from radixmesh.kernels.silu_quantize import silu_quantize, silu_quantize_reference
+
+pytestmark = pytest.mark.gpu
+
+_HIDDEN, _MLP = 3072, 8192
+_GROUPS = [pytest.param(False, id="channel"), pytest.param(True, id="block")]
+SETTINGS = DeviceSettings(
+    dtype="bfloat16",
+    attention_backend="triton",
+    load_format="auto",
+    page_size=1,
+    num_pages=4096,
+    num_slots=8,
+    max_tokens_per_step=64,
+    max_total_len=256,
+    mem_fraction=0.5,
+    cuda_graphs=True,
+    use_pdl=True,
+    deterministic=False,
+)
+
+
+@pytest.mark.parametrize("use_pdl", [False, True])
+@pytest.mark.parametrize("is_grouped", _GROUPS)
+def test_a_captured_chain_of_products_of_one_row_equals_torch(is_grouped: bool, use_pdl: bool) -> None:
+    x, norm = _random(1, _HIDDEN), _random(_HIDDEN)
+    qkv, o, gate_up, down = (
+        _matrix(*shape, is_grouped)
+        for shape in ((5120, _HIDDEN), (_HIDDEN, 5120), (2 * _MLP, _HIDDEN), (_HIDDEN, _MLP))
+    )
+
+    def ours() -> torch.Tensor:
+        hidden = x.clone()
+        for _ in range(3):
+            heads = fp8_linear_few(hidden, qkv, None, None, norm, 1e-6, use_pdl=use_pdl)
+            fp8_linear_few(heads, o, None, hidden, out=hidden, use_pdl=use_pdl)
+            gated = fp8_gate_up_silu(hidden, gate_up, norm, 1e-6, use_pdl=use_pdl)
+            fp8_linear_few(gated, down, None, hidden, out=hidden, use_pdl=use_pdl)
+        return hidden
+
+    def theirs() -> torch.Tensor:
+        hidden = x.float()
+        for _ in range(3):
+            hidden = hidden + fp8_linear_few_reference(fp8_linear_few_reference(hidden, qkv, None, None, norm, 1e-6), o)
+            gated = fp8_gate_up_silu_reference(hidden, gate_up, norm, 1e-6)
+            hidden = hidden + fp8_linear_few_reference(gated, down)
+        return hidden
+
+    assert _error(_captured(ours), theirs()) < 0.02
+
+
+@pytest.mark.parametrize("use_pdl", [False, True])
+@pytest.mark.parametrize("is_grouped", _GROUPS)
+@pytest.mark.parametrize("num_rows", [2, 17, 64, 256, 1000])
+def test_a_captured_chain_of_rows_made_fp8_equals_torch(num_rows: int, is_grouped: bool, use_pdl: bool) -> None:
+    """Layers but for their attention, as the decoder launches them."""
+    x, norm, bias = _random(num_rows, _HIDDEN) * 4, _random(_HIDDEN), _random(_HIDDEN)
+    qkv, o, gate_up, down = (
+        _matrix(*shape, is_grouped)
+        for shape in ((_HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN), (2 * _MLP, _HIDDEN), (_HIDDEN, _MLP))
+    )
+    products = create_products(x.device, use_pdl=use_pdl, is_deterministic=False)
+    options = {"is_grouped": is_grouped, "use_pdl": use_pdl}
+
+    def ours() -> torch.Tensor:
+        rows, added = x.clone(), None
+        for _ in range(2):
+            quantized = norm_quantize(rows, norm, 1e-5, product_TD=added, **options)
+            heads = products.linear(quantized, qkv, torch.bfloat16)
+            product = products.linear(quantize_rows(heads, **options), o, torch.bfloat16)
+            quantized = norm_quantize(rows, norm, 1e-5, product_TD=product, bias_D=bias, **options)
+            gated = silu_quantize(products.linear(quantized, gate_up, torch.bfloat16), **options)
+            added = products.linear(gated, down, torch.bfloat16)
+        assert added is not None
+        return rows.add_(added)
+
+    def theirs() -> torch.Tensor:
+        rows, added, exact = x.float(), None, torch.float32
+        for _ in range(2):
+            quantized = norm_quantize_reference(rows, norm, 1e-5, product_TD=added, is_grouped=is_grouped)
+            heads = fp8_linear_reference(quantized, qkv, exact)
+            product = fp8_linear_reference(quantize_rows_reference(heads, is_grouped=is_grouped), o, exact)
+            quantized = norm_quantize_reference(
+                rows, norm, 1e-5, product_TD=product, bias_D=bias, is_grouped=is_grouped
+            )
+            gated = silu_quantize_reference(fp8_linear_reference(quantized, gate_up, exact), is_grouped=is_grouped)
+            added = fp8_linear_reference(gated, down, exact)
+        assert added is not None
+        return rows + added
+
+    # Numbers that fall to the other side between two of FP8 are off by a sixteenth.
+    assert _error(_captured(ours), theirs()) < 0.05
+
+
+@pytest.mark.parametrize("groups", ["channel", "block", "rows of blocks"])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 33, 64, 100, 300, 700, 2100])
+@pytest.mark.parametrize(("num_out", "num_in"), [(_HIDDEN, _MLP), (2 * _MLP, _HIDDEN), (1000, 1232)])
+def test_products_equal_torch_at_any_number_of_rows(num_rows, num_out, num_in, groups) -> None:
+    w = _matrix(num_out, num_in, groups != "channel")
+    if groups == "rows of blocks":
+        w = QuantizedMatrix(w.data_NK, w.scales.repeat_interleave(128, 0)[:num_out].contiguous(), 1, True)
+    rows = quantize_rows_reference(_random(num_rows, num_in), is_grouped=w.is_grouped)
+    want = fp8_linear_reference(rows, w, torch.float32)
+    # Tensor cores sum products of FP8 with fewer bits than float32 has; groups of 128 are summed apart.
+    most = 5e-3 if w.is_grouped else 0.02
+    for dtype in (torch.float32, torch.bfloat16):
+        assert _error(fp8_linear(rows, w, dtype, use_pdl=True), want) < most
+    if groups == "channel" and num_out % 16 == 0 and num_rows > 1:
+        library = ScaledMmProducts(_NoProducts()).linear(rows, w, torch.bfloat16)
+        assert _error(library, want) < most
+
+
+class _NoProducts(TritonFp8Products):
+    def linear(self, rows: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
+        raise AssertionError("the library was to compute this")
+
+
+def test_the_library_computes_a_small_product_as_it_should() -> None:
+    device = torch.device("cuda")
+    check_small_product(ScaledMmProducts(_NoProducts()), device)
+    check_small_product(TritonFp8Products(), device)
+    assert isinstance(create_products(device, use_pdl=True, is_deterministic=False), ScaledMmProducts)
+
+
+@pytest.mark.parametrize("num_rows", [1, 300])
+@pytest.mark.parametrize("is_grouped", _GROUPS)
+def test_rows_are_made_fp8_as_in_torch(num_rows: int, is_grouped: bool) -> None:
+    x, norm, gate_up = _random(num_rows, _HIDDEN) * 9, _random(_HIDDEN), _random(num_rows, 2 * _MLP)
+    for got, want in (
+        (quantize_rows(x, is_grouped=is_grouped), quantize_rows_reference(x, is_grouped=is_grouped)),
+        (
+            norm_quantize(x, norm, 1e-5, is_grouped=is_grouped),
+            norm_quantize_reference(x, norm, 1e-5, is_grouped=is_grouped),
+        ),
+        (silu_quantize(gate_up, is_grouped=is_grouped), silu_quantize_reference(gate_up, is_grouped=is_grouped)),
+    ):
+        torch.testing.assert_close(got.scales, want.scales, rtol=1e-4, atol=0)
+        assert float((got.data_TK.float() != want.data_TK.float()).float().mean()) < 0.01
+        assert _error(got.dequantized(), want.dequantized()) < 0.005
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
+def test_a_model_that_was_taught_texts_recites_them(quantization, dtype, cuda_graphs) -> None:
+    runner = _runner(TINY_LLAMA, quantization=quantization, dtype=dtype, cuda_graphs=cuda_graphs)
+    for chunk_len, lag, is_alone in ((7, 2, False), (64, 1, False), (64, 2, True)):
+        num_wrong, num_tokens = recited_wrongly(runner, lag=lag, chunk_len=chunk_len, is_alone=is_alone)
+        assert num_wrong == 0 and num_tokens > 200, (num_wrong, num_tokens, chunk_len, is_alone)
+
+
+@pytest.mark.parametrize("form", Form)
+def test_checkpoints_of_every_form_recite(form: Form, tmp_path: Path) -> None:
+    runner = _runner(write_fp8(TINY_LLAMA, tmp_path / "fp8", form, kept=("layers.1.mlp.down_proj",)))
+    assert recited_wrongly(runner, lag=2, chunk_len=16)[0] == 0
+
+
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_other_kernels_recite(kernels: str) -> None:
+    assert recited_wrongly(_runner(TINY_LLAMA, quantization="fp8", kernels=kernels), lag=1, chunk_len=16)[0] == 0
+
+
+@pytest.mark.parametrize("form", [Form.STATIC_TENSOR, Form.BLOCK])
+def test_steps_of_one_row_and_of_more_are_near_the_dequantised_weights(form: Form, tmp_path: Path) -> None:
+    source = tmp_path / "plain"
+    random_llama("biases").save_pretrained(source)
+    folder = write_fp8(source, tmp_path / "fp8", form)
+    ids = np.array([5, 99, 3, 42, 42, 7, 130], np.int32)
+    with torch.inference_mode():
+        want = dequantised_model(folder)(torch.from_numpy(ids).long()[None]).logits[0]
+    for dtype, most in (("float32", 1e-4), ("bfloat16", 0.03)):
+        runner = _runner(folder, dtype=dtype)
+        assert _error(_logits(runner, ids, 1), want) < most
+        # Rows are FP8 too.
+        assert _error(_logits(runner, ids, len(ids)), want) < 0.12
+        other = _logits(_runner(folder, dtype=dtype, kernels="torch", attention_backend="torch"), ids, len(ids))
+        assert _error(_logits(runner, ids, len(ids)), other) < 0.05
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
+def test_deterministic_mode_does_not_depend_on_batch_or_chunks(quantization: str) -> None:
+    runner = _runner(TINY_LLAMA, quantization=quantization, deterministic=True)
+    outputs = []
+    for chunk_len, alone in ((64, False), (7, False), (64, True), (1, True)):
+        logprobs: dict[int, list[float]] = {}
+        for group in ([slot] for slot in range(len(PROMPTS))) if alone else [range(len(PROMPTS))]:
+            runner.clear()
+            driver = PlanDriver(runner, lag=1)
+            for slot in group:
+                driver.add(slot, PROMPTS[slot], replace(GREEDY, num_top_logprobs=2), chunk_len=chunk_len, num_out=40)
+            driver.finish(12)
+            for result in driver.results:
+                for part in result.logprobs:
+                    logprobs.setdefault(part.slot, []).extend(part.logprobs.own.tolist())
+        outputs.append({slot: values[:10] for slot, values in logprobs.items()})
+    assert all(output == outputs[0] for output in outputs[1:])
+
+
+def test_a_form_that_the_checkpoint_has_not_is_refused(tmp_path: Path) -> None:
+    folder = write_fp8(TINY_LLAMA, tmp_path / "fp8", Form.BLOCK)
+    with pytest.raises(MeshError, match="quantization"):
+        _runner(folder, quantization="fp8")
+    assert recited_wrongly(_runner(folder, quantization="none"), lag=1, chunk_len=16)[0] == 0
+
+
+def _runner(folder: Path, **changes: object) -> DeviceRunner:
+    runner = load_cuda_runner(folder, replace(SETTINGS, **changes))  # type: ignore[arg-type]
+    assert isinstance(runner, DeviceRunner)
+    return runner
+
+
+def _logits(runner: DeviceRunner, ids: np.ndarray, chunk_len: int) -> torch.Tensor:
+    pages = np.arange(len(ids), dtype=np.int32)
+    parts = [
+        runner.logits([Segment(slot=1, ids=ids[start : start + chunk_len], start=start, pages=pages)])[0]
+        for start in range(0, len(ids), chunk_len)
+    ]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def _matrix(num_out: int, num_in: int, is_grouped: bool) -> QuantizedMatrix:
+    weight = _random(num_out, num_in) * num_in**-0.5
+    # Channels and blocks whose scales differ.
+    weight *= torch.linspace(0.5, 2, num_out, device="cuda")[:, None]
+    return quantize_matrix(weight, is_grouped=is_grouped)
+
+
+def _error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+def _captured(run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    return out
