@@ -95,9 +95,9 @@ def _read(path: Path) -> dict[str, object]:
         busy += max(0.0, last - max(first, end))
         if last > end:
             end, before = last, name
-    # Between two steps lies the copy of the tokens to the host.
-    copies = sorted(float(e["ts"]) for e in events if e.get("cat") == "gpu_memcpy" and "DtoH" in e["name"])
-    period = float(np.median(np.diff(copies))) if len(copies) > 2 else 0.0
+    # A step begins when the device fetches its numbers.
+    starts = sorted(float(e["ts"]) for e in events if e.get("cat") == "kernel" and "_receive_kernel" in e["name"])
+    period = float(np.median(np.diff(starts))) if len(starts) > 2 else 0.0
     num_steps = max(1.0, (end - start) / period) if period else 1.0
     largest = sorted(gaps.items(), key=lambda gap: -gap[1])[:8]
     return {

@@ -41,7 +41,7 @@ KINDS = {
     "SiLU and product": r"_silu_mul",
     "norms": r"_rms_norm",
     "drawing": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
-    "a step's numbers": r"_begin_step|_plan_kernel|Memcpy|Memset|[Ii]ndex|embedding|elementwise|CatArray|DeviceScan",
+    "a step's numbers": r"_receive|_begin_step|_plan_kernel|Memcpy|Memset|[Ii]ndex|embedding|elementwise|CatArray|DeviceScan",
     "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|_product",
 }
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Microseconds by kind of work; what kernels of no kind took, by name; the copies of tokens that were seen."""
+    """Microseconds by kind of work; what kernels of no kind took, by name; the steps that ended: each draws once."""
 
     by_kind: dict[str, float]
     others: dict[str, float]
@@ -81,7 +81,7 @@ def spent(spans: Iterable[Span]) -> Spent:
         if kind == "others":
             others[span.name[:60]] += own
         over = max(over, span.end)
-    return Spent(dict(by_kind), dict(others), sum("DtoH" in span.name for span in ordered))
+    return Spent(dict(by_kind), dict(others), sum("_finish_kernel" in span.name for span in ordered))
 
 
 def kind_of(name: str) -> str:

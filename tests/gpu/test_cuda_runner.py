@@ -10,7 +10,6 @@ from support.plan_driver import GREEDY, GREEDY_OPTIONS, PROMPTS, PlanDriver, che
 
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
-from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
 from radixmesh.daemons.worker.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
@@ -71,14 +70,6 @@ def test_tokens_and_logprobs_are_those_of_the_cpu_worker(wanted, attention, cuda
         for lag in (0, 1, 2):
             runner.clear()
             check_same(drive(runner, chunk_len=chunk_len, lag=lag), want)
-
-
-def test_attention_that_begins_under_the_rotation_gives_the_same_tokens(wanted, monkeypatch):
-    """As that of 16 rows and more does; here of any number."""
-    monkeypatch.setattr(TritonAttention, "least_pdl_rows", 1)
-    for (page_size, chunk_len), want in wanted.items():
-        runner = load_cuda_runner(MODEL, replace(SETTINGS, page_size=page_size))
-        check_same(drive(runner, chunk_len=chunk_len, lag=1), want)
 
 
 @pytest.mark.parametrize("tune_products", [True, False])

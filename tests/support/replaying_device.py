@@ -20,11 +20,14 @@ class ReplayingDevice(HostDevice):
     def __init__(self) -> None:
         self.replayed: list[tuple[int, ...]] = []
 
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        result = work()
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        results: list[torch.Tensor] = []
 
-        def replay() -> None:
+        def replay() -> torch.Tensor:
+            result = work()
             self.replayed.append(tuple(result.shape))
-            result.copy_(work())
+            if not results:
+                results.append(result)
+            return results[0].copy_(result)
 
-        return replay, result
+        return replay

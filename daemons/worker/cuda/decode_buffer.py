@@ -1,4 +1,4 @@
-"""The numbers of a step of decodes alone, packed on the host so that one copy brings all of them to the device.
+"""The numbers of a step of decodes alone, packed on the host, from where the device fetches all of them at once.
 
     [ number of entries | turn | slots | positions | KV lengths | new tokens | entries (place, page) ... ]
 
@@ -15,10 +15,14 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention import DeviceStep
-from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.device import Device, Mark
 from radixmesh.daemons.worker.runner import DecodeRows
+from radixmesh.kernels.receive import receive
 
+# Steps may be launched so far ahead without the host waiting for memory to pack the next one's numbers in.
+_POSTS = 16
 _ALIGNED = 4  # Numbers.
+_LINE = 32  # Numbers of a line of a cache, of which two posts have none together.
 _TURN, _HEAD = 4, 8
 
 
@@ -53,16 +57,26 @@ class DecodeViews:
 class DecodeBuffer:
     """Memory on the device for one step at a time: steps follow each other on one stream.
 
+    Each `send` is received by one run, or replay, of a step that was launched after it, in their order.
     max_entries: of page tables, that one step may bring with it.
     """
 
     def __init__(self, device: Device, *, max_rows: int, dummy_slot: int) -> None:
         self.max_entries = 4 * max_rows + 1024
         self._dummy_slot = dummy_slot
-        size = _HEAD + 4 * _aligned(max_rows) + 2 * self.max_entries
+        size = _aligned(_HEAD + 4 * _aligned(max_rows) + 2 * self.max_entries, _LINE)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
-        self._staging = device.staging(size)
+        self._posts = device.host_ints(_POSTS, size)
+        self._ints: list[IntArray] = [post.numpy() for post in self._posts]
+        self._num_received = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        self._num_sent = 0
+        self._over: list[Mark | None] = [None] * _POSTS
         self._views: dict[int, DecodeViews] = {}
+
+    def receive(self, num_rows: int) -> DecodeViews:
+        """Part of a step of so many rows: has the device fetch its numbers, behind all work so far."""
+        receive(self._posts, self._num_received, self._buffer, _HEAD + 4 * _aligned(num_rows))
+        return self.views(num_rows)
 
     def views(self, num_rows: int) -> DecodeViews:
         """Of a step of so many rows, padding included: the same memory for every such step."""
@@ -80,14 +94,22 @@ class DecodeBuffer:
             )
         return self._views[num_rows]
 
-    def send(self, rows: DecodeRows, num_rows: int, tokens: IntArray, entries: IntArray, turn: int) -> DecodeViews:
-        """Sends a step's numbers behind all work so far.
+    def fence(self, over: Mark) -> None:
+        """What was sent last is in use until then."""
+        self._over[(self._num_sent - 1) % _POSTS] = over
+
+    def send(self, rows: DecodeRows, num_rows: int, tokens: IntArray, entries: IntArray, turn: int) -> None:
+        """Leaves a step's numbers for the device; waits where it is all posts behind.
 
         num_rows: with rows of padding, of the dummy slot. tokens int32 [rows]: new ones, or -1. entries int32
         [at most max_entries, 2]: place and page.
         """
         count, size = len(rows.slots), _aligned(num_rows)
-        ints = self._staging.take()
+        place = self._num_sent % _POSTS
+        over, self._over[place] = self._over[place], None
+        if over is not None:
+            over.wait()
+        ints = self._ints[place]
         ints[0], ints[_TURN] = len(entries), turn
         first = _HEAD + 4 * size
         slots, positions, kv_lens, new_tokens = ints[_HEAD:first].reshape(4, size)
@@ -98,9 +120,8 @@ class DecodeBuffer:
         new_tokens[:count], new_tokens[count:] = tokens, -1
         end = first + 2 * len(entries)
         ints[first:end] = entries.reshape(-1)
-        self._staging.send(end, self._buffer)
-        return self.views(num_rows)
+        self._num_sent += 1
 
 
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNED) * _ALIGNED
+def _aligned(count: int, of: int = _ALIGNED) -> int:
+    return -(-count // of) * of

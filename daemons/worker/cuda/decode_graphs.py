@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.worker.cuda.device import Device
-
-
-class _Captured(NamedTuple):
-    replay: Callable[[], None]
-    result: torch.Tensor
 
 
 class DecodeGraphs:
@@ -21,27 +15,32 @@ class DecodeGraphs:
     def __init__(self, device: Device, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes if device.can_capture else ()
         self._device = device
-        self._graphs: dict[tuple[int, str], _Captured] = {}
+        self._graphs: dict[tuple[int, str], Callable[[], torch.Tensor]] = {}
 
     def bucket(self, num_rows: int) -> int | None:
         """Rows of the graph for a step, None if it is too large for all."""
         return next((size for size in self.sizes if size >= num_rows), None)
 
-    def capture(self, num_rows: int, variant: str, work: Callable[[], torch.Tensor]) -> None:
+    def capture(
+        self,
+        num_rows: int,
+        variant: str,
+        work: Callable[[], torch.Tensor],
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
         """Runs `work`, which compiles what it needs, then records it, and replays it: its first launch takes longer.
 
-        What `work` reads must be in its place, as for any replay.
+        prepare: called ahead of each, puts in its place what `work` reads, as ahead of any replay.
         """
+        prepare()
         work()
-        replay, result = self._device.capture(work)
+        replay = self._graphs[num_rows, variant] = self._device.capture(work)
+        prepare()
         replay()
-        self._graphs[num_rows, variant] = _Captured(replay, result)
 
     def replay(self, num_rows: int, variant: str) -> torch.Tensor:
         """Launches a graph; its result, which the next replay of any graph overwrites."""
-        captured = self._graphs[num_rows, variant]
-        captured.replay()
-        return captured.result
+        return self._graphs[num_rows, variant]()
 
 
 def default_graph_rows(max_rows: int) -> tuple[int, ...]:

@@ -1,5 +1,4 @@
-"""What the runner needs of a device: copies, marks in its order of work, captured graphs. One stream does all but the
-copies to the host, which run beside it.
+"""What the runner needs of a device: copies, memory that both see, marks in its order of work, captured graphs.
 
 `HostDevice` computes where it is called and captures nothing, so that the same runner can be tested without a GPU.
 """
@@ -11,14 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.cuda.pinned_ring import PinnedRing
-
-# Steps may be launched so far ahead without the host waiting for memory to pack the next one's numbers in.
-_STAGING_TURNS = 16
 
 
 class Mark(ABC):
@@ -40,18 +34,6 @@ class Mark(ABC):
         """Device time between two marks that are reached."""
 
 
-class Staging(ABC):
-    """Memory of the host, in turns, in which numbers are packed that one copy brings to the device."""
-
-    @abstractmethod
-    def take(self) -> IntArray:
-        """int32 of arbitrary content, to be sent before the next is taken."""
-
-    @abstractmethod
-    def send(self, count: int, target: torch.Tensor) -> None:
-        """Copies the first `count` of what was taken to the first of `target`, behind all work so far."""
-
-
 class Device(ABC):
     """One device and the stream on which everything runs in order."""
 
@@ -67,23 +49,17 @@ class Device(ABC):
         """Copies int32 `values` to the first of `target`, behind all work so far. `values` may change afterwards."""
 
     @abstractmethod
-    def staging(self, num_ints: int) -> Staging:
-        """For at most `num_ints` numbers at a time."""
-
-    @abstractmethod
     def host_ints(self, *shape: int) -> torch.Tensor:
-        """int32 zeros on the host, which a download may fill."""
+        """int32 zeros on the host, which kernels read and write where they lie.
 
-    @abstractmethod
-    def download(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Mark:
-        """Copies `source` to the host's `target` once `after` is reached; the mark is reached when it is there.
-
-        Later work does not wait for it: it must not write to `source` before.
+        Kernels see what was written before they were launched; what they write is there when a mark behind them is
+        reached.
         """
 
     @abstractmethod
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Records `work`, which has run before, for replaying; the tensor is where its result lies after a replay."""
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Records `work`, which has run before and does not now; what replays it gives its result, the same memory each
+        time."""
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
@@ -109,17 +85,6 @@ class HostMark(Mark):
         return (self.made_ns - earlier.made_ns) * 1e-9
 
 
-class HostStaging(Staging):
-    def __init__(self, num_ints: int) -> None:
-        self._ints = np.zeros(num_ints, np.int32)
-
-    def take(self) -> IntArray:
-        return self._ints
-
-    def send(self, count: int, target: torch.Tensor) -> None:
-        target[:count] = torch.from_numpy(self._ints[:count])
-
-
 class HostDevice(Device):
     """The CPU: work is done when its call returns."""
 
@@ -132,17 +97,10 @@ class HostDevice(Device):
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         target[: len(values)] = torch.from_numpy(values)
 
-    def staging(self, num_ints: int) -> Staging:
-        return HostStaging(num_ints)
-
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
-    def download(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Mark:
-        target.copy_(source)
-        return HostMark()
-
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         raise AssertionError("the host captures nothing")
 
 
@@ -167,30 +125,9 @@ class CudaMark(Mark):
         assert isinstance(earlier, CudaMark)
         return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
-    def hold(self, stream: torch.cuda.Stream) -> None:
-        """What is launched on `stream` from now on waits for the mark, on the device."""
-        stream.wait_event(self._event)
-
-
-class CudaStaging(Staging):
-    """Pinned. The stream that is current copies; the host waits only where it is all turns ahead of it."""
-
-    def __init__(self, num_ints: int) -> None:
-        self._ring = PinnedRing(4 * num_ints, count=_STAGING_TURNS)
-
-    def take(self) -> IntArray:
-        self._taken = self._ring.take().view(torch.int32)
-        ints: IntArray = self._taken.numpy()
-        return ints
-
-    def send(self, count: int, target: torch.Tensor) -> None:
-        target[:count].copy_(self._taken[:count], non_blocking=True)
-        self._ring.fence()
-
 
 class CudaDevice(Device):
-    """One GPU; work goes to a stream of its own, copies to the host to another, so that the next step's work does not
-    queue behind them. Graphs share one memory pool: one runs at a time."""
+    """One GPU; work goes to one stream. Graphs share one memory pool: one runs at a time."""
 
     can_capture = True
 
@@ -198,7 +135,6 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._downloads = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def mark(self) -> Mark:
@@ -208,24 +144,19 @@ class CudaDevice(Device):
         # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.
         target[: len(values)].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
 
-    def staging(self, num_ints: int) -> Staging:
-        return CudaStaging(num_ints)
-
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
-    def download(self, source: torch.Tensor, target: torch.Tensor, after: Mark) -> Mark:
-        assert isinstance(after, CudaMark)
-        after.hold(self._downloads)
-        with torch.cuda.stream(self._downloads):
-            target.copy_(source, non_blocking=True)
-        return CudaMark(self._downloads)
-
-    def capture(self, work: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+    def capture(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             result = work()
-        return graph.replay, result
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay
 
     @contextmanager
     def in_order(self) -> Iterator[None]:

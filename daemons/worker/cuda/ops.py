@@ -241,7 +241,8 @@ class TritonOps(Ops):
             unnormed_TD=gate_up.unnormed_TD,
             bias_2F=gate_up.bias_N,
             eps=eps,
-            use_pdl=self._use_pdl,
+            # cuBLAS's kernels signal nothing: behind one of them an early launch comes later than a usual one.
+            use_pdl=self._use_pdl and len(gate_up.out_TN) <= self.max_fused_rows,
         )
 
     def linear_fused(

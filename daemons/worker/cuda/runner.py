@@ -23,7 +23,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.step import Admit, Task
 from radixmesh.daemons.worker.cpu.kv_pool import KvPool
 from radixmesh.daemons.worker.cuda.attention import DeviceAttention
-from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer, DecodeViews
+from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock
@@ -143,9 +143,9 @@ class DeviceRunner(ModelRunner):
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
                 self._attention.plan(step)
-                views = self._send_decodes(rows, num_rows)
+                send = partial(self._send_decodes, rows, num_rows)
                 for variant in self._attention.variants(num_rows):
-                    self._graphs.capture(num_rows, variant, partial(self._decode, views, variant))
+                    self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
             self._sampler.warm_up(self._decoder.dtype)
             self._run_in(_FIRST_STEPS if self._device.torch_device.type == "cuda" else 1)
@@ -187,24 +187,27 @@ class DeviceRunner(ModelRunner):
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
+        self._send_decodes(rows, step.num_rows)
         start = self._device.mark()
-        views = self._send_decodes(rows, step.num_rows)
-        logits_TV = self._decode(views, variant) if bucket is None else self._graphs.replay(bucket, variant)
+        replay = self._decode if bucket is None else self._graphs.replay
+        logits_TV = replay(step.num_rows, variant)
+        views = self._decodes.views(step.num_rows)
         self._sampler.redraw(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.turn_1))
         end = self._device.mark()
+        self._decodes.fence(end)
         return self._running(start, end, self._tokens.fetch(num_rows, end), num_rows)
 
-    def _send_decodes(self, rows: DecodeRows, num_rows: int) -> DecodeViews:
+    def _send_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """What a step of decodes alone needs; `num_rows` with padding."""
         entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
         if len(entries) > self._decodes.max_entries:
             self._slots.send_entries(entries)
             entries = entries[:0]
-        return self._decodes.send(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
+        self._decodes.send(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
 
-    def _decode(self, views: DecodeViews, variant: str) -> torch.Tensor:
-        """A step of decodes alone, whose rows are drawn greedily: its logits. Graphs record it."""
-        tables = self._slots.page_tables
+    def _decode(self, num_rows: int, variant: str) -> torch.Tensor:
+        """A step of decodes alone, which were sent, with rows drawn greedily: its logits. Graphs record it."""
+        views, tables = self._decodes.receive(num_rows), self._slots.page_tables
         x_TD = begin_step(
             views.slots,
             views.tokens,

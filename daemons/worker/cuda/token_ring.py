@@ -1,14 +1,11 @@
-"""Drawn tokens on their way to the host. Steps that run ahead leave theirs in rows of their own:
+"""Drawn tokens on their way to the host. Steps that run ahead leave theirs in rows of their own, which lie there:
 
-    turns      step n   step n + 1   ...          in turn; a draw writes its step's row
-    copies       `-> host row -> tokens()         beside the work of step n + 1
+    turns      step n   step n + 1   ...          in turn; a draw of the device writes its step's row
 
-A turn comes up again only when its row is on the host, and what nobody has asked for yet is put aside.
+A turn comes up again only when its step is over, and what nobody has asked for yet is put aside.
 """
 
 from __future__ import annotations
-
-import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.device import Device, Mark
@@ -17,7 +14,7 @@ _TURNS = 16
 
 
 class FetchedTokens:
-    """Tokens of one step. mark: reached when they are on the host."""
+    """Tokens of one step. mark: of its end, when they are on the host."""
 
     def __init__(self, mark: Mark, row: IntArray) -> None:
         self.mark = mark
@@ -33,13 +30,11 @@ class FetchedTokens:
 
 
 class TokenRing:
-    """rows: int32 [turns, max_rows] on the device."""
+    """rows: int32 [turns, max_rows], of the host, for the device to write."""
 
     def __init__(self, device: Device, *, max_rows: int, num_turns: int = _TURNS) -> None:
-        self._device = device
-        self.rows = torch.zeros(num_turns, max_rows, dtype=torch.int32, device=device.torch_device)
-        self._on_host = device.host_ints(num_turns, max_rows)
-        self._ints: IntArray = self._on_host.numpy()
+        self.rows = device.host_ints(num_turns, max_rows)
+        self._ints: IntArray = self.rows.numpy()
         self._fetched: list[FetchedTokens | None] = [None] * num_turns
         self._turn = 0
 
@@ -51,10 +46,8 @@ class TokenRing:
             before.tokens()
         return self._turn
 
-    def fetch(self, count: int, after: Mark) -> FetchedTokens:
-        """Brings the first `count` tokens of the turn that was taken last to the host, once `after` is reached."""
-        turn = self._turn
-        mark = self._device.download(self.rows[turn, :count], self._on_host[turn, :count], after)
-        fetched = FetchedTokens(mark, self._ints[turn, :count])
-        self._fetched[turn] = fetched
+    def fetch(self, count: int, over: Mark) -> FetchedTokens:
+        """The first `count` tokens of the turn that was taken last, when their step is over."""
+        fetched = FetchedTokens(over, self._ints[self._turn, :count])
+        self._fetched[self._turn] = fetched
         return fetched

@@ -22,9 +22,6 @@ class TritonAttention(DeviceAttention):
     """windows: those of the model's layers. is_deterministic: chunks are computed row by row, as decodes are."""
 
     captures_chunks = True
-    least_pdl_rows = 16
-    """Beside the attention of fewer rows, which waits for memory again and again, the product that follows would load
-    its weights and keep it waiting longer."""
 
     def __init__(
         self,
@@ -119,7 +116,7 @@ class _TritonStep(StepAttention):
         out_BHd: torch.Tensor,
     ) -> None:
         step, attention = self._step, self._attention
-        use_pdl = attention.use_pdl and len(query_BHd) >= attention.least_pdl_rows
+        use_pdl = attention.use_pdl
         if self._is_shared:
             assert attention.shared is not None
             paged_shared_decode(
