@@ -1,0 +1,88 @@
+"""Pieces of what the programs of split-KV attention do: `split_kv.py` has the algorithm and the kernel."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Below every score and finite: a row that has seen no key yet must not compute inf - inf.
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def token_index(table_ptr, position, is_in, PAGE_SIZE: tl.constexpr):
+    """Index in the pool of the token at each position, int64; token 0 where it is not in."""
+    page = tl.load(table_ptr + position // PAGE_SIZE, mask=is_in, other=0).to(tl.int64)
+    return page * PAGE_SIZE + position % PAGE_SIZE
+
+
+@triton.jit
+def merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM: tl.constexpr, AT_ONCE: tl.constexpr):
+    """Softmax-weighted mean of a unit's parts: outputs [ROWS, DIM] and their base-2 logarithms of sums [ROWS].
+
+    All loads of AT_ONCE parts are under way before the first is used. Parts were written by other SMs: read past this
+    SM's L1 (.cg).
+    """
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    highest = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    merged = tl.zeros([ROWS, DIM], tl.float32)
+    for begin in range(0, num_parts, AT_ONCE):
+        lses = ()
+        outputs = ()
+        for part in tl.static_range(AT_ONCE):
+            is_part = row * 0 + begin + part < num_parts
+            # A program's second place holds the unit that it ended in, which is where the unit starts.
+            place = 2 * (first + begin + part) + tl.where(begin + part == 0, 1, 0)
+            row_offset = place * ROWS + row
+            lses = lses + (tl.load(lses_ptr + row_offset, mask=is_part, other=LOWEST, cache_modifier=".cg"),)
+            offset = row_offset[:, None] * DIM + dim[None, :]
+            mask = is_part[:, None]
+            outputs = outputs + (tl.load(parts_ptr + offset, mask=mask, other=0.0, cache_modifier=".cg"),)
+        new_highest = highest
+        for part in tl.static_range(AT_ONCE):
+            new_highest = tl.maximum(new_highest, lses[part])
+        correction = tl.exp2(highest - new_highest)
+        total = total * correction
+        merged = merged * correction[:, None]
+        for part in tl.static_range(AT_ONCE):
+            weight = tl.exp2(lses[part] - new_highest)
+            total += weight
+            merged += outputs[part] * weight[:, None]
+        highest = new_highest
+    return merged / total[:, None], highest + tl.log2(total)
+
+
+@triton.jit
+def prefetch_tile(
+    keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, tile_starts_ptr, table_stride, unit, work,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Has the keys and values of the tile that a program begins with brought to the L2 cache; nobody waits for them.
+
+    A row's own token is among them and may be on its way there still: what is read later is read from the same cache.
+    """
+    LINES: tl.constexpr = (HEADS * D * keys_ptr.dtype.element_ty.primitive_bitwidth // 8 + 127) // 128
+    LINES_PADDED: tl.constexpr = triton.next_power_of_2(LINES)
+    LINE: tl.constexpr = 128 * 8 // keys_ptr.dtype.element_ty.primitive_bitwidth
+    unit_begin = tl.load(tile_starts_ptr + unit)
+    tiles = tl.load(tile_starts_ptr + unit + 1) - unit_begin
+    head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
+    tile = work - unit_begin * HEAD_BLOCKS - head_block * tiles
+    kv_end = tl.load(ends_ptr + unit)
+    kv_begin = 0
+    if begins_ptr is not None:
+        kv_begin = tl.load(begins_ptr + unit)
+    if WINDOW is not None:
+        kv_begin = tl.maximum(kv_end - WINDOW, 0)
+    # Positions past the end ask for the last one again.
+    position = tl.minimum(kv_begin + tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.maximum(kv_end - 1, 0))
+    table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride
+    token = token_index(table_ptr, position, position >= 0, PAGE_SIZE)
+    line = tl.minimum(tl.arange(0, LINES_PADDED), LINES - 1) * LINE
+    offset = token[:, None] * (KV_HEADS * D) + head_block * (HEADS * D) + line[None, :]
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [(keys_ptr + offset).to(tl.int64)], tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(asm, "=r,l", [(values_ptr + offset).to(tl.int64)], tl.int32, is_pure=False, pack=1)
