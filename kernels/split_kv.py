@@ -97,8 +97,8 @@ def split_attention(
     )
 
 
-# One compilation serves all batches: nothing is compiled anew for a batch of 1 or a slice of the slots. The kernel is one
-# piece: what it called instead would be compiled to the same instructions in another order, with other registers.
+# One compilation serves all batches: nothing is compiled anew for a batch of 1 or a slice of the slots. In one piece:
+# what it called instead would be compiled to the same instructions in another order, with other registers.
 @triton.jit(
     do_not_specialize=["num_units", "table_stride"],
     do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr"],
