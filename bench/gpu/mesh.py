@@ -1,6 +1,7 @@
 """The workloads through a scheduler and a worker on a GPU as processes over gRPC: ids in, ids out.
 
     python bench/gpu/mesh.py --workloads decode-256 single-stream --runs 3 > bench/results/h200-dense.json
+    python bench/gpu/mesh.py --workloads decode-256 single-stream --worker quantization=fp8
 
 out_tok_s: output tokens over the time from the submission of the first request to the last token. device_busy: share of
 that time in which steps ran, by the worker's own device times. roofline_share: the least time that the GPU's memory and
@@ -98,7 +99,7 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
         "ms_per_step": round(wall / max(1, after_steps - steps) * 1e3, 3),
         "worker_cores": round((cpu_s(processes.pid("worker")) - cpu["worker"]) / wall, 2),
         "scheduler_cores": round((cpu_s(processes.pid("scheduler")) - cpu["scheduler"]) / wall, 2),
-        "roofline_share": round(workload_roofline_s(args.shape, prompts, lengths) / wall, 4),
+        "roofline_share": round(workload_roofline_s(args.shape, prompts, lengths, _quantization(args)) / wall, 4),
     }
 
 
@@ -114,6 +115,10 @@ def _worker_flags(args: argparse.Namespace, folder: Path, metrics: str) -> dict[
         "log-level": "info",
         **_flags(args.worker),
     }
+
+
+def _quantization(args: argparse.Namespace) -> str:
+    return str(_flags(args.worker).get("quantization", "none"))
 
 
 def _flags(texts: list[str]) -> dict[str, object]:

@@ -1,6 +1,10 @@
 """bf16 logits of a model with random weights against transformers: no further from its fp32 than its own bf16 is.
 
 python bench/gpu/numerics.py --tokens 256 --attention triton flashinfer > numerics.json
+python bench/gpu/numerics.py --tokens 256 --quantization fp8 fp8-block > numerics-fp8.json
+
+With FP8 weights, what is off is the weights' rounding and, in steps of more than one row, that of the rows. `one_row`
+is of the first tokens alone, a step each, as decodes of one stream are.
 """
 
 from __future__ import annotations
@@ -9,6 +13,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +33,8 @@ from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.runner import Segment
 
+# Of steps of one row each.
+_FEW_TOKENS = 48
 _SETTINGS = DeviceSettings(
     dtype="bfloat16",
     attention_backend="triton",
@@ -58,16 +65,21 @@ def _reference(folder: Path, dtype: torch.dtype) -> torch.nn.Module:
     return model.to(dtype).eval()
 
 
-def _ours(folder: Path, ids: np.ndarray, settings: DeviceSettings, chunk_len: int) -> torch.Tensor:
+def _ours(
+    folder: Path, ids: np.ndarray, settings: DeviceSettings, chunk_lens: Sequence[int]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Logits by the length of the chunks that the ids come in; of the first few alone where they come one by one."""
     runner = load_cuda_runner(folder, settings)
-    parts = []
-    for start in range(0, len(ids), chunk_len):
-        chunk = ids[start : start + chunk_len]
-        pages = np.arange(start + len(chunk), dtype=np.int32)[::-1].copy() + (len(ids) - start - len(chunk))
-        parts += runner.logits([Segment(slot=0, ids=chunk, start=start, pages=pages)])
+    for chunk_len in chunk_lens:
+        some = ids[:_FEW_TOKENS] if chunk_len == 1 else ids
+        parts = []
+        for start in range(0, len(some), chunk_len):
+            chunk = some[start : start + chunk_len]
+            pages = np.arange(start + len(chunk), dtype=np.int32)[::-1].copy() + (len(some) - start - len(chunk))
+            parts += runner.logits([Segment(slot=0, ids=chunk, start=start, pages=pages)])
+        yield chunk_len, torch.from_numpy(np.concatenate(parts))
     del runner
     torch.cuda.empty_cache()
-    return torch.from_numpy(np.concatenate(parts))
 
 
 @torch.inference_mode()
@@ -76,6 +88,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=["llama-3.2-3b"])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--attention", nargs="+", default=["triton"])
+    parser.add_argument("--quantization", nargs="*", default=[], help="beside bf16 weights: fp8, fp8-block")
     args = parser.parse_args()
     results = []
     for shape in args.shapes:
@@ -87,25 +100,24 @@ def main() -> None:
                 _reference(folder, dtype)(inputs).logits[0].float().cpu() for dtype in (torch.float32, torch.bfloat16)
             )
             torch.cuda.empty_cache()
-            scale = float(exact.norm())
-            row: dict[str, object] = {"shape": shape, "transformers_bf16": _error(rounded, exact, scale)}
-            for attention in args.attention:
-                for chunk_len in (args.tokens, 100, 1 if args.tokens <= 64 else 64):
-                    settings = replace(_SETTINGS, attention_backend=attention)
-                    row[f"{attention}_chunks_of_{chunk_len}"] = _error(
-                        _ours(folder, ids, settings, chunk_len), exact, scale
-                    )
+            row: dict[str, object] = {"shape": shape, "transformers_bf16": _error(rounded, exact)}
+            lanes = {attention: replace(_SETTINGS, attention_backend=attention) for attention in args.attention}
+            lanes |= {name: replace(_SETTINGS, quantization=name) for name in args.quantization}
+            for name, settings in lanes.items():
+                for chunk_len, logits in _ours(folder, ids, settings, (args.tokens, 100, 64, 1)):
+                    what = "one_row" if chunk_len == 1 else f"chunks_of_{chunk_len}"
+                    row[f"{name}_{what}"] = _error(logits, exact[: len(logits)])
         results.append(row)
         print(json.dumps(row), file=sys.stderr, flush=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     print(json.dumps({"command": " ".join(sys.argv), "versions": versions, "results": results}))
 
 
-def _error(logits: torch.Tensor, exact: torch.Tensor, scale: float) -> dict[str, float]:
+def _error(logits: torch.Tensor, exact: torch.Tensor) -> dict[str, float]:
     """Relative error by the norm, largest difference, and how often the most likely id is the same."""
     same = (logits.argmax(dim=-1) == exact.argmax(dim=-1)).float().mean()
     return {
-        "relative": round(float((logits - exact).norm()) / scale, 6),
+        "relative": round(float((logits - exact).norm() / exact.norm()), 6),
         "largest": round(float((logits - exact).abs().max()), 5),
         "same_argmax": round(float(same), 4),
     }

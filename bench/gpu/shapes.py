@@ -10,8 +10,8 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
 
-# Ceilings of an H200: bytes a second of memory, FLOP a second in bf16.
-_BYTES_S, _FLOPS = 4.3e12, 770e12
+# Ceilings of an H200: bytes a second of memory, FLOP a second in bf16, and with FP8 rows and weights.
+_BYTES_S, _FLOPS, _FP8_FLOPS = 4.3e12, 770e12, 1540e12
 # Prompts that begin with so many equal tokens are of one group.
 _GROUP_TOKENS = 64
 
@@ -89,12 +89,10 @@ def write_shape(name: str, folder: Path) -> Path:
     return path
 
 
-def weight_bytes(name: str) -> int:
-    """bf16 bytes that a decode step reads of the weights: projections and the output projection."""
-    s = {key: value for key, value in SHAPES[name].items() if isinstance(value, int)}
-    qkv = (s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
-    layer = s["hidden_size"] * (qkv + s["num_attention_heads"] * s["head_dim"] + 3 * s["intermediate_size"])
-    return 2 * (s["num_hidden_layers"] * layer + s["vocab_size"] * s["hidden_size"])
+def weight_bytes(name: str, quantization: str = "none") -> int:
+    """Bytes that a decode step reads of the weights: projections, FP8 where quantised, and the output projection."""
+    layers, head = _num_weights(name)
+    return (2 if quantization == "none" else 1) * layers + 2 * head
 
 
 def kv_bytes_per_token(name: str) -> int:
@@ -103,12 +101,14 @@ def kv_bytes_per_token(name: str) -> int:
     return 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]
 
 
-def roofline_s(name: str, *, rows: int, context: int) -> float:
+def roofline_s(name: str, *, rows: int, context: int, quantization: str = "none") -> float:
     """Least seconds of a decode step: weights or products (whichever is longer), and the KV of all rows."""
-    return _products_s(name, rows) + rows * context * kv_bytes_per_token(name) / _BYTES_S
+    return _products_s(name, rows, quantization) + rows * context * kv_bytes_per_token(name) / _BYTES_S
 
 
-def workload_roofline_s(name: str, prompts: Sequence[IntArray], lengths: Sequence[int]) -> float:
+def workload_roofline_s(
+    name: str, prompts: Sequence[IntArray], lengths: Sequence[int], quantization: str = "none"
+) -> float:
     """Least seconds of requests that all come at once: each prompt token computed once per distinct prefix, every step
     with all requests that are not over, a prefix that requests share read once a step for all of them."""
     prompt_lens, out_lens = np.array([len(prompt) for prompt in prompts]), np.array(lengths)
@@ -120,18 +120,31 @@ def workload_roofline_s(name: str, prompts: Sequence[IntArray], lengths: Sequenc
         shared_lens[members] = _shared_len([prompts[i] for i in members])
     own_lens = prompt_lens - shared_lens
     num_computed = sum(int(shared_lens[m[0]]) + int(own_lens[m].sum()) for m in groups.values())
-    seconds = num_computed * weight_bytes(name) / _FLOPS
+    seconds = num_computed * _product_s_a_row(name, quantization)
     for step in range(int(out_lens.max())):
         runs = out_lens > step
         num_read = int((own_lens[runs] + step).sum())
         num_read += sum(int(shared_lens[m[0]]) for m in groups.values() if runs[m].any())
-        seconds += _products_s(name, int(runs.sum())) + num_read * kv_bytes_per_token(name) / _BYTES_S
+        seconds += _products_s(name, int(runs.sum()), quantization) + num_read * kv_bytes_per_token(name) / _BYTES_S
     return seconds
 
 
-def _products_s(name: str, rows: int) -> float:
-    # 2 bytes a weight, 2 FLOP a weight and row.
-    return max(weight_bytes(name) / _BYTES_S, weight_bytes(name) * rows / _FLOPS)
+def _products_s(name: str, rows: int, quantization: str) -> float:
+    return max(weight_bytes(name, quantization) / _BYTES_S, _product_s_a_row(name, quantization) * rows)
+
+
+def _product_s_a_row(name: str, quantization: str) -> float:
+    """2 FLOP a weight."""
+    layers, head = _num_weights(name)
+    return 2 * layers / (_FLOPS if quantization == "none" else _FP8_FLOPS) + 2 * head / _FLOPS
+
+
+def _num_weights(name: str) -> tuple[int, int]:
+    """Of the layers' projections, and of the output projection."""
+    s = {key: value for key, value in SHAPES[name].items() if isinstance(value, int)}
+    qkv = (s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
+    layer = s["hidden_size"] * (qkv + s["num_attention_heads"] * s["head_dim"] + 3 * s["intermediate_size"])
+    return s["num_hidden_layers"] * layer, s["vocab_size"] * s["hidden_size"]
 
 
 def _shared_len(prompts: Sequence[IntArray]) -> int:

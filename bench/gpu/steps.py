@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--no-tuning", action="store_true", help="products as cuBLAS chooses")
     parser.add_argument("--kernels", default="triton", help="triton, compiled (torch.compile) or torch")
+    parser.add_argument("--quantization", default="none", help="of weights: none, fp8 or fp8-block")
     args = parser.parse_args()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -199,6 +200,7 @@ def main() -> None:
             deterministic=args.deterministic,
             tune_products=not args.no_tuning,
             kernels=args.kernels,
+            quantization=args.quantization,
         )
         runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
     bench = Bench(runner)
@@ -211,7 +213,7 @@ def main() -> None:
             if num_rows * (context + 100) > runner.num_pages * args.page_size:
                 continue
             seconds, _ = bench.decode(num_rows, context, 30)
-            least = roofline_s(args.shape, rows=num_rows, context=context)
+            least = roofline_s(args.shape, rows=num_rows, context=context, quantization=args.quantization)
             rows.append(
                 {
                     "rows": num_rows,
