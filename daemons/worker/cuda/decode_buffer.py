@@ -68,14 +68,14 @@ class DecodeBuffer:
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
         self._posts = device.host_ints(_POSTS, size)
         self._ints: list[IntArray] = [post.numpy() for post in self._posts]
-        self._num_received = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        self._next_post = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
         self._num_sent = 0
         self._over: list[Mark | None] = [None] * _POSTS
         self._views: dict[int, DecodeViews] = {}
 
     def receive(self, num_rows: int) -> DecodeViews:
         """Part of a step of so many rows: has the device fetch its numbers, behind all work so far."""
-        receive(self._posts, self._num_received, self._buffer, _HEAD + 4 * _aligned(num_rows))
+        receive(self._posts, self._next_post, self._buffer, _HEAD + 4 * _aligned(num_rows))
         return self.views(num_rows)
 
     def views(self, num_rows: int) -> DecodeViews:
