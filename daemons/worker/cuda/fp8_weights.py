@@ -115,8 +115,9 @@ class _Maker:
         return plain_NK
 
     def _as_it_is(self, stored: Sequence[StoredWeight], scales: Sequence[torch.Tensor]) -> QuantizedMatrix:
-        data_NK = torch.cat([weight.data.to(self._device) for weight in stored])
-        assert data_NK.dtype == FP8, data_NK.dtype
+        assert all(weight.data.dtype == FP8 for weight in stored)
+        # As bytes: not all builds of torch join FP8.
+        data_NK = torch.cat([weight.data.view(torch.uint8).to(self._device) for weight in stored]).view(FP8)
         group_rows = GROUP if self._is_grouped else 1
         if self._is_grouped and any(weight.data.shape[0] % GROUP for weight in stored[:-1]):
             # Blocks of the parts are none of the whole: each row has its own scales.

@@ -96,7 +96,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     _kernels_name(settings, where)
     _check_rows(settings)
     placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
-    with fitting("weights", "the model, or --dtype"):
+    with fitting("weights", "the model, --dtype or --quantization"):
         loaded = load_decoder(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
     model = loaded.model
     layout = attention.layout(model.kv_layout)
