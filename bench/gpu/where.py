@@ -38,10 +38,10 @@ KINDS = {
     "attention of decodes": r"_split_attention_kernel|BatchDecode",
     "attention of prompts": r"_extend_kernel|BatchPrefill|PrefillWithKV",
     "rotation and KV write": r"_rope_kv",
-    "SiLU and product": r"_silu_mul",
-    "norms": r"_rms_norm",
+    "SiLU and product": r"_silu_",
+    "norms, rows made FP8": r"_rms_norm|_quantize_rows",
     "drawing": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
-    "a step's numbers": r"_receive|_begin_step|_plan_kernel|Memcpy|Memset|[Ii]ndex|embedding|elementwise|CatArray|DeviceScan",
+    "a step's numbers": r"_receive|_begin_step|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
     "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|_product",
 }
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
