@@ -29,11 +29,11 @@ class TileConfig:
 
 
 # How many rows there are is not compiled in: a kernel that was compiled for some serves others.
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "x_scales_stride"])
 def _fp8_linear_kernel(
-    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, out_ptr, T, N, K: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    IS_GROUPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
-    SUPER_ROWS: tl.constexpr, HAS_GDC: tl.constexpr,
+    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, out_ptr, T, N, x_scales_stride, K: tl.constexpr,
+    GROUP_ROWS: tl.constexpr, IS_GROUPED: tl.constexpr, GROUP: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr, SUPER_ROWS: tl.constexpr, HAS_GDC: tl.constexpr,
 ):  # fmt: skip
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -55,8 +55,8 @@ def _fp8_linear_kernel(
     features = tl.arange(0, GROUP)
     x_at = x_ptr + from_rows[:, None] * K + features[None, :]
     w_at = w_ptr + from_columns[None, :] * K + features[:, None]
+    x_scales_at = x_scales_ptr + from_rows
     if IS_GROUPED:
-        x_scales_at = x_scales_ptr + from_rows * CHUNKS
         # A tile that lies within a block has one scale at a time.
         if GROUP_ROWS % BLOCK_N == 0:
             w_scales_at = w_scales_ptr + (tile_n * BLOCK_N) // GROUP_ROWS * CHUNKS
@@ -74,7 +74,7 @@ def _fp8_linear_kernel(
             x = tl.load(x_at + chunk * GROUP, mask=is_in[None, :], other=0.0)
             w = tl.load(w_at + chunk * GROUP, mask=is_in[:, None], other=0.0)
         if IS_GROUPED:
-            x_scales = tl.load(x_scales_at + chunk)
+            x_scales = tl.load(x_scales_at + chunk * x_scales_stride)
             w_scales = tl.load(w_scales_at + chunk)
             if GROUP_ROWS % BLOCK_N == 0:
                 sums += tl.dot(x, w) * (x_scales * w_scales)[:, None]
@@ -83,7 +83,7 @@ def _fp8_linear_kernel(
         else:
             sums = tl.dot(x, w, sums)
     if not IS_GROUPED:
-        x_scales = tl.load(x_scales_ptr + from_rows)
+        x_scales = tl.load(x_scales_at)
         w_scales = tl.load(w_scales_ptr + from_columns // GROUP_ROWS)
         sums *= x_scales[:, None] * w_scales[None, :]
     mask = (rows < T)[:, None] & (columns < N)[None, :]
@@ -104,18 +104,18 @@ def fp8_linear(
     Which rows there are besides one changes none of its bits where `config` is the same. `use_pdl` as in `rms_norm`,
     and this kernel waits before it reads the rows.
     """
-    num_rows, num_in = x.data_TK.shape
-    num_out = w.shape[0]
-    assert w.shape[1] == num_in and x.is_grouped == w.is_grouped, (w.shape, x.data_TK.shape)
-    assert x.data_TK.is_contiguous() and x.scales.is_contiguous()
-    out = torch.empty(num_rows, num_out, dtype=dtype, device=x.data_TK.device)
+    num_rows, num_out, num_in = x.num_rows, w.shape[0], w.shape[1]
+    assert x.data_PK.shape[1] == num_in and x.is_grouped == w.is_grouped, (w.shape, x.data_PK.shape)
+    assert x.data_PK.is_contiguous() and x.scales_PG.t().is_contiguous(), x.scales_PG.stride()
+    out = torch.empty(num_rows, num_out, dtype=dtype, device=x.data_PK.device)
     if num_rows:
         config = config or default_tile(num_rows, num_out)
         num_programs = triton.cdiv(num_rows, config.rows) * triton.cdiv(num_out, config.columns)
         _fp8_linear_kernel[(num_programs,)](
-            x.data_TK, x.scales, w.data_NK, w.scales, out, num_rows, num_out, K=num_in, GROUP_ROWS=w.group_rows,
-            IS_GROUPED=w.is_grouped, GROUP=GROUP, BLOCK_T=config.rows, BLOCK_N=config.columns, SUPER_ROWS=_SUPER_ROWS,
-            HAS_GDC=has_gdc(out.device), num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=use_pdl,
+            x.data_PK, x.scales_PG, w.data_NK, w.scales, out, num_rows, num_out, x.scales_PG.stride(1), K=num_in,
+            GROUP_ROWS=w.group_rows, IS_GROUPED=w.is_grouped, GROUP=GROUP, BLOCK_T=config.rows,
+            BLOCK_N=config.columns, SUPER_ROWS=_SUPER_ROWS, HAS_GDC=has_gdc(out.device), num_warps=config.num_warps,
+            num_stages=config.num_stages, launch_pdl=use_pdl,
         )  # fmt: skip
     return out
 
@@ -128,10 +128,23 @@ def fp8_linear_reference(x: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtyp
 def default_tile(num_rows: int, num_out: int) -> TileConfig:
     """Small tiles where there are few: an H200 has 132 multiprocessors to fill."""
     if num_rows <= 32:
-        rows = 16 if num_rows <= 16 else 32
-        return TileConfig(rows=rows, columns=32 if num_out < 8192 else 64, num_warps=4, num_stages=6)
+        return TileConfig(
+            rows=16 if num_rows <= 16 else 32, columns=32 if num_out < 8192 else 64, num_warps=4, num_stages=6
+        )
     if num_rows <= 64:
         return TileConfig(rows=64, columns=32 if num_out < 8192 else 64, num_warps=4, num_stages=5)
     if num_rows <= 512 or triton.cdiv(num_rows, 128) * triton.cdiv(num_out, 128) < 128:
         return TileConfig(rows=64, columns=64 if num_out < 8192 else 128, num_warps=4, num_stages=4)
     return TileConfig(rows=128, columns=128, num_warps=8, num_stages=3)
+
+
+def other_tiles(num_rows: int, num_out: int) -> tuple[TileConfig, ...]:
+    """What may be faster than the default."""
+    default = default_tile(num_rows, num_out)
+    if num_rows <= 64:
+        columns = 64 if default.columns == 32 else 32
+        return (TileConfig(rows=default.rows, columns=columns, num_warps=4, num_stages=5),)
+    if default.rows == 64:
+        columns = 128 if default.columns == 64 else 64
+        return (TileConfig(rows=64, columns=columns, num_warps=4, num_stages=4),)
+    return (TileConfig(rows=64, columns=128, num_warps=4, num_stages=4),)

@@ -13,22 +13,24 @@ from radixmesh.kernels.quantized import FP8, GROUP, QuantizedRows, quantize_rows
 from radixmesh.kernels.row_scale import row_scale_reference
 
 _MAX_FEATURES = 1 << 16  # One program holds a row.
+# Libraries take columns of scales that begin at multiples of 16 bytes.
+_PADDED_ROWS = 4
 
 
 @triton.jit
 def store_quantized(
-    y, data_ptr, scales_ptr, first, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    y, data_ptr, scales_ptr, scales_stride, first, D: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     IS_GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Stores BLOCK features of a row, from `first` on, float32 and zeros beyond D; the pointers are those of the row.
-    Without groups they are the whole row."""
+    """Stores BLOCK features of a row, from `first` on, float32 and zeros beyond D; the pointers are those of the row,
+    whose scales are scales_stride apart. Without groups the features are the whole row."""
     features = first + tl.arange(0, BLOCK)
     if IS_GROUPED:
         groups = tl.reshape(y, [BLOCK // GROUP, GROUP])
         largest = tl.max(tl.abs(groups), axis=1)
         scales = tl.where(largest > 0, largest / 448.0, 1.0)
         index = first // GROUP + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales_ptr + index, scales, mask=index < (D + GROUP - 1) // GROUP)
+        tl.store(scales_ptr + index * scales_stride, scales, mask=index < (D + GROUP - 1) // GROUP)
         y = tl.reshape(groups * (1.0 / scales)[:, None], [BLOCK])
     else:
         largest = tl.max(tl.abs(y), axis=0)
@@ -39,7 +41,8 @@ def store_quantized(
     tl.store(data_ptr + features, y.to(tl.float8e4nv), mask=features < D)
 
 
-@triton.jit
+# How many rows there are is not compiled in.
+@triton.jit(do_not_specialize=["scales_stride"])
 def _quantize_rows_kernel(
     x_ptr, product_ptr, bias_ptr, norm_ptr, data_ptr, scales_ptr, x_stride, scales_stride, eps, D: tl.constexpr,
     BLOCK_D: tl.constexpr, GROUP: tl.constexpr, IS_GROUPED: tl.constexpr, HAS_PRODUCT: tl.constexpr,
@@ -67,7 +70,7 @@ def _quantize_rows_kernel(
         y = added.to(tl.float32)
     if HAS_NORM:
         y = y * tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * norm
-    store_quantized(y, data_ptr + row * D, scales_ptr + row * scales_stride, 0, D, BLOCK_D, GROUP, IS_GROUPED)
+    store_quantized(y, data_ptr + row * D, scales_ptr + row, scales_stride, 0, D, BLOCK_D, GROUP, IS_GROUPED)
 
 
 def quantize_rows(x_TD: torch.Tensor, *, is_grouped: bool, use_pdl: bool = False) -> QuantizedRows:
@@ -109,9 +112,12 @@ def norm_quantize_reference(
 
 def new_quantized(num_rows: int, num_features: int, device: torch.device, *, is_grouped: bool) -> QuantizedRows:
     """Memory for rows, not filled."""
-    data = torch.empty(num_rows, num_features, dtype=FP8, device=device)
-    columns = triton.cdiv(num_features, GROUP) if is_grouped else 1
-    return QuantizedRows(data, torch.empty(num_rows, columns, device=device), is_grouped)
+    padded = triton.cdiv(num_rows, _PADDED_ROWS) * _PADDED_ROWS if is_grouped else num_rows
+    data = torch.empty(padded, num_features, dtype=FP8, device=device)
+    if not is_grouped:
+        return QuantizedRows(data, torch.empty(padded, 1, device=device), num_rows, False)
+    scales = torch.empty(triton.cdiv(num_features, GROUP), padded, device=device).t()
+    return QuantizedRows(data, scales, num_rows, True)
 
 
 def _launch(
@@ -132,8 +138,8 @@ def _launch(
         block = max(triton.next_power_of_2(num_features), GROUP)
         _quantize_rows_kernel[(num_rows,)](
             x_TD, x_TD if product_TD is None else product_TD, x_TD if bias_D is None else bias_D,
-            x_TD if norm_D is None else norm_D, out.data_TK, out.scales, x_TD.stride(0), out.scales.stride(0), eps,
-            D=num_features, BLOCK_D=block, GROUP=GROUP, IS_GROUPED=is_grouped, HAS_PRODUCT=product_TD is not None,
+            x_TD if norm_D is None else norm_D, out.data_PK, out.scales_PG, x_TD.stride(0), out.scales_PG.stride(1),
+            eps, D=num_features, BLOCK_D=block, GROUP=GROUP, IS_GROUPED=is_grouped, HAS_PRODUCT=product_TD is not None,
             HAS_BIAS=bias_D is not None, HAS_NORM=norm_D is not None, PDL=use_pdl,
             num_warps=min(max(block // 512, 1), 16), launch_pdl=use_pdl,
         )  # fmt: skip

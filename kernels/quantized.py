@@ -48,15 +48,25 @@ class QuantizedMatrix:
 
 
 class QuantizedRows(NamedTuple):
-    """data_TK FP8, contiguous; scales float32 [T, K / 128] rounded up, or [T, 1] where a group is a whole row."""
+    """P rows of memory, of which the first num_rows are rows. data_PK FP8, contiguous; scales_PG float32, a column for
+    every 128 features (rounded up), or one where a group is a whole row; rows next to each other in a column."""
 
-    data_TK: torch.Tensor
-    scales: torch.Tensor
+    data_PK: torch.Tensor
+    scales_PG: torch.Tensor
+    num_rows: int
     is_grouped: bool
+
+    @property
+    def data_TK(self) -> torch.Tensor:
+        return self.data_PK[: self.num_rows]
+
+    @property
+    def scales_TG(self) -> torch.Tensor:
+        return self.scales_PG[: self.num_rows]
 
     def dequantized(self) -> torch.Tensor:
         """float32 [T, K]."""
-        return self.data_TK.float() * _over_columns(self.scales, self.data_TK.shape[1], self.is_grouped)
+        return self.data_TK.float() * _over_columns(self.scales_TG, self.data_PK.shape[1], self.is_grouped)
 
 
 def quantize_matrix(w_NK: torch.Tensor, *, is_grouped: bool) -> QuantizedMatrix:
@@ -64,7 +74,7 @@ def quantize_matrix(w_NK: torch.Tensor, *, is_grouped: bool) -> QuantizedMatrix:
     w_NK = w_NK.float()
     if not is_grouped:
         rows = quantize_rows_reference(w_NK, is_grouped=False)
-        return QuantizedMatrix(rows.data_TK, rows.scales, 1, False)
+        return QuantizedMatrix(rows.data_PK, rows.scales_PG, 1, False)
     num_out, num_in = w_NK.shape
     padded = torch.nn.functional.pad(w_NK, (0, -num_in % GROUP, 0, -num_out % GROUP))
     blocks = padded.view(padded.shape[0] // GROUP, GROUP, padded.shape[1] // GROUP, GROUP)
@@ -81,7 +91,8 @@ def quantize_rows_reference(x_TK: torch.Tensor, *, is_grouped: bool) -> Quantize
     groups = torch.nn.functional.pad(x_TK, (0, -num_in % columns)).unflatten(1, (-1, columns))
     scales = scale_of(groups.abs().amax(2))
     data = fp8_of(groups / scales[:, :, None]).flatten(1)[:, :num_in]
-    return QuantizedRows(data.contiguous(), scales, is_grouped)
+    scales = scales.t().contiguous().t() if is_grouped else scales
+    return QuantizedRows(data.contiguous(), scales, len(x_TK), is_grouped)
 
 
 def scale_of(largest: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ _BLOCK = 2048
 _MAX_FEATURES = 1 << 16  # One program holds a row where they are not.
 
 
-@triton.jit
+# How many rows there are is not compiled in.
+@triton.jit(do_not_specialize=["scales_stride"])
 def _silu_quantize_kernel(
     x_ptr, bias_ptr, data_ptr, scales_ptr, scales_stride, F: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     IS_GROUPED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
@@ -35,7 +36,7 @@ def _silu_quantize_kernel(
         gate += gate_bias
         up += up_bias
     y = gate / (1.0 + tl.exp(-gate)) * up
-    store_quantized(y, data_ptr + row * F, scales_ptr + row * scales_stride, first, F, BLOCK, GROUP, IS_GROUPED)
+    store_quantized(y, data_ptr + row * F, scales_ptr + row, scales_stride, first, F, BLOCK, GROUP, IS_GROUPED)
 
 
 def silu_quantize(
@@ -52,9 +53,9 @@ def silu_quantize(
         block = max(triton.next_power_of_2(width // 2), GROUP)
         block = min(block, _BLOCK) if is_grouped else block
         _silu_quantize_kernel[(num_rows, triton.cdiv(width // 2, block))](
-            gate_up_T2F, gate_up_T2F if bias_2F is None else bias_2F, out.data_TK, out.scales, out.scales.stride(0),
-            F=width // 2, BLOCK=block, GROUP=GROUP, IS_GROUPED=is_grouped, HAS_BIAS=bias_2F is not None, PDL=use_pdl,
-            num_warps=min(max(block // 512, 1), 32), launch_pdl=use_pdl,
+            gate_up_T2F, gate_up_T2F if bias_2F is None else bias_2F, out.data_PK, out.scales_PG,
+            out.scales_PG.stride(1), F=width // 2, BLOCK=block, GROUP=GROUP, IS_GROUPED=is_grouped,
+            HAS_BIAS=bias_2F is not None, PDL=use_pdl, num_warps=min(max(block // 512, 1), 32), launch_pdl=use_pdl,
         )  # fmt: skip
     return out
 

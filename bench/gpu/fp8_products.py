@@ -136,14 +136,12 @@ def _ours(rows: QuantizedRows, w: QuantizedMatrix, tile: TileConfig | None) -> t
 
 def _library(rows: QuantizedRows, layers: Sequence[QuantizedMatrix], num_rows: int) -> dict[str, object]:
     """torch._scaled_mm, by channels or by blocks where it takes them; else why not."""
-    # Scales of blocks of rows lie column by column.
-    x_scales = rows.scales.t().contiguous().t() if rows.is_grouped else rows.scales
 
     def run(w: QuantizedMatrix) -> torch.Tensor:
         return torch._scaled_mm(
-            rows.data_TK,
+            rows.data_PK,
             w.data_NK.t(),
-            scale_a=x_scales,
+            scale_a=rows.scales_PG,
             scale_b=w.scales.t(),
             out_dtype=torch.bfloat16,
             use_fast_accum=not rows.is_grouped,

@@ -24,20 +24,14 @@ from radixmesh.daemons.worker.cuda import load, load_weights
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.fp8_decoder import Fp8Decoder
 from radixmesh.daemons.worker.cuda.fp8_ops import TritonFp8Ops
-from radixmesh.daemons.worker.cuda.fp8_products import (
-    ScaledMmProducts,
-    TorchFp8Products,
-    TritonFp8Products,
-    check_small_product,
-    create_products,
-)
+from radixmesh.daemons.worker.cuda.fp8_products import TritonFp8Products
 from radixmesh.daemons.worker.cuda.fp8_weights import QuantizedLayers, chosen_form
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.runner import Segment
-from radixmesh.kernels.quantized import QuantizedMatrix, quantize_matrix, quantize_rows_reference
+from radixmesh.kernels.quantized import QuantizedMatrix, quantize_matrix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 
@@ -204,48 +198,6 @@ def test_captured_steps_recite(quantization):
     runner.warm_up()
     num_wrong, num_tokens = recited_wrongly(runner, lag=2, chunk_len=16)
     assert num_wrong == 0 and num_tokens > 200
-
-
-def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
-    """torch has such products on a CPU too."""
-    cpu = torch.device("cpu")
-    check_small_product(ScaledMmProducts(TorchFp8Products()), cpu)
-    assert isinstance(create_products(cpu, use_pdl=False, is_deterministic=False), ScaledMmProducts)
-    assert isinstance(create_products(cpu, use_pdl=False, is_deterministic=True), TritonFp8Products)
-
-    def unsupported(*args: object, **options: object) -> torch.Tensor:
-        raise RuntimeError("rowwise scaling is not supported")
-
-    right = torch._scaled_mm
-
-    def mixed_up(x: torch.Tensor, w: torch.Tensor, *, scale_a: torch.Tensor, scale_b: torch.Tensor, **options: object):
-        return right(x, w, scale_a=scale_a, scale_b=scale_b.roll(1), **options)
-
-    for product in (unsupported, mixed_up):
-        monkeypatch.setattr(torch, "_scaled_mm", product)
-        assert isinstance(create_products(cpu, use_pdl=False, is_deterministic=False), TritonFp8Products)
-
-
-@pytest.mark.parametrize(
-    ("num_out", "num_in", "is_grouped", "dtype", "is_library"),
-    [
-        (48, 64, False, torch.bfloat16, True),
-        (48, 64, True, torch.bfloat16, False),
-        (48, 64, False, torch.float32, False),
-        (40, 64, False, torch.bfloat16, False),
-        (48, 72, False, torch.bfloat16, False),
-    ],
-)
-def test_what_the_library_does_not_take_others_compute(num_out, num_in, is_grouped, dtype, is_library, monkeypatch):
-    calls = []
-    right = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or right(*args, **options))
-    products = ScaledMmProducts(TorchFp8Products())
-    w = quantize_matrix(torch.randn(num_out, num_in), is_grouped=is_grouped)
-    rows = quantize_rows_reference(torch.randn(3, num_in), is_grouped=is_grouped)
-    got = products.linear(rows, w, dtype)
-    torch.testing.assert_close(got, TorchFp8Products().linear(rows, w, dtype), rtol=0.01, atol=0.01)
-    assert bool(calls) is is_library
 
 
 def test_a_row_does_not_depend_on_others_in_deterministic_mode(tmp_path):

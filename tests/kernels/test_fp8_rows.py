@@ -32,13 +32,13 @@ def test_rows_are_quantised_by_their_own_largest_number(shape, dtype, is_grouped
     _assert_same(got, quantize_rows_reference(x, is_grouped=is_grouped))
     error = (got.dequantized() - x.float()).abs()
     # Half of the last of three bits of mantissa, or of the smallest step there is.
-    assert bool((error <= x.float().abs() / 16 * 1.001 + got.scales.amax() * 2**-10).all())
+    assert bool((error <= x.float().abs() / 16 * 1.001 + got.scales_TG.amax() * 2**-10).all())
 
 
 def test_a_row_of_zeros_stays_one(device) -> None:
     for is_grouped in (False, True):
         got = quantize_rows(torch.zeros(2, 256, device=device), is_grouped=is_grouped)
-        assert not got.data_TK.float().any() and bool((got.scales == 1).all())
+        assert not got.data_TK.float().any() and bool((got.scales_TG == 1).all())
 
 
 def test_rows_may_lie_apart(device) -> None:
@@ -146,8 +146,8 @@ def _random(shape, dtype: torch.dtype, device) -> torch.Tensor:
 
 def _assert_same(got: QuantizedRows, want: QuantizedRows) -> None:
     """But for what lies between two FP8 numbers, where the last bits of what was rounded decide."""
-    assert got.data_TK.dtype == FP8 and got.data_TK.is_contiguous() and got.is_grouped == want.is_grouped
-    torch.testing.assert_close(got.scales, want.scales, rtol=1e-5, atol=0)
+    assert got.data_TK.dtype == FP8 and got.data_PK.is_contiguous() and got.is_grouped == want.is_grouped
+    torch.testing.assert_close(got.scales_TG, want.scales_TG, rtol=1e-5, atol=0)
     differ = got.data_TK.float() != want.data_TK.float()
     assert float(differ.float().mean()) < 0.01
     torch.testing.assert_close(got.data_TK.float(), want.data_TK.float(), rtol=0.126, atol=2**-9)

@@ -19,7 +19,7 @@ from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.fp8_decoder import Fp8Decoder
 from radixmesh.daemons.worker.cuda.fp8_ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
-from radixmesh.daemons.worker.cuda.fp8_products import create_products
+from radixmesh.daemons.worker.cuda.fp8_tuning import create_fp8_products
 from radixmesh.daemons.worker.cuda.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.load_weights import LoadedDecoder, load_decoder
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
@@ -106,6 +106,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
     # Ahead of the sizing, which counts what measuring leaves behind.
     ops = _ops(settings, loaded, graph_rows, where)
+    fp8_ops = _fp8_ops(settings, loaded, ops, where)
     prompt_rows = default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else ()
     memory = MemorySettings(
         mem_fraction=settings.mem_fraction,
@@ -124,7 +125,7 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         num_pages = settings.num_pages or -(-length // settings.page_size)
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
         pool = KvPool(layout, num_pages=num_pages, page_size=settings.page_size, dtype=attention.kv_dtype, device=where)
-        decoder = _decoder(settings, loaded, pool, ops, where, length)
+        decoder = _decoder(loaded, pool, ops, fp8_ops, length)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
@@ -144,25 +145,39 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         )
 
 
-def _decoder(
-    settings: DeviceSettings, loaded: LoadedDecoder, kv: KvPool, ops: Ops, device: torch.device, max_total_len: int
-) -> DeviceDecoder:
+def _decoder(loaded: LoadedDecoder, kv: KvPool, ops: Ops, fp8_ops: Fp8Ops | None, max_total_len: int) -> DeviceDecoder:
     model, quantized = loaded.model, loaded.quantized
     if quantized is None:
         return DeviceDecoder(model.config, model.weights, kv, ops, max_total_len=max_total_len)
-    fp8_ops: Fp8Ops = TorchFp8Ops(ops)
-    if _kernels_name(settings, device) != "torch":
-        use_pdl = settings.use_pdl and device.type == "cuda"
-        products = create_products(device, use_pdl=use_pdl, is_deterministic=settings.deterministic)
-        fp8_ops = TritonFp8Ops(ops, products, use_pdl=use_pdl)
+    assert fp8_ops is not None
     return Fp8Decoder(model.config, model.weights, quantized.layers, kv, ops, fp8_ops, max_total_len=max_total_len)
+
+
+def _fp8_ops(settings: DeviceSettings, loaded: LoadedDecoder, ops: Ops, device: torch.device) -> Fp8Ops | None:
+    """None where no weights are FP8."""
+    if loaded.quantized is None:
+        return None
+    if _kernels_name(settings, device) == "torch":
+        return TorchFp8Ops(ops)
+    use_pdl = settings.use_pdl and device.type == "cuda"
+    with torch.inference_mode():
+        products = create_fp8_products(
+            loaded.quantized.layers,
+            loaded.model.weights.final_norm_D.dtype,
+            device,
+            max_rows=max(settings.num_slots, settings.max_tokens_per_step),
+            use_pdl=use_pdl,
+            is_deterministic=settings.deterministic,
+            is_tuned=settings.tune_products,
+        )
+    return TritonFp8Ops(ops, products, use_pdl=use_pdl)
 
 
 def _ops(settings: DeviceSettings, loaded: LoadedDecoder, graph_rows: Sequence[int], device: torch.device) -> Ops:
     model = loaded.model
     name = _kernels_name(settings, device)
     products: Products = TorchProducts()
-    # Those of FP8 weights are not tuned.
+    # Those of FP8 weights are tuned by themselves.
     is_tuned = settings.tune_products and not settings.deterministic and loaded.quantized is None
     if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
