@@ -98,8 +98,9 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
     )
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
-        return _loaded(folder, runner, hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest())
-    fingerprint = model_fingerprint(folder)
+        fingerprint = hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest()
+    else:
+        fingerprint = model_fingerprint(folder)
     if settings.quantization not in ("auto", "none"):
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
