@@ -47,6 +47,7 @@ def _replayed(workload: str) -> list[Command]:
     ]
 
 
+_FP8_STEPS = "--rows 1 8 64 256 512 --contexts 384 --prefills 128 2048 8192 --trace 4"
 LANES: dict[str, list[Command]] = {
     "mesh": [
         Command("mesh", "mesh.py", "--workloads single-stream decode-256 shared-prefix --runs 3"),
@@ -71,6 +72,13 @@ LANES: dict[str, list[Command]] = {
                 ("untuned", "--no-tuning"),
             )
         ),
+    ],
+    "fp8": [
+        Command("fp8-numerics", "numerics.py", "--tokens 256 --quantization fp8 fp8-block", 240),
+        *(Command(name, "steps.py", f"--quantization {name} {_FP8_STEPS}", 180) for name in ("fp8", "fp8-block")),
+        Command("fp8-mesh", "mesh.py", "--workloads single-stream decode-256 --runs 2 --worker quantization=fp8", 180),
+        Command("fp8-products", "fp8_products.py", "", 300),
+        Command("fp8-8b", "steps.py", f"--shape llama-3.1-8b --quantization fp8 {_FP8_STEPS}", 180),
     ],
     "replay": [
         *_replayed("single-stream"),
@@ -147,6 +155,7 @@ def document(out: Path) -> dict[str, object]:
         "other_shapes": {
             name: (read(name) or {"workloads": None})["workloads"] for name in ("llama-3.1-8b", "qwen3-4b")
         },
+        "fp8": {command.name: read(command.name) for command in LANES["fp8"]},
         "soak": read("soak"),
     }
 
