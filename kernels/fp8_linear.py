@@ -1,6 +1,7 @@
 """Products of FP8 rows with FP8 weights on the tensor cores. T rows, N features out, K features in.
 
-Groups of 128 features in are summed apart, since each has scales of its own; whole rows have theirs applied in the end.
+Groups of 128 features in are summed apart, in float32, which tensor cores do not do by themselves; those that have
+scales of their own are multiplied by them, whole rows have theirs applied in the end.
 In the way of the block-scaled products of DeepSeek-V3 (2024), section 3.3.
 """
 
@@ -81,7 +82,7 @@ def _fp8_linear_kernel(
             else:
                 sums += tl.dot(x, w) * (x_scales[:, None] * w_scales[None, :])
         else:
-            sums = tl.dot(x, w, sums)
+            sums = tl.dot(x, w, sums, max_num_imprecise_acc=GROUP)
     if not IS_GROUPED:
         x_scales = tl.load(x_scales_at)
         w_scales = tl.load(w_scales_ptr + from_columns // GROUP_ROWS)
