@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,7 @@ SETTINGS = load.DeviceSettings(
 )
 
 
-def illegal_access(runner: DeviceRunner) -> None:
+def illegal_access(runner: DeviceRunner, held: list[torch.Tensor]) -> None:
     """The slots' pages lie where no memory is."""
     with torch.inference_mode():
         runner._slots.page_tables.fill_(1 << 30)
@@ -53,13 +54,19 @@ def illegal_access(runner: DeviceRunner) -> None:
         torch.cuda.synchronize()
 
 
-def out_of_memory(runner: DeviceRunner) -> None:
-    """No more than what is held can be had."""
+def out_of_memory(runner: DeviceRunner, held: list[torch.Tensor]) -> None:
+    """No more than what the process has can be had, and nothing of that is left: it is `held`."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
+    # On the stream of the steps, whose blocks are its own.
+    with runner._device.in_order():
+        for size in (1 << 21, 1 << 20, 1 << 14, 1 << 9):
+            with suppress(torch.OutOfMemoryError):
+                while True:
+                    held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
 
 
-FAULTS: Mapping[str, Callable[[DeviceRunner], None]] = {
+FAULTS: Mapping[str, Callable[[DeviceRunner, list[torch.Tensor]], None]] = {
     "illegal_access": illegal_access,
     "out_of_memory": out_of_memory,
 }
@@ -77,11 +84,11 @@ def main(fault: str, folder: Path) -> int:
     pages = np.arange(len(PROMPT) + 20, dtype=np.int32)
     first = {"admits": (admit,), "grants": (Grant(slot=0, pages=pages),), "chunks": (Chunk(slot=0, length=40),)}
     answers = []
+    held: list[torch.Tensor] = []
     for step in range(1, 6):
         if step == 3:
             answers = [job.finish() for job in answers]
-            fault_of = FAULTS[fault]
-            fault_of(runner)
+            FAULTS[fault](runner, held)
         decodes = np.zeros(0 if step == 1 else 1, np.int32)
         plan = StepPlan(epoch=1, step_id=step, decode_set=decodes, **(first if step == 1 else {}))
         answers.append(plans.launch(plan_to_proto(plan), 0, None))
