@@ -73,6 +73,24 @@ def test_device_times_stay_on_the_hosts_clock_whatever_the_devices_does(monkeypa
         last_ns = end_ns
 
 
+def test_a_step_begins_where_the_one_ahead_of_it_ends_while_that_runs():
+    marks = []
+
+    class Device(HostDevice):
+        def mark(self):
+            marks.append(SimpleNamespace(is_reached=False))
+            return marks[-1]
+
+    device = Device()
+    clock = DeviceClock(SimpleNamespace(is_reached=True))
+    first = clock.begin(device), clock.end(device)
+    assert first == tuple(marks)
+    assert clock.begin(device) is first[1]
+    second_end = clock.end(device)
+    second_end.is_reached = True
+    assert clock.begin(device) is marks[-1] and len(marks) == 4
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("too much"), RuntimeError("CUDA error: out of memory")])
 @pytest.mark.parametrize("has_context", [True, False])
 def test_what_does_not_fit_is_named_with_the_flag_to_change(monkeypatch, error, has_context):

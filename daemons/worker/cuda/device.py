@@ -172,8 +172,18 @@ class DeviceClock:
     """
 
     def __init__(self, origin: Mark) -> None:
-        self._last = origin
+        self._last = self._ahead = origin
         self._last_ns = time.monotonic_ns()
+
+    def begin(self, device: Device) -> Mark:
+        """Of what is launched next: the end of what was launched last while that runs still, since a mark between two
+        graphs keeps the device waiting for some microseconds."""
+        return device.mark() if self._ahead.is_reached else self._ahead
+
+    def end(self, device: Device) -> Mark:
+        """Behind what was launched."""
+        self._ahead = device.mark()
+        return self._ahead
 
     def place(self, start: Mark, end: Mark) -> tuple[int, int]:
         """Times of a step's start and end, ns, both reached. Steps are placed in their order."""

@@ -122,9 +122,9 @@ class DeviceRunner(ModelRunner):
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self._slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
-            clock = DeviceClock(device.mark())
+            self._clock = DeviceClock(device.mark())
         self._host_logits = HostLogits(device, decoder)
-        self._running = partial(RunningDeviceStep, clock, self._host_logits)
+        self._running = partial(RunningDeviceStep, self._clock, self._host_logits)
 
     def can_batch(self, sampling: Sampling) -> bool:
         return not sampling.wants_logprobs
@@ -182,18 +182,18 @@ class DeviceRunner(ModelRunner):
         num_rows = len(rows.slots)
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
-            start = self._device.mark()
+            start = self._clock.begin(self._device)
             return self._running(start, start)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
         self._send_decodes(rows, step.num_rows)
-        start = self._device.mark()
+        start = self._clock.begin(self._device)
         replay = self._decode if bucket is None else self._graphs.replay
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
         self._sampler.redraw(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.turn_1))
-        end = self._device.mark()
+        end = self._clock.end(self._device)
         self._decodes.fence(end)
         return self._running(start, end, self._tokens.fetch(num_rows, end), num_rows)
 
@@ -265,7 +265,7 @@ class DeviceRunner(ModelRunner):
 
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> RunningStep:
         """Draws for all rows that the device can draw for."""
-        start = self._device.mark()
+        start = self._clock.begin(self._device)
         drawn = [i for i, s in enumerate(segments) if s.sample is not None and not _is_careful(s.sample)]
         slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in drawn], np.int32)])
         turn = self._tokens.take() if len(slots) else 0
@@ -282,7 +282,7 @@ class DeviceRunner(ModelRunner):
                 # It is asked for when other steps have been launched.
                 own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
                 careful[index] = CarefulSegment.of(segment, own_TD)
-        over = self._device.mark()
+        over = self._clock.end(self._device)
         fetched = self._tokens.fetch(len(slots), over) if len(slots) else None
         return self._running(start, over, fetched, len(rows.slots), len(segments), drawn, careful)
 
