@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.gemv import MAX_ROWS, GemvConfig, Shape
+from radixmesh.kernels.gemv import MAX_ROWS, GemvConfig, Shape, weight_tiles
 from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.quantized import GROUP, QuantizedMatrix
 from radixmesh.kernels.row_scale import row_scale_reference
@@ -32,25 +32,6 @@ _TUNED: Mapping[Shape, GemvConfig] = MappingProxyType(
         Shape(3072, 8192, False): GemvConfig(rows=2, num_warps=4),
     }
 )
-
-
-@triton.jit
-def _weight_tiles(
-    w_ptr, first_row, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr
-):
-    """All of the program's rows, as CHUNKS tiles [BLOCK_N, BLOCK_K]: every load is issued before any is used."""
-    # The last program's surplus rows read the last row again and are not stored.
-    rows = tl.minimum(tl.arange(0, BLOCK_N), N - 1 - first_row)
-    features = tl.arange(0, BLOCK_K)
-    at = w_ptr + first_row.to(tl.int64) * K + rows[:, None] * K + features[None, :]
-    tiles = ()
-    for chunk in tl.static_range(CHUNKS):
-        if (chunk + 1) * BLOCK_K <= K:
-            tiles = tiles + (tl.load(at + chunk * BLOCK_K, eviction_policy="evict_first"),)
-        else:
-            mask = (chunk * BLOCK_K + features < K)[None, :]
-            tiles = tiles + (tl.load(at + chunk * BLOCK_K, mask=mask, other=0.0, eviction_policy="evict_first"),)
-    return tiles
 
 
 @triton.jit
@@ -140,10 +121,10 @@ def _fp8_gemv_kernel(
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * BLOCK_N
-    tiles = _weight_tiles(w_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+    tiles = weight_tiles(w_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     if IS_GATED:
         up_ptr = w_ptr + tl.cast(N, tl.int64) * K
-        up_tiles = _weight_tiles(up_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+        up_tiles = weight_tiles(up_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     rows = first_row + tl.arange(0, BLOCK_N)
     mask = rows < N
     scale_tiles = ()

@@ -64,7 +64,7 @@ _TUNED: Mapping[Shape, GemvConfig] = MappingProxyType(
 
 
 @triton.jit
-def _weight_tiles(
+def weight_tiles(
     w_ptr, first_row, N, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.constexpr
 ):
     """All of the program's rows, as CHUNKS tiles [BLOCK_N, BLOCK_K]: every load is issued before any is used."""
@@ -135,10 +135,10 @@ def _gemv_kernel(
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
     first_row = tl.program_id(0) * BLOCK_N
-    tiles = _weight_tiles(w_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+    tiles = weight_tiles(w_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     if IS_GATED:
         up_ptr = w_ptr + tl.cast(N, tl.int64) * K
-        up_tiles = _weight_tiles(up_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
+        up_tiles = weight_tiles(up_ptr, first_row, N, K, BLOCK_N, BLOCK_K, CHUNKS)
     if HAS_NORM:
         norm_chunks = _row_chunks(norm_ptr, K, BLOCK_K, CHUNKS)
     rows = first_row + tl.arange(0, BLOCK_N)
