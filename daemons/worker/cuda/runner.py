@@ -27,6 +27,7 @@ from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock
+from radixmesh.daemons.worker.cuda.first_steps import first_steps
 from radixmesh.daemons.worker.cuda.host_logits import CarefulSegment, HostLogits
 from radixmesh.daemons.worker.cuda.host_step import host_step
 from radixmesh.daemons.worker.cuda.ops import KvTarget
@@ -47,7 +48,7 @@ from radixmesh.kernels.begin_step import begin_step
 from radixmesh.kernels.sample import TokenTarget
 
 # Of a device that has just been started.
-_FIRST_STEPS = 100
+_FIRST_DECODES = 100
 
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -91,6 +92,7 @@ class DeviceRunner(ModelRunner):
         self.num_layers = decoder.config.num_layers
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
+        self._limits = limits
         self._admissions = 0
         self._use_pdl = use_pdl
         self._device = device
@@ -136,7 +138,7 @@ class DeviceRunner(ModelRunner):
 
     def warm_up(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
-        for, so that no request waits for a compiler or a library's start."""
+        for, and steps as they will come, so that no request waits for a compiler or a library's start."""
         rows = no_rows()
         with self._device.in_order(), torch.inference_mode():
             self._prompts.capture()
@@ -148,25 +150,14 @@ class DeviceRunner(ModelRunner):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
             self._sampler.warm_up(self._decoder.dtype)
-            self._run_in(_FIRST_STEPS if self._device.torch_device.type == "cuda" else 1)
+            for rows, segments in first_steps(
+                num_slots=self._limits.num_slots,
+                max_prompt_len=self.max_total_len - 1,
+                max_tokens_per_step=self._limits.max_tokens_per_step,
+                num_decodes=_FIRST_DECODES if self._device.torch_device.type == "cuda" else 1,
+            ):
+                self.launch(rows, segments, 0)
             self._device.mark().wait()
-
-    def _run_in(self, num_steps: int) -> None:
-        """Decodes of the dummy slot, as they will come: the first ones take host and device longer, and nobody waits
-        yet."""
-        dummy = self._slots.dummy_slot
-        none = np.zeros(1, np.int32)
-        rows = DecodeRows(
-            slots=none + dummy,
-            ids=none,
-            positions=none,
-            page_tables=np.zeros((dummy + 1, 1), np.int32),
-            num_pages=np.zeros(dummy + 1, np.int32),
-            seeds=none.astype(np.uint64),
-            is_sampled=none.astype(np.bool_),
-        )
-        for _ in range(num_steps):
-            self.launch(rows, (), 0)
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
