@@ -49,13 +49,19 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def of(self, trace: str) -> list[SeenSpan]:
         return [span for span in self.spans if span.trace == trace]
 
-    async def trace_with(self, is_wanted: Callable[[SeenSpan], bool], names: set[str]) -> list[SeenSpan]:
-        """All spans of the trace that has a span which is_wanted, once it has all of these names."""
+    async def trace_with(
+        self,
+        is_wanted: Callable[[SeenSpan], bool],
+        names: set[str],
+        is_whole: Callable[[list[SeenSpan]], bool] = lambda spans: True,
+    ) -> list[SeenSpan]:
+        """All spans of the trace that has a span which is_wanted, once it has all of these names and is_whole."""
         until = time.monotonic() + 20
         while time.monotonic() < until:
             found = next((span.trace for span in self.spans if is_wanted(span)), None)
-            if found is not None and names <= {span.name for span in self.of(found)}:
-                return self.of(found)
+            spans = [] if found is None else self.of(found)
+            if found is not None and names <= {span.name for span in spans} and is_whole(spans):
+                return spans
             await asyncio.sleep(0.05)
         raise AssertionError(f"no trace with {names}: {[(s.trace[:6], s.service, s.name) for s in self.spans]}")
 
