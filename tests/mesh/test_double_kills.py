@@ -78,7 +78,7 @@ async def run_rounds(names: Sequence[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 async def test_no_stream_notices_that_two_die_together() -> None:
-    await run_rounds(["scheduler and worker", "all three of a token's way", "worker while the scheduler adopts"])
+    await run_rounds(["all three of a token's way", "worker while the scheduler adopts"])
 
 
 @pytest.mark.full

@@ -181,7 +181,7 @@ async def test_routers_behind_a_front_are_replaced_under_streams() -> None:
         await cluster.wait_healthy(90)
         address = cluster.address("front", container_port=50050)
         async with AsyncClient([address]) as client, asyncio.timeout(150):
-            reciting = [asyncio.create_task(keep_reciting(client, jobs, 5)) for _ in range(2)]
+            reciting = [asyncio.create_task(keep_reciting(client, jobs, 3)) for _ in range(2)]
             for replica in (1, 2):
                 await asyncio.sleep(1.0)
                 restarts = cluster.status("router", replica).restarts
