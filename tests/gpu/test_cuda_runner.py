@@ -4,31 +4,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.device_settings import TINY_SETTINGS
 from support.jobs import recited_ids
 from support.model_folders import random_model, save_model
 from support.plan_driver import GREEDY, GREEDY_OPTIONS, PROMPTS, PlanDriver, check_same, drive, drive_hits
 
 from radixmesh.daemons.worker.cpu import load_cpu_runner
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 PAGES = 2048
-SETTINGS = DeviceSettings(
-    dtype="float32",
+SETTINGS = replace(
+    TINY_SETTINGS,
     attention_backend="triton",
-    load_format="auto",
-    page_size=1,
     num_pages=PAGES,
-    num_slots=8,
-    max_tokens_per_step=64,
-    max_total_len=128,
-    mem_fraction=0.5,
     cuda_graphs=True,
     use_pdl=True,
-    deterministic=False,
 )
 
 

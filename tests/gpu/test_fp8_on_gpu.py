@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.fp8_folders import Form, dequantised_model, write_fp8
 from support.llama_folders import TINY_LLAMA, random_llama
 from support.plan_driver import GREEDY, PROMPTS, PlanDriver
@@ -23,7 +24,7 @@ from radixmesh.daemons.worker.cuda.fp8_products import (
     check_small_product,
     tried_library,
 )
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import Segment
 from radixmesh.kernels.fp8_gemv import (
@@ -41,19 +42,14 @@ pytestmark = pytest.mark.gpu
 
 _HIDDEN, _MLP = 3072, 8192
 _GROUPS = [pytest.param(False, id="channel"), pytest.param(True, id="block")]
-SETTINGS = DeviceSettings(
+SETTINGS = replace(
+    TINY_SETTINGS,
     dtype="bfloat16",
     attention_backend="triton",
-    load_format="auto",
-    page_size=1,
     num_pages=4096,
-    num_slots=8,
-    max_tokens_per_step=64,
     max_total_len=256,
-    mem_fraction=0.5,
     cuda_graphs=True,
     use_pdl=True,
-    deterministic=False,
     tune_products=False,
 )
 

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.llama_folders import random_llama
 from support.model_folders import random_model
 from support.plan_driver import GREEDY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 
@@ -30,19 +31,13 @@ _SURE_SEED, _SURE_OUT, _SURE_LEAD = 305, 8, 0.045
 _FLOAT16_LEAD = 0.005
 # Of the tokens of the prompt before the last one: what the requests of the second round find in the cache.
 _CACHED = (0, 1, 16, 22, 36)
-SETTINGS = DeviceSettings(
-    dtype="float32",
+SETTINGS = replace(
+    TINY_SETTINGS,
     attention_backend="triton",
-    load_format="auto",
-    page_size=1,
     num_pages=2048,
     num_slots=SLOTS,
-    max_tokens_per_step=64,
-    max_total_len=128,
-    mem_fraction=0.5,
     cuda_graphs=True,
     use_pdl=True,
-    deterministic=False,
     tune_products=False,
 )
 

@@ -1,17 +1,19 @@
 """Steps of decodes alone bring what has changed with them: pages as they are granted, slots that are taken anew."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY
 from support.replaying_device import ReplayingDevice
 
 from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release, StepPlan
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
+from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.runner import Segment
@@ -25,19 +27,12 @@ SLOTS = 2
 
 
 def _runner(device: Device) -> DeviceRunner:
-    settings = DeviceSettings(
-        dtype="float32",
-        attention_backend="torch",
-        load_format="auto",
-        page_size=1,
-        num_pages=64,
+    settings = replace(
+        TINY_SETTINGS,
         num_slots=SLOTS,
         max_tokens_per_step=16,
         max_total_len=32,
-        mem_fraction=0.5,
         cuda_graphs=True,
-        use_pdl=False,
-        deterministic=False,
     )
     runner = load_device_runner(MODEL, settings, device)
     if device.can_capture:

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.llama_folders import random_llama
 from support.model_folders import random_model
 
@@ -18,19 +19,13 @@ from radixmesh.daemons.worker.runner import Segment
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 
 _IDS = np.array([5, 99, 3, 42, 42, 7, 130], np.int32)
-_SETTINGS = load.DeviceSettings(
-    dtype="float32",
-    attention_backend="torch",
-    load_format="auto",
+_SETTINGS = replace(
+    TINY_SETTINGS,
     page_size=4,
     num_pages=8,
     num_slots=2,
     max_tokens_per_step=16,
     max_total_len=16,
-    mem_fraction=0.5,
-    cuda_graphs=False,
-    use_pdl=False,
-    deterministic=False,
 )
 # Between them: grouped heads, biases of every projection, norms of heads, tied and other output projections.
 _MODELS = {

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.plan_driver import PLAIN_OPTIONS, check_same, drive
 
 from radixmesh.daemons.runtime.arrays import as_ints
@@ -28,21 +29,12 @@ PAGES = 512
 
 def _device_runner(page_size: int, **changes: object) -> ModelRunner:
     from radixmesh.daemons.worker.cuda.device import HostDevice
-    from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
 
-    settings = DeviceSettings(
-        dtype="float32",
-        attention_backend="torch",
-        load_format="auto",
+    settings = replace(
+        TINY_SETTINGS,
         page_size=page_size,
         num_pages=PAGES,
-        num_slots=8,
-        max_tokens_per_step=64,
-        max_total_len=128,
-        mem_fraction=0.5,
-        cuda_graphs=False,
-        use_pdl=False,
-        deterministic=False,
     )
     return load_device_runner(MODEL, replace(settings, **changes), HostDevice())  # type: ignore[arg-type]
 
@@ -159,19 +151,14 @@ def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(load, "CudaDevice", lambda: SimpleNamespace(torch_device=where))
     monkeypatch.setattr(load, "load_device_runner", stop)
-    settings = load.DeviceSettings(
+    settings = replace(
+        TINY_SETTINGS,
         dtype="auto",
         attention_backend="auto",
-        load_format="auto",
-        page_size=1,
         num_pages=None,
-        num_slots=8,
-        max_tokens_per_step=64,
         max_total_len=None,
-        mem_fraction=0.5,
         cuda_graphs=True,
         use_pdl=True,
-        deterministic=False,
     )
     with pytest.raises(InterruptedError):
         load.load_cuda_runner(MODEL, settings)

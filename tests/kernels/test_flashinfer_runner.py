@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.jobs import recited_ids
 from support.model_folders import random_model, save_model
 from support.plan_driver import GREEDY_OPTIONS, PLAIN_OPTIONS, PlanDriver, check_same, drive, drive_hits
@@ -22,7 +23,7 @@ from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda import planned_lane
 from radixmesh.daemons.worker.cuda.attention_choice import AttentionChoice
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
+from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import ModelRunner
 
@@ -33,19 +34,12 @@ PAGES = 2048
 PREFIX_LEN = 288
 # Of logprobs, where keys and values are rounded to float16.
 ATOL = 2e-2
-SETTINGS = DeviceSettings(
-    dtype="float32",
+SETTINGS = replace(
+    TINY_SETTINGS,
     attention_backend="flashinfer",
-    load_format="auto",
-    page_size=1,
     num_pages=PAGES,
     num_slots=12,
-    max_tokens_per_step=64,
     max_total_len=384,
-    mem_fraction=0.5,
-    cuda_graphs=False,
-    use_pdl=False,
-    deterministic=False,
 )
 
 

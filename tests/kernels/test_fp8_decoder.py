@@ -12,6 +12,7 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 from safetensors.torch import load_file
+from support.device_settings import TINY_SETTINGS
 from support.fp8_folders import Form, dequantised_model, quantization_config, write_fp8
 from support.llama_folders import TINY_LLAMA, random_llama
 from support.model_folders import random_model
@@ -36,19 +37,13 @@ from radixmesh.kernels.quantized import QuantizedMatrix, quantize_matrix
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 
 _IDS = np.array([5, 99, 3, 42, 42, 7, 130], np.int32)
-_SETTINGS = load.DeviceSettings(
-    dtype="float32",
-    attention_backend="torch",
-    load_format="auto",
+_SETTINGS = replace(
+    TINY_SETTINGS,
     page_size=4,
     num_pages=200,
     num_slots=2,
     max_tokens_per_step=512,
     max_total_len=700,
-    mem_fraction=0.5,
-    cuda_graphs=False,
-    use_pdl=False,
-    deterministic=False,
 )
 # A part of a matrix, and whole ones.
 _KEPT = ("layers.0.mlp.up_proj", "layers.1.self_attn.o_proj", "layers.2.mlp.down_proj")

@@ -1,5 +1,6 @@
 """Steps with chunks, captured and not: the same tokens of any mix of decodes and chunks."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
+from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY, OPTIONS, PLAIN_OPTIONS, PlanDriver, check_same, drive
 from support.replaying_device import ReplayingDevice
 
@@ -14,7 +16,7 @@ from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cuda import load, prompt_steps
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.host_step import host_step
-from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_device_runner
+from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, default_prompt_rows, no_rows
 from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
 from radixmesh.daemons.worker.executor import StepExecutor
@@ -29,18 +31,14 @@ HIDDEN = 128
 
 
 def _runner(device, *, attention="torch", page_size=1, deterministic=False):
-    settings = DeviceSettings(
-        dtype="float32",
+    settings = replace(
+        TINY_SETTINGS,
         attention_backend=attention,
-        load_format="auto",
         page_size=page_size,
         num_pages=1024,
         num_slots=SLOTS,
         max_tokens_per_step=MAX_TOKENS,
-        max_total_len=128,
-        mem_fraction=0.5,
         cuda_graphs=True,
-        use_pdl=False,
         deterministic=deterministic,
     )
     runner = load_device_runner(MODEL, settings, device)

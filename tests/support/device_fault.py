@@ -24,23 +24,18 @@ from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.plan_dump import PlanDump
 from radixmesh.daemons.worker.plan_runner import Answer, PlanRunner
+from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 PROMPT = np.arange(20, 60, dtype=np.int32)
-SETTINGS = load.DeviceSettings(
-    dtype="float32",
+SETTINGS = replace(
+    TINY_SETTINGS,
     attention_backend="triton",
-    load_format="auto",
-    page_size=1,
     num_pages=2048,
     num_slots=2,
-    max_tokens_per_step=64,
-    max_total_len=128,
-    mem_fraction=0.5,
     cuda_graphs=True,
     use_pdl=True,
-    deterministic=False,
     tune_products=False,
 )
 

@@ -1,8 +1,7 @@
 """Runs steps on a device: those of decodes as captured graphs, those with chunks as `prompt_steps.py` says.
 
-    launch   numbers of the step up -> forward -> draw -> mark        nothing waits
-                                                            `-> tokens down, beside the next step
-    output   tokens are there -> tokens, times; logprobs from logits that were kept
+    launch   numbers of the step -> forward -> draw, tokens to the host -> mark        nothing waits
+    output   the mark is reached -> tokens, times; logprobs from logits that were kept
 
 Tokens never pass through the host on their way to the next step: a decode row reads what its slot drew last. A segment
 whose options the device cannot serve (logprobs) has its logits kept, and its token is drawn on the host when the step's

@@ -31,8 +31,6 @@ class RunningDeviceStep(RunningStep):
         self._host_logits = host_logits
         self._start, self._end = start, end
         self._fetched = fetched
-        # Tokens are on the host a little after the step is over.
-        self._done = end if fetched is None else fetched.mark
         self._num_decodes = num_decodes
         self._num_segments = num_segments
         self._drawn = drawn
@@ -40,13 +38,13 @@ class RunningDeviceStep(RunningStep):
 
     @property
     def is_done(self) -> bool:  # type: ignore[override]
-        return self._done.is_reached
+        return self._end.is_reached
 
     def wait(self) -> None:
-        self._done.wait()
+        self._end.wait()
 
     def output(self) -> StepOutput:
-        self._done.wait()
+        self._end.wait()
         start_ns, end_ns = self._clock.place(self._start, self._end)
         all_tokens = np.zeros(0, np.int32) if self._fetched is None else self._fetched.tokens()
         of_segment = dict(zip(self._drawn, all_tokens[self._num_decodes :].tolist(), strict=True))

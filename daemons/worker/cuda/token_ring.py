@@ -14,17 +14,17 @@ _TURNS = 16
 
 
 class FetchedTokens:
-    """Tokens of one step. mark: of its end, when they are on the host."""
+    """Tokens of one step, which are on the host when it is over."""
 
-    def __init__(self, mark: Mark, row: IntArray) -> None:
-        self.mark = mark
+    def __init__(self, over: Mark, row: IntArray) -> None:
+        self._over = over
         self._row = row
         self._tokens: IntArray | None = None
 
     def tokens(self) -> IntArray:
         """int32 [rows], the caller's to keep; waits for them."""
         if self._tokens is None:
-            self.mark.wait()
+            self._over.wait()
             self._tokens = self._row.copy()
         return self._tokens
 
