@@ -74,14 +74,14 @@ class DeviceDecoder:
 
     def _forward_many(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """Through cuBLAS, which adds to the residual; what reads a product of it norms that by the row's factor."""
-        ops, eps = self._ops, self.config.norm_eps
+        ops = self._ops
         for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, mlp_of(layer)
             qkv = self._product(x_TD, weights.norm_D, weights.w_qkv_DX, weights.b_qkv_X)
             o_TQ = self._attend(index, qkv, weights, target, attention)
             ops.add_linear(o_TQ, weights.w_o_QD.t(), weights.b_o_D, x_TD)
-            gate_up = self._product(x_TD, layer.mlp_norm_D, mlp.w_gate_up_DF2, mlp.b_gate_up_F2)
-            ops.add_linear(ops.silu_mul(gate_up, eps), mlp.w_down_FD.t(), mlp.b_down_D, x_TD)
+            gated_TF = self._gated(x_TD, layer.mlp_norm_D, mlp)
+            ops.add_linear(gated_TF, mlp.w_down_FD.t(), mlp.b_down_D, x_TD)
         return x_TD
 
     def _product(
@@ -92,6 +92,14 @@ class DeviceDecoder:
         if self._is_folded:
             return RawProduct(ops.linear(x_TD, w_DN.t()), b_N, unnormed_TD=x_TD)
         return RawProduct(ops.linear(ops.rms_norm(x_TD, norm_D, self.config.norm_eps), w_DN.t()), b_N)
+
+    def _gated(self, x_TD: torch.Tensor, norm_D: torch.Tensor, mlp: MlpWeights) -> torch.Tensor:
+        """silu(gate) x up of the rows normed, [T, F]."""
+        if self._is_folded and mlp.b_gate_up_F2 is None:
+            return self._ops.gate_up_silu_unnormed(x_TD, mlp.w_gate_up_DF2.t(), self.config.norm_eps)
+        return self._ops.silu_mul(
+            self._product(x_TD, norm_D, mlp.w_gate_up_DF2, mlp.b_gate_up_F2), self.config.norm_eps
+        )
 
     def _forward_few(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """Through kernels that read weights at the memory's speed, norms and additions inside."""

@@ -28,6 +28,7 @@ from radixmesh.daemons.worker.cuda.product_tuning import tuned_products
 from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
 from radixmesh.daemons.worker.cuda.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
+from radixmesh.daemons.worker.cuda.streamed_tuning import streamed_products
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
@@ -181,7 +182,10 @@ def _ops(settings: DeviceSettings, loaded: LoadedDecoder, graph_rows: Sequence[i
     is_tuned = settings.tune_products and not settings.deterministic and loaded.quantized is None
     if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
-            products = tuned_products(model.weights, [size for size in graph_rows if size > 1], device)
+            sizes = [size for size in graph_rows if size > 1]
+            products = tuned_products(model.weights, sizes, device)
+            if settings.use_pdl:
+                products = streamed_products(model.weights, sizes, device, products)
     if name == "torch":
         return TorchOps()
     if name == "compiled":

@@ -94,6 +94,10 @@ class Ops(ABC):
         if b_N is not None:
             residual_TN += b_N
 
+    def gate_up_silu_unnormed(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
+        """silu(gate) x up of x normed by the rows' factors, the norm's weight being in w; [T, F]."""
+        return self.silu_mul(RawProduct(self.linear(x_TD, w_2FD), unnormed_TD=x_TD), eps)
+
     def linear_fused(
         self,
         x_TK: torch.Tensor,
@@ -200,6 +204,11 @@ class TritonOps(Ops):
             self._products.add_linear(x_TK, w_NK, residual_TN)
         if b_N is not None:
             residual_TN += b_N
+            self._products.changed(residual_TN)
+
+    def gate_up_silu_unnormed(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
+        gated_TF = None if self._is_deterministic else self._products.gate_up_silu(x_TD, w_2FD, eps)
+        return super().gate_up_silu_unnormed(x_TD, w_2FD, eps) if gated_TF is None else gated_TF
 
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)

@@ -28,6 +28,15 @@ class Products(ABC):
     def add_linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, residual_TN: torch.Tensor) -> None:
         """Adds the product to the residual in place."""
 
+    def changed(self, residual_TN: torch.Tensor) -> None:
+        """Told when another one has added to a residual behind `add_linear`."""
+        return None
+
+    def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor | None:
+        """silu(gate) x up of both products times each row's 1 / sqrt(mean(x^2) + eps), [T, F]; None where no one kernel
+        computes it better than a product and what reads it."""
+        return None
+
 
 class TorchProducts(Products):
     """cuBLAS with the first algorithm that it names."""

@@ -1,0 +1,325 @@
+"""Chooses by measurement, once at the start, which products of decode steps stream their weights."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, fastest, matrix_groups
+from radixmesh.daemons.worker.cuda.products import Products
+from radixmesh.daemons.worker.cuda.streamed_products import (
+    ProductUse,
+    StreamedKernel,
+    StreamedProducts,
+    StreamedShape,
+    spread_configs,
+)
+from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph
+from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
+from radixmesh.kernels.cuda_driver import CudaDriver
+from radixmesh.kernels.nvrtc import Nvrtc
+from radixmesh.kernels.product90 import (
+    DTYPES,
+    MAX_ROWS,
+    Product90,
+    accepts,
+    gate_up_silu_reference,
+    linear_reference,
+)
+from radixmesh.kernels.product90_candidates import cache_bytes, candidates
+from radixmesh.kernels.product90_variants import ProductConfig, variant_of
+from radixmesh.kernels.silu_mul import silu_mul
+
+_log = get_logger(__name__)
+
+_USUAL_ROWS = (64, 256, 128, 32, 16, 8)
+# To measure, behind the compiling, of which a second start has none.
+_BUDGET_S = 10.0
+# A product that streams may be so much slower alone: it begins beside the kernel ahead and lets the one behind it begin
+# early, which a chain of one product does not show.
+_ALLOWED_US = 2.0
+# What is read from the L2 cache costs power, and power is what bounds a step under load: of two configurations that
+# take as long alone, the one that reads more is the slower one then.
+_CACHE_US_BYTE = 2e-8
+_ROTATED_BYTES = 256 << 20
+_EPS = 1e-5
+_MAX_ERROR = 0.01
+_NUM_SQUARES = 32
+# Of small products: split by rows.
+_CHECKED = {5: 1, 37: 2, 64: 3}
+
+
+class StreamedStand(ABC):
+    """One product's operands, on which candidates are timed."""
+
+    @abstractmethod
+    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
+        """Prepares one, None being what computes it otherwise; what it gives takes the time once, in microseconds.
+        Raises RuntimeError where it does not run or computes something else."""
+
+
+CreateStand = Callable[[StreamedShape, Sequence[torch.Tensor]], StreamedStand]
+
+
+def streamed_products(
+    weights: DecoderWeights, sizes: Sequence[int], device: torch.device, others: Products
+) -> Products:
+    """For steps of `sizes` rows whose norms are folded into the weights. `others`, and a line of log, where the device,
+    the driver or the compiler is not what it should be. sm_90a code runs on compute capability 9.0 alone."""
+    dtype = weights.final_norm_D.dtype
+    if torch.cuda.get_device_capability(device) != (9, 0) or dtype not in DTYPES:
+        return others
+    started = time.monotonic()
+    try:
+        kernel = GpuKernel(Product90(CudaDriver(), Nvrtc().cubin))
+        check_kernel(kernel, dtype, device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        tuner = StreamedTuner(partial(GraphStand, kernel, others, stream), time.monotonic)
+        products = tuner.tune(kernel, _uses(weights), sizes, others)
+    except (RuntimeError, OSError, AttributeError) as error:
+        _log.warning("products_not_streamed", reason=f"{type(error).__name__}: {error}", field="tune_products")
+        return others
+    finally:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    _log.info(
+        "products_streamed",
+        measured=tuner.num_measured,
+        chosen=tuner.num_chosen,
+        left_out=tuner.num_left_out,
+        in_table=len(products),
+        saved_us=tuner.saved_us,
+        configs=tuner.chosen,
+        compile_seconds=round(tuner.compile_seconds, 3),
+        seconds=round(time.monotonic() - started, 3),
+    )
+    return products
+
+
+class StreamedTuner:
+    """Measures what matters most first, until its time is up. `clock` in seconds."""
+
+    def __init__(self, create_stand: CreateStand, clock: Callable[[], float], budget_s: float = _BUDGET_S) -> None:
+        self._create_stand = create_stand
+        self._clock = clock
+        self._budget_s = budget_s
+        self.num_measured = self.num_chosen = self.num_left_out = 0
+        # Of a step, by its rows; what is read from the cache counted in.
+        self.saved_us: dict[int, float] = {}
+        # By rows x features out x in, and the use.
+        self.chosen: dict[str, str] = {}
+        self.compile_seconds = 0.0
+
+    def tune(
+        self,
+        kernel: StreamedKernel,
+        groups: Sequence[tuple[MatrixGroup, ProductUse]],
+        sizes: Sequence[int],
+        others: Products,
+    ) -> StreamedProducts:
+        planned: dict[StreamedShape, Sequence[torch.Tensor]] = {}
+        for num_rows in (num_rows for num_rows in _USUAL_ROWS if num_rows in sizes):
+            for group, use in groups:
+                planned.setdefault(StreamedShape.of(num_rows, group.weights[0], use), group.weights)
+        configs = {shape: _configs(shape) for shape in planned}
+        self._prepare(kernel, ((shape, config) for shape in planned for config in configs[shape]))
+        deadline = self._clock() + self._budget_s
+        measured: dict[StreamedShape, ProductConfig | None] = {}
+        for shape, weights in planned.items():
+            if self._clock() >= deadline:
+                self.num_left_out += 1
+                continue
+            measured[shape] = self._best(shape, weights, configs[shape])
+        table = spread_configs(measured, [size for size in sizes if size <= MAX_ROWS])
+        # Sizes between those that were measured have kernels of their own.
+        self._prepare(kernel, table.items())
+        return StreamedProducts(kernel, table, others)
+
+    def _prepare(self, kernel: StreamedKernel, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
+        started = self._clock()
+        kernel.prepare(needed)
+        self.compile_seconds += self._clock() - started
+
+    def _best(
+        self, shape: StreamedShape, weights: Sequence[torch.Tensor], configs: Sequence[ProductConfig]
+    ) -> ProductConfig | None:
+        stand = self._create_stand(shape, weights)
+        takes: dict[int | None, Callable[[], float]] = {None: stand.candidate(None)}
+        read = [_cache_bytes(shape, config) for config in configs]
+        for order, config in enumerate(configs):
+            penalty_us = (read[order] - min(read)) * _CACHE_US_BYTE
+            try:
+                takes[order] = partial(_later, stand.candidate(config), penalty_us)
+            except RuntimeError as error:
+                _log.warning("streamed_product_refused", shape=str(shape), config=str(config), reason=str(error))
+        self.num_measured += 1
+        best, saved_us = fastest(takes, 0.0, _ALLOWED_US)
+        if best is None:
+            return None
+        self.num_chosen += 1
+        total_us = self.saved_us.get(shape.num_rows, 0.0) + saved_us * len(weights)
+        self.saved_us[shape.num_rows] = round(total_us, 1)
+        name = f"{shape.num_rows}x{shape.num_out}x{shape.num_in} {shape.use.value}"
+        self.chosen[name] = str(configs[best])
+        return configs[best]
+
+
+class GpuKernel(StreamedKernel):
+    def __init__(self, kernel: Product90) -> None:
+        self._kernel = kernel
+
+    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
+        return accepts(x_TK, w_NK, out, is_gated)
+
+    def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
+        self._kernel.prepare(
+            variant_of(config, shape.num_rows, shape.use is ProductUse.GATED, shape.dtype) for shape, config in needed
+        )
+
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        w_NK: torch.Tensor,
+        config: ProductConfig,
+        *,
+        residual_TN: torch.Tensor | None,
+        out: torch.Tensor,
+        squares_out: torch.Tensor | None = None,
+    ) -> None:
+        self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=out, squares_out=squares_out)
+
+    def new_squares(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: ProductConfig) -> torch.Tensor:
+        return self._kernel.new_squares(x_TK, w_NK, config)
+
+    def gate_up_silu(
+        self,
+        x_TK: torch.Tensor,
+        w_2FK: torch.Tensor,
+        config: ProductConfig,
+        *,
+        eps: float,
+        out: torch.Tensor,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        self._kernel.gate_up_silu(x_TK, w_2FK, config, eps=eps, out=out, squares=squares)
+
+
+class GraphStand(StreamedStand):
+    """Candidates captured, each launch with the weights of another layer, and behind one that streams too: in a step
+    attention stands between some of them, which lets the next begin as well."""
+
+    def __init__(
+        self,
+        kernel: StreamedKernel,
+        others: Products,
+        stream: torch.cuda.Stream,
+        shape: StreamedShape,
+        weights: Sequence[torch.Tensor],
+    ) -> None:
+        self._kernel, self._others, self._stream, self._shape = kernel, others, stream, shape
+        self._weights = weights[: max(1, -(-_ROTATED_BYTES // weights[0].nbytes))]
+        device = weights[0].device
+        self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=device)
+        num_out = shape.num_out // (1 + (shape.use is ProductUse.GATED))
+        self._out_TN = torch.zeros(shape.num_rows, num_out, dtype=shape.dtype, device=device)
+        # As the output projection leaves them.
+        self._squares = self._x_TK.float().square().sum(dim=1).div_(_NUM_SQUARES).expand(_NUM_SQUARES, -1).contiguous()
+        torch.cuda.synchronize(device)
+
+    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
+        if config is not None:
+            self._check(config)
+        return TimedGraph([partial(self._launch, config, w_NK) for w_NK in self._weights], self._stream).micros
+
+    def _check(self, config: ProductConfig) -> None:
+        is_gated = self._shape.use is ProductUse.GATED
+        if not all(self._kernel.accepts(self._x_TK, w, self._out_TN, is_gated=is_gated) for w in self._weights):
+            raise RuntimeError("the weights do not lie as the kernel expects")
+        with torch.cuda.stream(self._stream):
+            self._out_TN.fill_(0.0 if self._shape.use is ProductUse.ADDED else float("nan"))
+            self._launch(config, self._weights[0])
+            expected = self._expected(self._weights[0])
+            error = float((self._out_TN - expected).abs().max() / expected.abs().max())
+            self._out_TN.zero_()
+        if not error < 2 * _MAX_ERROR:
+            raise RuntimeError(f"differs from others' result by {error:.3g}")
+
+    def _expected(self, w_NK: torch.Tensor) -> torch.Tensor:
+        product_TN = self._others.linear(self._x_TK, w_NK)
+        if self._shape.use is ProductUse.GATED:
+            return silu_mul(product_TN, unnormed_TD=self._x_TK, eps=_EPS)
+        return product_TN
+
+    def _launch(self, config: ProductConfig | None, w_NK: torch.Tensor) -> None:
+        x_TK, out_TN, use = self._x_TK, self._out_TN, self._shape.use
+        if config is not None and use is ProductUse.GATED:
+            self._kernel.gate_up_silu(x_TK, w_NK, config, eps=_EPS, out=out_TN, squares=self._squares)
+        elif config is not None:
+            residual_TN = out_TN if use is ProductUse.ADDED else None
+            self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=out_TN)
+        elif use is ProductUse.GATED:
+            silu_mul(self._others.linear(x_TK, w_NK), out_TN, unnormed_TD=x_TK, eps=_EPS)
+        elif use is ProductUse.ADDED:
+            self._others.add_linear(x_TK, w_NK, out_TN)
+        else:
+            self._others.linear(x_TK, w_NK)
+
+
+def check_kernel(kernel: StreamedKernel, dtype: torch.dtype, device: torch.device) -> None:
+    """Computes small products, ragged, shared and gated. Raises RuntimeError unless torch agrees."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    configs = {num_rows: ProductConfig(tile=128, split=split, stages=3) for num_rows, split in _CHECKED.items()}
+    kernel.prepare(
+        (StreamedShape(num_rows, 272, 456, dtype, use), config)
+        for (num_rows, config), use in itertools.product(configs.items(), (ProductUse.ADDED, ProductUse.GATED))
+    )
+    for num_rows, config in configs.items():
+        x_TK, w_NK, before_TN = random(num_rows, 456), random(272, 456), random(num_rows, 272)
+        added_TN, gated_TF = before_TN.clone(), random(num_rows, 136)
+        kernel.linear(x_TK, w_NK, config, residual_TN=added_TN, out=added_TN)
+        kernel.gate_up_silu(x_TK, w_NK, config, eps=_EPS, out=gated_TF)
+        for found, expected in (
+            (added_TN, linear_reference(x_TK, w_NK, before_TN)),
+            (gated_TF, gate_up_silu_reference(x_TK, w_NK, _EPS)),
+        ):
+            error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+            if not error < _MAX_ERROR:
+                raise RuntimeError(f"a small product of {num_rows} rows differs from torch's by {error:.3g}")
+
+
+def _configs(shape: StreamedShape) -> list[ProductConfig]:
+    is_gated = shape.use is ProductUse.GATED
+    num_out = shape.num_out // (1 + is_gated)
+    return candidates(shape.num_rows, num_out, shape.num_in, is_gated=is_gated)
+
+
+def _cache_bytes(shape: StreamedShape, config: ProductConfig) -> float:
+    is_gated = shape.use is ProductUse.GATED
+    return cache_bytes(config, shape.num_rows, shape.num_out // (1 + is_gated), shape.num_in, is_gated=is_gated)
+
+
+def _later(take: Callable[[], float], micros: float) -> float:
+    return take() + micros
+
+
+def _uses(weights: DecoderWeights) -> list[tuple[MatrixGroup, ProductUse]]:
+    """A dense decoder's matrices, largest share of a step first; the first are gate and up."""
+    groups = matrix_groups(weights)
+    # In float16 norms are not folded into the weights, and a kernel of their own stands ahead.
+    has_gated = weights.final_norm_D.dtype != torch.float16 and all(
+        getattr(layer.mlp, "b_gate_up_F2", None) is None for layer in weights.layers
+    )
+    uses = [ProductUse.ADDED if group.is_added else ProductUse.PLAIN for group in groups]
+    if has_gated:
+        uses[0] = ProductUse.GATED
+    return list(zip(groups, uses, strict=True))

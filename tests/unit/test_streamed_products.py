@@ -1,0 +1,289 @@
+"""The choice of products that stream their weights, with a kernel in torch and times that a test sets."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from radixmesh.daemons.worker.cuda.ops import TritonOps
+from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, fastest
+from radixmesh.daemons.worker.cuda.products import TorchProducts
+from radixmesh.daemons.worker.cuda.streamed_products import (
+    ProductUse,
+    StreamedKernel,
+    StreamedProducts,
+    StreamedShape,
+)
+from radixmesh.daemons.worker.cuda.streamed_tuning import StreamedStand, StreamedTuner, check_kernel
+from radixmesh.kernels.cuda_driver import CudaDriver, Kernel, Launch
+from radixmesh.kernels.product90 import Product90, gate_up_silu_reference, linear_reference
+from radixmesh.kernels.product90_candidates import cache_bytes, candidates
+from radixmesh.kernels.product90_variants import ProductConfig, variant_of
+
+_N, _K, _EPS = 256, 128, 1e-5
+
+
+class _TorchKernel(StreamedKernel):
+    """Computes as the kernel would, wrongly by `error`."""
+
+    def __init__(self, error: float = 0.0, can: bool = True) -> None:
+        self.launched: list[tuple[str, ProductConfig]] = []
+        self.prepared: list[list[tuple[StreamedShape, ProductConfig]]] = []
+        self.squares: list[torch.Tensor | None] = []
+        self._error = error
+        self._can = can
+
+    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
+        return self._can
+
+    def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
+        self.prepared.append(list(needed))
+
+    def linear(
+        self,
+        x_TK: torch.Tensor,
+        w_NK: torch.Tensor,
+        config: ProductConfig,
+        *,
+        residual_TN: torch.Tensor | None,
+        out: torch.Tensor,
+        squares_out: torch.Tensor | None = None,
+    ) -> None:
+        self.launched.append(("linear" if residual_TN is None else "added", config))
+        out.copy_(linear_reference(x_TK, w_NK, residual_TN) * (1 + self._error))
+        if squares_out is not None:
+            squares_out.copy_(out.float().square().sum(dim=1) / len(squares_out))
+
+    def new_squares(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: ProductConfig) -> torch.Tensor:
+        return torch.empty(3, x_TK.shape[0])
+
+    def gate_up_silu(
+        self,
+        x_TK: torch.Tensor,
+        w_2FK: torch.Tensor,
+        config: ProductConfig,
+        *,
+        eps: float,
+        out: torch.Tensor,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        self.launched.append(("gated", config))
+        self.squares.append(squares)
+        if squares is not None:
+            torch.testing.assert_close(squares.sum(dim=0), x_TK.float().square().sum(dim=1))
+        out.copy_(gate_up_silu_reference(x_TK, w_2FK, eps) * (1 + self._error))
+
+
+class _Times(StreamedStand):
+    """Microseconds of others, and of all configurations of one tile; those of other tiles do not run."""
+
+    def __init__(self, others: float, tile: int, micros: float) -> None:
+        self._others, self._tile, self._micros = others, tile, micros
+
+    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
+        if config is not None and config.tile != self._tile:
+            raise RuntimeError("does not run")
+        return lambda: self._others if config is None else self._micros + config.split
+
+
+class _Driver(CudaDriver):
+    def __init__(self) -> None:
+        self.loaded: list[bytes] = []
+        self.num_launched = 0
+
+    def load(self, cubin: bytes, name: str, shared_bytes: int) -> Kernel:
+        self.loaded.append(cubin)
+        return Kernel(len(self.loaded))
+
+    def launch(self, kernel: Kernel, how: Launch, *arguments: object) -> None:
+        self.num_launched += 1
+
+
+def _tuned(kernel: StreamedKernel, micros: Callable[[StreamedShape], float], sizes: Sequence[int]) -> StreamedProducts:
+    weights = [_random(_N, _K) for _ in range(2)]
+    groups = [(MatrixGroup(weights, is_added=use is ProductUse.ADDED), use) for use in ProductUse]
+
+    def create(shape: StreamedShape, weights: Sequence[torch.Tensor]) -> StreamedStand:
+        return _Times(10.0, 64, micros(shape))
+
+    return StreamedTuner(create, lambda: 0.0).tune(kernel, groups, sizes, TorchProducts())
+
+
+def _candidates(is_gated: bool) -> list[ProductConfig]:
+    return candidates(16, _N // (1 + is_gated), _K, is_gated=is_gated)
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
+
+
+def _run_all(products: StreamedProducts, num_rows: int) -> None:
+    """Results are right whoever computes them."""
+    x_TK, w_NK, before_TN = _random(num_rows, _K), _random(_N, _K), _random(num_rows, _N)
+    torch.testing.assert_close(products.linear(x_TK, w_NK), linear_reference(x_TK, w_NK), rtol=2e-2, atol=1e-2)
+    added_TN = before_TN.clone()
+    products.add_linear(x_TK, w_NK, added_TN)
+    torch.testing.assert_close(added_TN, linear_reference(x_TK, w_NK, before_TN), rtol=2e-2, atol=1e-1)
+    gated_TF = TritonOps(products=products).gate_up_silu_unnormed(x_TK, w_NK, _EPS)
+    torch.testing.assert_close(gated_TF, gate_up_silu_reference(x_TK, w_NK, _EPS), rtol=2e-2, atol=1e-2)
+
+
+def test_the_fastest_configuration_serves_its_rows_and_those_up_to_half_as_many() -> None:
+    kernel = _TorchKernel()
+    products = _tuned(kernel, lambda shape: 2.0, [4, 12, 16, 24])
+    assert len(products) == 6
+    _run_all(products, 16)
+    _run_all(products, 12)
+    best = {
+        is_gated: min(
+            (config for config in _candidates(is_gated) if config.tile == 64),
+            key=lambda config: (
+                config.split,
+                cache_bytes(config, 16, _N // (1 + is_gated), _K, is_gated=is_gated),
+            ),
+        )
+        for is_gated in (False, True)
+    }
+    expected = [("linear", best[False]), ("added", best[False]), ("gated", best[True])]
+    assert kernel.launched == 2 * expected
+    x_TK, w_NK = _random(24, _K), _random(_N, _K)
+    torch.testing.assert_close(products.linear(x_TK, w_NK), TorchProducts().linear(x_TK, w_NK))
+    assert products.gate_up_silu(x_TK, w_NK, _EPS) is None and len(kernel.launched) == 6
+
+
+def test_what_is_not_faster_is_left_to_others() -> None:
+    kernel = _TorchKernel()
+    products = _tuned(kernel, lambda shape: 2.0 if shape.use is ProductUse.ADDED else 12.0, [16])
+    x_TK, w_NK, added_TN = _random(16, _K), _random(_N, _K), _random(16, _N)
+    products.linear(x_TK, w_NK)
+    products.add_linear(x_TK, w_NK, added_TN)
+    assert products.gate_up_silu(x_TK, w_NK, _EPS) is None
+    assert [name for name, _ in kernel.launched] == ["added"] and len(products) == 1
+
+
+def test_tensors_that_the_kernel_does_not_take_are_others() -> None:
+    kernel = _TorchKernel(can=False)
+    products = _tuned(kernel, lambda shape: 2.0, [16])
+    assert len(products) == 3
+    x_TK, w_NK, before_TN = _random(16, _K), _random(_N, _K), _random(16, _N)
+    torch.testing.assert_close(products.linear(x_TK, w_NK), TorchProducts().linear(x_TK, w_NK))
+    added_TN = before_TN.clone()
+    products.add_linear(x_TK, w_NK, added_TN)
+    assert products.gate_up_silu(x_TK, w_NK, _EPS) is None and kernel.launched == []
+
+
+def test_what_is_a_little_slower_alone_is_chosen_all_the_same() -> None:
+    # A configuration takes so much and as many microseconds as it has splits.
+    assert len(_tuned(_TorchKernel(), lambda shape: 11.95 - 1, [16])) == 3
+    assert len(_tuned(_TorchKernel(), lambda shape: 12.05 - 1, [16])) == 0
+
+
+def test_a_gain_that_suffices_is_the_callers_to_say() -> None:
+    takes: dict[int | None, Callable[[], float]] = {None: lambda: 100.0, 0: lambda: 101.0, 1: lambda: 97.0}
+    assert fastest(takes) == (None, 0.0)
+    assert fastest(takes, 0.02) == (1, 3.0)
+    del takes[1]
+    assert fastest(takes, 0.02) == (None, 0.0)
+    assert fastest(takes, -0.02) == (0, -1.0)
+    assert fastest(takes, -0.005) == (None, 0.0)
+    assert fastest({None: lambda: 1.0}, -0.02) == (None, 0.0)
+
+
+def test_kernels_are_made_ready_at_once_before_any_is_measured() -> None:
+    """Those that are measured, then those of sizes between."""
+    kernel, seconds, measured_at = _TorchKernel(), iter([0.0, 100.0, 101.0, 102.0, 150.0, 157.0]), []
+    weights = [_random(_N, _K) for _ in range(2)]
+
+    def create(shape: StreamedShape, weights: Sequence[torch.Tensor]) -> StreamedStand:
+        measured_at.append(len(kernel.prepared))
+        return _Times(10.0, 64, 2.0)
+
+    # What compiling takes is not of the budget.
+    tuner = StreamedTuner(create, lambda: next(seconds), budget_s=10.0)
+    groups = [(MatrixGroup(weights, is_added=False), ProductUse.PLAIN)]
+    products = tuner.tune(kernel, groups, [4, 12, 16, 24], TorchProducts())
+    shape = StreamedShape.of(16, weights[0], ProductUse.PLAIN)
+    before, behind = kernel.prepared
+    assert before == [(shape, config) for config in _candidates(False)] and measured_at == [1]
+    assert [shape.num_rows for shape, _ in behind] == [12, 16] and len(products) == 2
+    assert (tuner.num_measured, tuner.num_left_out, tuner.compile_seconds) == (1, 0, 107.0)
+
+
+def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and loaded when they are launched; what does not compile says so then."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    together, compiled = threading.Barrier(2, timeout=30), []
+
+    def compile_(text: str) -> bytes:
+        compiled.append(text)
+        if len(compiled) <= 4:
+            together.wait()
+        if "kTileN = 128" in text:
+            raise RuntimeError("does not compile")
+        return text.encode()
+
+    driver = _Driver()
+    kernel = Product90(driver, compile_)
+    x_TK, w_NK = _random(16, _K), _random(_N, _K)
+    good, bad = (ProductConfig(tile=tile, split=1, stages=3) for tile in (64, 128))
+    for config in (good, bad):
+        variants = [variant_of(config, 16, is_gated, torch.bfloat16) for is_gated in (False, True)]
+        kernel.prepare([*variants, *variants])
+        assert sorted(compiled[-2:]) == sorted(variant.source() for variant in variants) and driver.loaded == []
+    for _ in range(2):
+        kernel.linear(x_TK, w_NK, good)
+    assert driver.loaded == [variant_of(good, 16, False, torch.bfloat16).source().encode()] and driver.num_launched == 2
+    kernel.prepare(variant_of(good, 16, is_gated, torch.bfloat16) for is_gated in (False, True))
+    assert len(compiled) == 4
+    with pytest.raises(RuntimeError, match="does not compile"):
+        kernel.linear(x_TK, w_NK, bad)
+    assert len(compiled) == 5
+
+
+def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_product_that_reads_it() -> None:
+    """Of that residual, while nobody else has changed it."""
+    kernel = _TorchKernel()
+    weights = [_random(_K, _N)]
+    config = ProductConfig(tile=64, split=1, stages=3)
+    gated = StreamedShape.of(16, _random(_N, _K), ProductUse.GATED)
+    table = {StreamedShape.of(16, weights[0], ProductUse.ADDED): config, gated: config}
+    products = StreamedProducts(kernel, table, TorchProducts())
+    x_TN, residual_TK, w_NK = _random(16, _N), _random(16, _K), _random(_N, _K)
+    products.gate_up_silu(residual_TK, w_NK, _EPS)
+    products.add_linear(x_TN, weights[0], residual_TK)
+    products.gate_up_silu(residual_TK.clone(), w_NK, _EPS)
+    products.gate_up_silu(residual_TK, w_NK, _EPS)
+    ops, bias_K = TritonOps(products=products), _random(_K)
+    ops.add_linear(x_TN, weights[0], bias_K, residual_TK)
+    ops.gate_up_silu_unnormed(residual_TK, w_NK, _EPS)
+    products.add_linear(x_TN, weights[0], residual_TK)
+    # By others.
+    products.add_linear(_random(16, 2 * _N), _random(_K, 2 * _N), residual_TK)
+    products.gate_up_silu(residual_TK, w_NK, _EPS)
+    assert [squares is not None for squares in kernel.squares] == [False, False, True, False, False]
+    # Where no gated product of such rows streams, none are left.
+    products = StreamedProducts(kernel, {shape: config for shape in table if shape != gated}, TorchProducts())
+    products.add_linear(x_TN, weights[0], residual_TK)
+    assert products.gate_up_silu(residual_TK, w_NK, _EPS) is None
+
+
+def test_a_budget_that_is_spent_leaves_the_rest_to_others() -> None:
+    now = iter(range(100))
+    weights = [_random(_N, _K)]
+    tuner = StreamedTuner(lambda shape, weights: _Times(10.0, 64, 2.0), lambda: float(next(now)), budget_s=2.0)
+    groups = [(MatrixGroup(weights, is_added=False), use) for use in ProductUse]
+    products = tuner.tune(_TorchKernel(), groups, [16], TorchProducts())
+    assert (len(products), tuner.num_measured, tuner.num_left_out) == (1, 1, 2)
+
+
+def test_a_kernel_that_errs_is_found() -> None:
+    check_kernel(_TorchKernel(), torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="differs from torch's"):
+        check_kernel(_TorchKernel(error=0.05), torch.bfloat16, torch.device("cpu"))
