@@ -42,7 +42,7 @@ KINDS = {
     "norms, rows made FP8": r"_rms_norm|_quantize_rows",
     "drawing": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
     "a step's numbers": r"_receive|_begin_step|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
-    "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|_product",
+    "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|product",
 }
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
