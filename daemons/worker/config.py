@@ -53,8 +53,8 @@ class WorkerSettings(CommonSettings):
     mem_fraction: float = setting(0.88, "CUDA: share of the GPU's memory for weights, work space and KV together")
     cuda_graphs: bool = setting(True, "CUDA: decode steps are captured and replayed")
     cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
-    tune_products: bool = setting(True, "CUDA: products of captured steps take the fastest of cuBLAS's algorithms, as "
-        "measured at the start, not its first")  # fmt: skip
+    tune_products: bool = setting(True, "CUDA: products of captured steps take the fastest of cuBLAS's algorithms, not "
+        "its first, or on Hopper of this project's kernels, as measured at the start")  # fmt: skip
     kernels: str = setting("triton", "CUDA: what computes norms, rotation and SwiGLU between products: triton (this "
         "project's kernels), compiled (torch.compile) or torch")  # fmt: skip
     load_format: str = setting("auto", "auto: weights from the folder; dummy: random ones of its config's shapes")
