@@ -35,8 +35,9 @@ from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.ops import KvTarget, TritonOps
 from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, matrix_groups, tuned_products
 from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
+from radixmesh.daemons.worker.cuda.streamed_kernel import GpuKernel
 from radixmesh.daemons.worker.cuda.streamed_products import ProductUse, StreamedProducts, StreamedShape
-from radixmesh.daemons.worker.cuda.streamed_tuning import GpuKernel, GraphStand
+from radixmesh.daemons.worker.cuda.streamed_stand import GraphStand
 from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
