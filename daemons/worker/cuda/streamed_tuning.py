@@ -96,6 +96,7 @@ class StreamedTuner:
         sizes: Sequence[int],
         others: Products,
     ) -> StreamedProducts:
+        """For steps of `sizes` rows, up to MAX_ROWS; groups: largest share of a step first."""
         planned: dict[StreamedShape, Sequence[torch.Tensor]] = {}
         for num_rows in (num_rows for num_rows in _USUAL_ROWS if num_rows in sizes):
             for group, use in groups:
