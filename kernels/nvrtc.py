@@ -80,7 +80,7 @@ def _load_library() -> ctypes.CDLL:
     name = f"libnvrtc.so.{version.split('.')[0]}"
     # Wheels keep it beside torch, where the loader does not look; nor does the library itself for what it loads.
     for folder in sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib")):
-        load_builtins(folder)
+        _load_builtins(folder)
         if (folder / name).is_file():
             return ctypes.CDLL(str(folder / name))
     try:
@@ -89,7 +89,7 @@ def _load_library() -> ctypes.CDLL:
         raise NvrtcError(f"{name} is not there: {error}") from error
 
 
-def load_builtins(folder: Path) -> None:
+def _load_builtins(folder: Path) -> None:
     for path in folder.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(path))
 

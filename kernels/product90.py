@@ -25,7 +25,8 @@ _NUM_COMPILERS = 8  # Threads.
 
 
 class Product90:
-    """Launches, on the current stream. use_pdl: beside the end of the kernel ahead."""
+    """Launches, on the current stream. compiled: a source's machine code; use_pdl: beside the end of the kernel ahead.
+    What does not compile, load or launch raises what `compiled` and the driver raise."""
 
     def __init__(self, driver: CudaDriver, compiled: Callable[[str], bytes], *, use_pdl: bool = True) -> None:
         self._driver = driver
@@ -104,13 +105,8 @@ class Product90:
         num_squares = 0 if squares is None else len(squares)
         assert squares is None or (squares.shape[1] == num_rows and squares.is_contiguous()), squares.shape
         assert squares_out is None or squares_out.shape == (variant.num_tiles(num_out), num_rows), squares_out.shape
-        kernel = self._kernels.get(variant)
-        if kernel is None:
-            code = self._codes.pop(variant, None) or self._compiled(variant.source())
-            kernel = self._driver.load(code, variant.entry, variant.shared_bytes)
-            self._kernels[variant] = kernel
         self._driver.launch(
-            kernel,
+            self._kernel(variant),
             Launch(
                 num_ctas=variant.num_ctas(num_rows, num_out),
                 num_threads=variant.num_threads,
@@ -127,9 +123,17 @@ class Product90:
             (_address(squares), _address(squares_out)),
         )
 
+    def _kernel(self, variant: Variant) -> Kernel:
+        kernel = self._kernels.get(variant)
+        if kernel is None:
+            code = self._codes.pop(variant, None) or self._compiled(variant.source())
+            kernel = self._driver.load(code, variant.entry, variant.shared_bytes)
+            self._kernels[variant] = kernel
+        return kernel
+
 
 def accepts(x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
-    """Whether the kernel can compute a product of such tensors."""
+    """Whether a kernel can compute a product of such tensors."""
     num_rows, num_in = x_TK.shape
     return (
         1 <= num_rows <= MAX_ROWS

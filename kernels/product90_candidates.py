@@ -50,7 +50,7 @@ def candidates(
 
 
 def cache_bytes(config: ProductConfig, num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> float:
-    """Read from the L2 cache: what is shared, once for those that share it."""
+    """Read from the L2 cache: what is shared, once for those that share it. `num_out` as for `candidates`."""
     variant = variant_of(config, num_rows, is_gated, torch.bfloat16)
     tile, rows = float(config.tile), float(variant.rows)
     if config.row_tile is None:

@@ -1,4 +1,4 @@
-"""What product90.cu and product90_wide.cu are compiled for, and what a launch of it needs."""
+"""What product90.cu and product90_wide.cu are compiled for, and what their launches need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 TILE_K = 64  # Numbers along K of a tile: 128 bytes.
 MAX_CLUSTER = 8  # CTAs of a portable one.
 SHARED_BYTES = 227 << 10  # Most that a CTA may have.
-HALF_BYTES = 113 << 10  # Of what two on a multiprocessor have each.
+HALF_BYTES = 113 << 10  # Most that each of two on a multiprocessor may have.
 MAX_SUMS = 128  # A thread's.
 # Of a multiprocessor, which gives them to whole warpgroups; and what a thread needs beside its sums.
 _REGISTERS, _OTHER_REGISTERS = 65536, 40
@@ -57,7 +57,8 @@ class Variant(ABC):
 
     @property
     @abstractmethod
-    def sums_a_thread(self) -> int: ...
+    def sums_a_thread(self) -> int:
+        """Registers that hold them."""
 
     @property
     @abstractmethod
@@ -225,6 +226,7 @@ class ManyRows(Variant):
 
 
 def variant_of(config: ProductConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> FewRows | ManyRows:
+    """What computes products of 1 to 256 rows that are cut so; gated ones have no tiles of rows."""
     is_half = dtype == torch.float16
     if config.row_tile is not None:
         assert config.split == 1 and not is_gated, config

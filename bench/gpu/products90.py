@@ -35,8 +35,9 @@ from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.ops import KvTarget, TritonOps
 from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, matrix_groups, tuned_products
 from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
+from radixmesh.daemons.worker.cuda.streamed_kernel import GpuKernel
 from radixmesh.daemons.worker.cuda.streamed_products import ProductUse, StreamedProducts, StreamedShape
-from radixmesh.daemons.worker.cuda.streamed_tuning import GpuKernel, GraphStand
+from radixmesh.daemons.worker.cuda.streamed_stand import GraphStand
 from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
@@ -46,7 +47,15 @@ from radixmesh.kernels.cuda_driver import CudaDriver
 from radixmesh.kernels.nvrtc import Nvrtc
 from radixmesh.kernels.product90 import Product90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.product90_candidates import candidates
-from radixmesh.kernels.product90_variants import MAX_CLUSTER, ProductConfig, Variant, variant_of
+from radixmesh.kernels.product90_variants import (
+    MAX_CLUSTER,
+    MAX_SUMS,
+    SHARED_BYTES,
+    TILE_K,
+    ProductConfig,
+    Variant,
+    variant_of,
+)
 
 _ROWS = (64, 128, 32, 256, 16, 8)
 _HIDDEN, _MLP, _HEADS, _KV_HEADS, _HEAD_DIM = 3072, 8192, 24, 8, 128
@@ -60,7 +69,7 @@ _SHAPES = ((3072, 3072), (2560, 9728), (5120, 2560), (200, 456), (28672, 512), (
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
-    """Products of these rows, tiles, splits, stages and neighbours that share rows, over _SHAPES."""
+    """Products of these rows, cut in these ways, over _SHAPES."""
 
     rows: tuple[int, ...]
     tiles: tuple[int, ...]
@@ -83,8 +92,8 @@ class _Check:
             config
             for config in found
             if config.cluster <= MAX_CLUSTER
-            and self.variant(config, num_rows).shared_bytes <= 227 << 10
-            and self.variant(config, num_rows).sums_a_thread <= 128
+            and self.variant(config, num_rows).shared_bytes <= SHARED_BYTES
+            and self.variant(config, num_rows).sums_a_thread <= MAX_SUMS
         ]
 
     def variant(self, config: ProductConfig, num_rows: int) -> Variant:
@@ -127,20 +136,7 @@ class _Chain:
 
     def __init__(self, num_rows: int, num_layers: int) -> None:
         self.num_rows = num_rows
-        self.config = DecoderConfig(
-            vocab_size=512,
-            hidden_size=_HIDDEN,
-            mlp_size=_MLP,
-            num_layers=num_layers,
-            num_heads=_HEADS,
-            num_kv_heads=_KV_HEADS,
-            head_dim=_HEAD_DIM,
-            max_total_len=_CONTEXT + 1,
-            norm_eps=_EPS,
-            rope=RopeConfig(theta=500000.0),
-            windows=(None,) * num_layers,
-            is_tied=True,
-        )
+        self.config = _decoder_config(num_layers)
         self.weights = _weights(num_layers)
         self.kv = _Kv(num_layers, num_rows * _CONTEXT + 1)
         self.input_TD, self.output_TD = _random(num_rows, _HIDDEN), torch.empty_like(_random(num_rows, _HIDDEN))
@@ -218,7 +214,7 @@ def check(name: str) -> dict[str, object]:
     for (num_out, num_in), num_rows in itertools.product(_SHAPES, case.rows):
         operands = _Operands(num_rows, num_out, num_in, case)
         for config in case.configs(num_rows):
-            if config.split > -(-num_in // 64):
+            if config.split > -(-num_in // TILE_K):
                 continue
             for is_added in (False,) if case.is_gated else (False, True):
                 error, note = operands.error(kernel, config, is_added)
@@ -326,22 +322,15 @@ def measure(num_rows: int) -> dict[str, object]:
     tuned = tuned_products(chain.weights, [num_rows], torch.device("cuda"))
     # One by one, then in their places in the layer, where what stands ahead of and behind them counts.
     ranked: dict[StreamedShape, list[ProductConfig]] = {}
-    best, alone, refused = {}, {}, []
+    alone, refused = {}, []
     for (group, _), (shape, options) in zip(_groups(chain.weights), _configs(chain).items(), strict=True):
         stand = GraphStand(kernel, tuned, chain.stream, shape, group.weights)
-        takes: dict[int | None, Callable[[], float]] = {None: stand.candidate(None)}
-        for order, config in enumerate(options):
-            try:
-                takes[order] = stand.candidate(config)
-            except RuntimeError as error:
-                refused.append(f"{_name(shape)} {config!s}: {error}")
-        times = {name: min(take() for _ in range(4)) for name, take in takes.items()}
-        alone[_name(shape)] = {
-            "library": round(times.pop(None), 2),
-            **{str(options[order]): round(us, 2) for order, us in times.items() if order is not None},
-        }
-        ranked[shape] = [options[order] for order in sorted(times, key=lambda order: times[order])]
-        best[shape] = ranked[shape][0]
+        library_us, times_us, notes = _alone(stand, options)
+        refused += [f"{_name(shape)} {note}" for note in notes]
+        rounded_us = {str(config): round(us, 2) for config, us in times_us.items()}
+        alone[_name(shape)] = {"library": round(library_us, 2), **rounded_us}
+        ranked[shape] = sorted(times_us, key=lambda config: times_us[config])
+    best = {shape: options[0] for shape, options in ranked.items()}
     graphs = {"library": chain.graph(tuned)}
     for shape, options in ranked.items():
         tried = {
@@ -369,6 +358,20 @@ def measure(num_rows: int) -> dict[str, object]:
         "trace": {name: _trace(chain, graphs[name]) for name in ("library", "streamed")},
         "seconds": round(time.monotonic() - started, 1),
     }
+
+
+def _alone(stand: GraphStand, options: list[ProductConfig]) -> tuple[float, dict[ProductConfig, float], list[str]]:
+    """Microseconds of the library's, of those that run, and why others do not."""
+    library = stand.candidate(None)
+    takes: dict[ProductConfig, Callable[[], float]] = {}
+    refused = []
+    for config in options:
+        try:
+            takes[config] = stand.candidate(config)
+        except RuntimeError as error:
+            refused.append(f"{config!s}: {error}")
+    library_us = min(library() for _ in range(4))
+    return library_us, {config: min(take() for _ in range(4)) for config, take in takes.items()}, refused
 
 
 def _trace(chain: _Chain, graph: torch.cuda.CUDAGraph) -> dict[str, object]:
@@ -474,6 +477,23 @@ def compile_part(part: int) -> dict[str, object]:
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
         sizes = list(threads.map(lambda text: len(nvrtc.cubin(text)), texts))
     return {"failed": 0, "compiled": len(sizes)}
+
+
+def _decoder_config(num_layers: int) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=512,
+        hidden_size=_HIDDEN,
+        mlp_size=_MLP,
+        num_layers=num_layers,
+        num_heads=_HEADS,
+        num_kv_heads=_KV_HEADS,
+        head_dim=_HEAD_DIM,
+        max_total_len=_CONTEXT + 1,
+        norm_eps=_EPS,
+        rope=RopeConfig(theta=500000.0),
+        windows=(None,) * num_layers,
+        is_tied=True,
+    )
 
 
 def _weights(num_layers: int) -> DecoderWeights:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from radixmesh.daemons.worker.cuda.products import TorchProducts
+from radixmesh.daemons.worker.cuda.streamed_kernel import GpuKernel, check_kernel
 from radixmesh.daemons.worker.cuda.streamed_products import ProductUse, StreamedShape
-from radixmesh.daemons.worker.cuda.streamed_tuning import GpuKernel, GraphStand, check_kernel
+from radixmesh.daemons.worker.cuda.streamed_stand import GraphStand
 from radixmesh.kernels.cuda_driver import CudaDriver
 from radixmesh.kernels.nvrtc import Nvrtc
 from radixmesh.kernels.product90 import Product90, gate_up_silu_reference, linear_reference

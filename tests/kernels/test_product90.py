@@ -1,4 +1,4 @@
-"""Products of few rows for Hopper: the kernel's own source, with its primitives emulated, against torch."""
+"""Products of few rows for Hopper: the kernels' own sources, with their primitives emulated, against torch."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from radixmesh.kernels.product90_variants import ProductConfig, Variant, variant
 pytestmark = pytest.mark.skipif(not is_there(), reason="the emulation is built with g++")
 
 _BF16, _F16 = torch.bfloat16, torch.float16
+# A variant takes two seconds to build: the daily suite has one of each kind.
+_FULL = pytest.mark.full
 
 
 def _random(*shape: int, dtype: torch.dtype = _BF16) -> torch.Tensor:
@@ -30,18 +32,24 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
+def _squares_by_tiles(found_TN: torch.Tensor, tile: int) -> torch.Tensor:
+    """Sums over each tile of columns, [tiles, T]."""
+    padded = torch.nn.functional.pad(found_TN.float(), (0, -found_TN.shape[1] % tile))
+    return padded.square().unflatten(1, (-1, tile)).sum(dim=2).t()
+
+
 # Ragged rows, features out within a tile and k blocks; more blocks than stages; clusters with uneven parts.
 @pytest.mark.parametrize(
     ("tile", "stages", "split", "shared", "num_rows", "num_out", "num_in", "dtype", "is_added"),
     [
         (64, 3, 1, 1, 9, 72, 200, _BF16, False),
-        (64, 2, 4, 1, 3, 136, 520, _F16, True),
-        (128, 4, 1, 1, 64, 128, 384, _BF16, True),
+        pytest.param(64, 2, 4, 1, 3, 136, 520, _F16, True, marks=_FULL),
+        pytest.param(128, 4, 1, 1, 64, 128, 384, _BF16, True, marks=_FULL),
         (128, 4, 3, 1, 50, 200, 712, _BF16, True),
         (256, 3, 2, 1, 97, 264, 264, _F16, False),
         (64, 3, 1, 4, 40, 200, 520, _BF16, True),
-        (128, 2, 2, 2, 61, 392, 712, _BF16, True),
-        (128, 3, 8, 1, 8, 136, 520, _BF16, True),
+        pytest.param(128, 2, 2, 2, 61, 392, 712, _BF16, True, marks=_FULL),
+        pytest.param(128, 3, 8, 1, 8, 136, 520, _BF16, True, marks=_FULL),
     ],
 )
 def test_products_are_torchs(
@@ -72,12 +80,12 @@ def test_products_are_torchs(
     ("tile", "split", "shared", "num_rows", "num_mlp", "num_in", "eps", "dtype"),
     [
         (128, 1, 1, 64, 136, 392, 1e-5, _BF16),
-        (64, 4, 1, 5, 40, 1000, 1e-6, _F16),
+        pytest.param(64, 4, 1, 5, 40, 1000, 1e-6, _F16, marks=_FULL),
         (128, 2, 1, 30, 64, 256, None, _BF16),
-        (128, 2, 2, 30, 200, 456, 1e-5, _BF16),
+        pytest.param(128, 2, 2, 30, 200, 456, 1e-5, _BF16, marks=_FULL),
         (64, 2, 4, 30, 200, 456, 1e-5, _BF16),
-        (256, 2, 1, 20, 136, 328, 1e-5, _F16),
-        (128, 2, 2, 230, 128, 264, 1e-5, _BF16),
+        pytest.param(256, 2, 1, 20, 136, 328, 1e-5, _F16, marks=_FULL),
+        pytest.param(128, 2, 2, 230, 128, 264, 1e-5, _BF16, marks=_FULL),
     ],
 )
 def test_gate_and_up_are_torchs(
@@ -102,10 +110,10 @@ def test_gate_and_up_are_torchs(
 @pytest.mark.parametrize(
     ("tile", "row_tile", "stages", "shared", "num_rows", "num_out", "num_in", "dtype", "is_added"),
     [
-        (80, 64, 3, 1, 70, 168, 328, _BF16, True),
+        pytest.param(80, 64, 3, 1, 70, 168, 328, _BF16, True, marks=_FULL),
         (96, 64, 4, 2, 130, 104, 712, _F16, False),
         (48, 128, 2, 1, 136, 88, 520, _BF16, True),
-        (64, 64, 3, 4, 250, 72, 456, _BF16, True),
+        pytest.param(64, 64, 3, 4, 250, 72, 456, _BF16, True, marks=_FULL),
     ],
 )
 def test_products_in_tiles_of_rows_are_torchs(
@@ -134,9 +142,9 @@ def test_products_in_tiles_of_rows_are_torchs(
 @pytest.mark.parametrize(
     "config",
     [
-        ProductConfig(tile=64, split=1, stages=3),
+        pytest.param(ProductConfig(tile=64, split=1, stages=3), marks=_FULL),
         ProductConfig(tile=128, split=3, stages=2),
-        ProductConfig(tile=64, split=2, stages=3, shared=4),
+        pytest.param(ProductConfig(tile=64, split=2, stages=3, shared=4), marks=_FULL),
         ProductConfig(tile=96, split=1, stages=3, shared=2, row_tile=64),
     ],
     ids=str,
@@ -150,17 +158,21 @@ def test_squares_of_results_are_left_by_tiles(tmp_path: Path, config: ProductCon
     squares = torch.full((num_tiles + 1, num_rows), -1.0)
     x_TK, w_NK, before_TN = _random(num_rows, num_in), _random(num_out, num_in), _random(num_rows, num_out)
     found = EmulatedProduct90(variant, tmp_path).run(x_TK, w_NK, residual_TN=before_TN, squares_out=squares)
-    padded = torch.nn.functional.pad(found.float(), (0, num_tiles * config.tile - num_out))
-    expected = padded.square().view(num_rows, num_tiles, config.tile).sum(dim=2).t()
-    torch.testing.assert_close(squares[:-1], expected, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(squares[:-1], _squares_by_tiles(found, config.tile), rtol=1e-5, atol=0.0)
     assert bool((squares[-1] == -1.0).all())
 
 
 @pytest.mark.parametrize(
-    "config", [ProductConfig(tile=128, split=1, stages=3), ProductConfig(tile=64, split=2, stages=3, shared=2)], ids=str
+    ("num_rows", "config"),
+    [
+        pytest.param(9, ProductConfig(tile=128, split=1, stages=3), marks=_FULL),
+        pytest.param(9, ProductConfig(tile=64, split=2, stages=3, shared=2), marks=_FULL),
+        pytest.param(130, ProductConfig(tile=128, split=1, stages=3), marks=_FULL),
+        (130, ProductConfig(tile=64, split=2, stages=3, shared=2)),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("num_rows", [9, 130])
-def test_squares_that_were_left_make_the_norm(tmp_path: Path, config: ProductConfig, num_rows: int) -> None:
+def test_squares_that_were_left_make_the_norm(tmp_path: Path, num_rows: int, config: ProductConfig) -> None:
     num_mlp, num_in = 72, 328
     kernel = EmulatedProduct90(variant_of(config, num_rows, True, _BF16), tmp_path)
     x_TK, w_2FK = _random(num_rows, num_in), _random(2 * num_mlp, num_in) * num_in**-0.5
@@ -174,7 +186,7 @@ def test_squares_that_were_left_make_the_norm(tmp_path: Path, config: ProductCon
 
 @dataclass(frozen=True)
 class _Case:
-    """What a mistake is looked for in. eps: of a gated product's norm."""
+    """What a mistake is looked for in. eps: of a gated product's norm; what is not gated leaves its squares."""
 
     tile: int = 128
     split: int = 2
@@ -184,10 +196,13 @@ class _Case:
     num_out: int = 128
     num_in: int = 640
     eps: float | None = None
+    row_tile: int | None = None
 
     @property
     def variant(self) -> Variant:
-        config = ProductConfig(tile=self.tile, split=self.split, stages=self.stages, shared=self.shared)
+        config = ProductConfig(
+            tile=self.tile, split=self.split, stages=self.stages, shared=self.shared, row_tile=self.row_tile
+        )
         return variant_of(config, self.num_rows, self.eps is not None, _BF16)
 
     def is_right(self, folder: Path, source: str, num_seeds: int) -> bool:
@@ -195,14 +210,20 @@ class _Case:
         x_TK, w_NK = _random(self.num_rows, self.num_in), _random(self.num_out, self.num_in) * self.num_in**-0.5
         # Rows of other sizes, which a norm tells from each other.
         x_TK *= 1 + torch.arange(self.num_rows)[:, None]
-        expected = linear_reference(x_TK, w_NK) if self.eps is None else gate_up_silu_reference(x_TK, w_NK, self.eps)
         try:
-            return all(
-                _error(kernel.run(x_TK, w_NK, eps=-1.0 if self.eps is None else self.eps, seed=seed), expected) < 1e-2
-                for seed in range(num_seeds)
-            )
+            return all(self._is_right(kernel, x_TK, w_NK, seed) for seed in range(num_seeds))
         except RuntimeError:
             return False
+
+    def _is_right(self, kernel: EmulatedProduct90, x_TK: torch.Tensor, w_NK: torch.Tensor, seed: int) -> bool:
+        if self.eps is not None:
+            found_TF = kernel.run(x_TK, w_NK, eps=self.eps, seed=seed)
+            return _error(found_TF, gate_up_silu_reference(x_TK, w_NK, self.eps)) < 1e-2
+        squares = torch.full((self.variant.num_tiles(self.num_out), self.num_rows), float("nan"))
+        found_TN = kernel.run(x_TK, w_NK, squares_out=squares, seed=seed)
+        return _error(found_TN, linear_reference(x_TK, w_NK)) < 1e-2 and torch.allclose(
+            squares, _squares_by_tiles(found_TN, self.tile), rtol=1e-5, atol=0.0
+        )
 
 
 _CASES = {
@@ -214,6 +235,9 @@ _CASES = {
     "gated": _Case(split=1, tile=128, num_out=256, eps=1e-5),
     "gated neighbours": _Case(split=1, tile=64, shared=2, eps=1e-5),
     "gated parts and neighbours": _Case(tile=64, shared=2, num_rows=32, eps=1e-5),
+    "row tiles": _Case(split=1, tile=48, num_rows=70, num_out=48, row_tile=64),
+    "row tiles of two groups": _Case(split=1, tile=48, num_rows=128, num_out=48, row_tile=128),
+    "row tiles of neighbours": _Case(split=1, tile=48, shared=2, num_rows=100, num_out=48, row_tile=64),
 }
 _RELEASE = "if (index > 0 && index - 1 + kStages < share.num_blocks) release(share, before);"
 _RELEASE_EARLY = "if (index + kStages < share.num_blocks) release(share, stage);"
@@ -228,16 +252,23 @@ _RING_SYNC = "  // The ring is no longer read.\n  sync_consumers();\n"
 _SUMS_SYNC = "  // Own sums and squares are there.\n  sync_consumers();\n"
 _NUM_BANDS = "num_bands = first_band(share.part + 1) - first_band(share.part);"
 _TOLD = "share.part * kShared + lane));"
+_WIDE_RELEASE = _RELEASE.replace("share.num", "sizes.num").replace("share", "place")
+_WIDE_RELEASE_EARLY = _RELEASE_EARLY.replace("share.num", "sizes.num").replace("share", "place")
+_WIDE_EARLY = "  const int early = is_producer ? load_early(place, sizes, &w_map) : 0;\n"
+_WIDE_ROWS = "  if (is_producer) produce(place, sizes, &w_map, &x_map, early);\n"
+_WIDE_WAIT = "  wait_for_kernels_ahead();\n  let_next_kernel_begin();\n"
+_LEAVE = "  leave_sums(place, sums);\n"
+_SQUARES_SYNC = "    sync_consumers();\n    store_squares("
 _SENT_WAIT = "  if (kParts > 1 || (kShared > 1 && is_squaring(sizes))) barrier_wait(sent_barrier(share), 0);\n"
 
 
-@pytest.mark.full
+@_FULL
 @pytest.mark.parametrize("case", _CASES)
 def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
     assert _CASES[case].is_right(tmp_path, _CASES[case].variant.kernel_source(), 10)
 
 
-@pytest.mark.full
+@_FULL
 @pytest.mark.parametrize(
     ("what", "case", "right", "wrong"),
     [
@@ -300,7 +331,8 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
         ("sums go to neighbours", "neighbours", "rank = owner * kShared + share.neighbour", "rank = owner * kShared"),
         # Gate, up and the norm.
         ("other features' gate and up", "gated", "share.tile * (kColumns / 8)", "share.tile * (kTileN / 8)"),
-        ("gate is taken for up", "gated", "2 * pieces[i].column + 8, ups[i]", "2 * pieces[i].column, ups[i]"),
+        ("gate is taken for up", "gated", "silu(sums[i][j].x * factors[i][0])", "silu(sums[i][j].z * factors[i][0])"),
+        ("up is taken for gate", "gated", "(sums[i][j].w * factors[i][1])", "(sums[i][j].y * factors[i][1])"),
         ("a part of a row's squares", "gated", "mask < 8; mask *= 2", "mask < 4; mask *= 2"),
         ("other warps' squares are not there yet", "gated", _SUMS_SYNC, ""),
         ("squares are not waited for", "gated neighbours", "(kShared > 1 && is_squaring(sizes))", "false"),
@@ -326,6 +358,47 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
         ),
         ("squares and sums are not there yet", "gated parts and neighbours", _SENT_WAIT, ""),
         ("squares are read that boxes overwrite", "gated parts and neighbours", _RELEASE, _RELEASE_EARLY),
+        # Squares that are left.
+        ("other warps' pieces are not there yet", "alone", _SQUARES_SYNC, "    store_squares("),
+        (
+            "a part of the columns' squares",
+            "uneven",
+            "row_squares += squares(packed.x)",
+            "row_squares = squares(packed.x)",
+        ),
+        ("other parts' squares lie elsewhere", "parts", "piece.row + c - first_band(share.part) * 8", "piece.row + c"),
+        # Tiles of rows.
+        ("a stage is released while it is read", "row tiles", _WIDE_RELEASE, _WIDE_RELEASE_EARLY),
+        ("a stage is not released", "row tiles", _WIDE_RELEASE, _WIDE_RELEASE.replace("index > 0", "index > 1")),
+        ("products are not waited for", "row tiles", "    wgmma_wait<1>();\n", ""),
+        ("the last products are not waited for", "row tiles", "  wgmma_wait<0>();\n", ""),
+        ("a warp releases what its lanes read", "row tiles", "  sync_warp();\n", ""),
+        ("a phase is not waited for", "row tiles", "barrier_wait(full_barrier(place, stage), parity);", ""),
+        ("boxes overwrite what is read", "row tiles", "    barrier_wait(empty_barrier(place, stage), parity);\n", ""),
+        ("barriers are not there yet", "row tiles", "  sync_threads();\n", ""),
+        ("kernels ahead are not waited for", "row tiles", "  wait_for_kernels_ahead();\n", ""),
+        (
+            "rows come before they are written",
+            "row tiles",
+            _WIDE_EARLY + _WIDE_WAIT + _WIDE_ROWS,
+            _WIDE_EARLY + _WIDE_ROWS + _WIDE_WAIT,
+        ),
+        ("the other group's rows", "row tiles of two groups", " + group * 64 * kTileK * 2, weights", ", weights"),
+        ("another tile's rows", "row tiles", "index * kTileK, place.row,", "index * kTileK, 0,"),
+        ("sums overwrite what others read", "row tiles", _RING_SYNC, ""),
+        ("the other group reads what sums overwrite", "row tiles of two groups", _RING_SYNC, ""),
+        ("other warps' sums are not there yet", "row tiles", _LEAVE + "  sync_consumers();\n", _LEAVE),
+        ("other warps' pieces are not there yet", "row tiles", _SQUARES_SYNC, "    store_squares("),
+        (
+            "neighbours are not told",
+            "row tiles of neighbours",
+            "} else if (lane < kShared) {",
+            "} else if (lane < 1) {",
+        ),
+        ("a neighbour overwrites what is read", "row tiles of neighbours", "kWarps * kShared", "kWarps"),
+        ("the neighbour's weights land elsewhere", "row tiles of neighbours", "stage) + first * kTileK * 2", "stage)"),
+        ("a neighbour asks for the other's weights", "row tiles of neighbours", "place.column + first", "place.column"),
+        ("neighbours' barriers are not there yet", "row tiles of neighbours", "    cluster_wait();\n", ""),
     ],
 )
 def test_the_emulation_finds_mistakes(tmp_path: Path, what: str, case: str, right: str, wrong: str) -> None:

@@ -1,4 +1,5 @@
-// Runs kernels/product90.cu on a CPU: every CUDA thread a fiber, in an order drawn from a seed.
+// Runs kernels/product90.cu or, with WIDE, kernels/product90_wide.cu on a CPU: every CUDA thread a fiber, in an order drawn
+// from a seed.
 //
 // Only the primitives (inline PTX on a GPU) are this file's own, written from the PTX ISA. What is asynchronous on a GPU
 // comes at any later time: boxes arrive out of order, and their places hold NaN meanwhile; a product reads shared memory

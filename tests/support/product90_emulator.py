@@ -1,4 +1,4 @@
-"""The kernel of products of few rows on a CPU: its own source, built with g++ around emulated primitives."""
+"""The kernels of products of few rows on a CPU: their own sources, built with g++ around emulated primitives."""
 
 from __future__ import annotations
 

@@ -15,13 +15,15 @@ import torch
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, fastest
 from radixmesh.daemons.worker.cuda.products import TorchProducts
+from radixmesh.daemons.worker.cuda.streamed_kernel import check_kernel
 from radixmesh.daemons.worker.cuda.streamed_products import (
     ProductUse,
     StreamedKernel,
     StreamedProducts,
     StreamedShape,
 )
-from radixmesh.daemons.worker.cuda.streamed_tuning import StreamedStand, StreamedTuner, check_kernel
+from radixmesh.daemons.worker.cuda.streamed_stand import StreamedStand
+from radixmesh.daemons.worker.cuda.streamed_tuning import StreamedTuner
 from radixmesh.kernels.cuda_driver import CudaDriver, Kernel, Launch
 from radixmesh.kernels.product90 import Product90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.product90_candidates import cache_bytes, candidates

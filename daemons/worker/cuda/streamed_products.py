@@ -44,7 +44,8 @@ class StreamedKernel(ABC):
     """What computes them; `kernels/product90.py` on a GPU. Tensors are as `accepts` says."""
 
     @abstractmethod
-    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool: ...
+    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
+        """Whether it can compute `out` of the others."""
 
     @abstractmethod
     def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
@@ -60,7 +61,9 @@ class StreamedKernel(ABC):
         residual_TN: torch.Tensor | None,
         out: torch.Tensor,
         squares_out: torch.Tensor | None = None,
-    ) -> None: ...
+    ) -> None:
+        """x @ w^T to `out`, [T, N], added to the residual if there is one, which may be `out`. squares_out: as
+        `new_squares` makes it. Raises RuntimeError where the kernel cannot be compiled or launched."""
 
     @abstractmethod
     def new_squares(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: ProductConfig) -> torch.Tensor:
@@ -76,7 +79,9 @@ class StreamedKernel(ABC):
         eps: float,
         out: torch.Tensor,
         squares: torch.Tensor | None = None,
-    ) -> None: ...
+    ) -> None:
+        """silu(x @ gate^T) x (x @ up^T) to `out`, [T, F], both products times each row's 1 / sqrt(mean(x^2) + eps); w
+        holds the rows of gate, then those of up. squares: what who computed x left of it. Raises as `linear`."""
 
 
 class StreamedProducts(Products):

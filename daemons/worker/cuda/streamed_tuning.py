@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -13,6 +11,7 @@ import torch
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, fastest, matrix_groups
 from radixmesh.daemons.worker.cuda.products import Products
+from radixmesh.daemons.worker.cuda.streamed_kernel import GpuKernel, check_kernel
 from radixmesh.daemons.worker.cuda.streamed_products import (
     ProductUse,
     StreamedKernel,
@@ -20,21 +19,13 @@ from radixmesh.daemons.worker.cuda.streamed_products import (
     StreamedShape,
     spread_configs,
 )
-from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph
+from radixmesh.daemons.worker.cuda.streamed_stand import CreateStand, GraphStand
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.kernels.cuda_driver import CudaDriver
 from radixmesh.kernels.nvrtc import Nvrtc
-from radixmesh.kernels.product90 import (
-    DTYPES,
-    MAX_ROWS,
-    Product90,
-    accepts,
-    gate_up_silu_reference,
-    linear_reference,
-)
+from radixmesh.kernels.product90 import DTYPES, MAX_ROWS, Product90
 from radixmesh.kernels.product90_candidates import cache_bytes, candidates
-from radixmesh.kernels.product90_variants import ProductConfig, variant_of
-from radixmesh.kernels.silu_mul import silu_mul
+from radixmesh.kernels.product90_variants import ProductConfig
 
 _log = get_logger(__name__)
 
@@ -47,24 +38,6 @@ _ALLOWED_US = 2.0
 # What is read from the L2 cache costs power, and power is what bounds a step under load: of two configurations that
 # take as long alone, the one that reads more is the slower one then.
 _CACHE_US_BYTE = 2e-8
-_ROTATED_BYTES = 256 << 20
-_EPS = 1e-5
-_MAX_ERROR = 0.01
-_NUM_SQUARES = 32
-# Of small products: split by rows.
-_CHECKED = {5: 1, 37: 2, 64: 3}
-
-
-class StreamedStand(ABC):
-    """One product's operands, on which candidates are timed."""
-
-    @abstractmethod
-    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
-        """Prepares one, None being what computes it otherwise; what it gives takes the time once, in microseconds.
-        Raises RuntimeError where it does not run or computes something else."""
-
-
-CreateStand = Callable[[StreamedShape, Sequence[torch.Tensor]], StreamedStand]
 
 
 def streamed_products(
@@ -123,6 +96,7 @@ class StreamedTuner:
         sizes: Sequence[int],
         others: Products,
     ) -> StreamedProducts:
+        """For steps of `sizes` rows, up to MAX_ROWS; groups: largest share of a step first."""
         planned: dict[StreamedShape, Sequence[torch.Tensor]] = {}
         for num_rows in (num_rows for num_rows in _USUAL_ROWS if num_rows in sizes):
             for group, use in groups:
@@ -168,133 +142,6 @@ class StreamedTuner:
         name = f"{shape.num_rows}x{shape.num_out}x{shape.num_in} {shape.use.value}"
         self.chosen[name] = str(configs[best])
         return configs[best]
-
-
-class GpuKernel(StreamedKernel):
-    def __init__(self, kernel: Product90) -> None:
-        self._kernel = kernel
-
-    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
-        return accepts(x_TK, w_NK, out, is_gated)
-
-    def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
-        self._kernel.prepare(
-            variant_of(config, shape.num_rows, shape.use is ProductUse.GATED, shape.dtype) for shape, config in needed
-        )
-
-    def linear(
-        self,
-        x_TK: torch.Tensor,
-        w_NK: torch.Tensor,
-        config: ProductConfig,
-        *,
-        residual_TN: torch.Tensor | None,
-        out: torch.Tensor,
-        squares_out: torch.Tensor | None = None,
-    ) -> None:
-        self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=out, squares_out=squares_out)
-
-    def new_squares(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: ProductConfig) -> torch.Tensor:
-        return self._kernel.new_squares(x_TK, w_NK, config)
-
-    def gate_up_silu(
-        self,
-        x_TK: torch.Tensor,
-        w_2FK: torch.Tensor,
-        config: ProductConfig,
-        *,
-        eps: float,
-        out: torch.Tensor,
-        squares: torch.Tensor | None = None,
-    ) -> None:
-        self._kernel.gate_up_silu(x_TK, w_2FK, config, eps=eps, out=out, squares=squares)
-
-
-class GraphStand(StreamedStand):
-    """Candidates captured, each launch with the weights of another layer, and behind one that streams too: in a step
-    attention stands between some of them, which lets the next begin as well."""
-
-    def __init__(
-        self,
-        kernel: StreamedKernel,
-        others: Products,
-        stream: torch.cuda.Stream,
-        shape: StreamedShape,
-        weights: Sequence[torch.Tensor],
-    ) -> None:
-        self._kernel, self._others, self._stream, self._shape = kernel, others, stream, shape
-        self._weights = weights[: max(1, -(-_ROTATED_BYTES // weights[0].nbytes))]
-        device = weights[0].device
-        self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=device)
-        num_out = shape.num_out // (1 + (shape.use is ProductUse.GATED))
-        self._out_TN = torch.zeros(shape.num_rows, num_out, dtype=shape.dtype, device=device)
-        # As the output projection leaves them.
-        self._squares = self._x_TK.float().square().sum(dim=1).div_(_NUM_SQUARES).expand(_NUM_SQUARES, -1).contiguous()
-        torch.cuda.synchronize(device)
-
-    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
-        if config is not None:
-            self._check(config)
-        return TimedGraph([partial(self._launch, config, w_NK) for w_NK in self._weights], self._stream).micros
-
-    def _check(self, config: ProductConfig) -> None:
-        is_gated = self._shape.use is ProductUse.GATED
-        if not all(self._kernel.accepts(self._x_TK, w, self._out_TN, is_gated=is_gated) for w in self._weights):
-            raise RuntimeError("the weights do not lie as the kernel expects")
-        with torch.cuda.stream(self._stream):
-            self._out_TN.fill_(0.0 if self._shape.use is ProductUse.ADDED else float("nan"))
-            self._launch(config, self._weights[0])
-            expected = self._expected(self._weights[0])
-            error = float((self._out_TN - expected).abs().max() / expected.abs().max())
-            self._out_TN.zero_()
-        if not error < 2 * _MAX_ERROR:
-            raise RuntimeError(f"differs from others' result by {error:.3g}")
-
-    def _expected(self, w_NK: torch.Tensor) -> torch.Tensor:
-        product_TN = self._others.linear(self._x_TK, w_NK)
-        if self._shape.use is ProductUse.GATED:
-            return silu_mul(product_TN, unnormed_TD=self._x_TK, eps=_EPS)
-        return product_TN
-
-    def _launch(self, config: ProductConfig | None, w_NK: torch.Tensor) -> None:
-        x_TK, out_TN, use = self._x_TK, self._out_TN, self._shape.use
-        if config is not None and use is ProductUse.GATED:
-            self._kernel.gate_up_silu(x_TK, w_NK, config, eps=_EPS, out=out_TN, squares=self._squares)
-        elif config is not None:
-            residual_TN = out_TN if use is ProductUse.ADDED else None
-            self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=out_TN)
-        elif use is ProductUse.GATED:
-            silu_mul(self._others.linear(x_TK, w_NK), out_TN, unnormed_TD=x_TK, eps=_EPS)
-        elif use is ProductUse.ADDED:
-            self._others.add_linear(x_TK, w_NK, out_TN)
-        else:
-            self._others.linear(x_TK, w_NK)
-
-
-def check_kernel(kernel: StreamedKernel, dtype: torch.dtype, device: torch.device) -> None:
-    """Computes small products, ragged, shared and gated. Raises RuntimeError unless torch agrees."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
-
-    configs = {num_rows: ProductConfig(tile=128, split=split, stages=3) for num_rows, split in _CHECKED.items()}
-    kernel.prepare(
-        (StreamedShape(num_rows, 272, 456, dtype, use), config)
-        for (num_rows, config), use in itertools.product(configs.items(), (ProductUse.ADDED, ProductUse.GATED))
-    )
-    for num_rows, config in configs.items():
-        x_TK, w_NK, before_TN = random(num_rows, 456), random(272, 456), random(num_rows, 272)
-        added_TN, gated_TF = before_TN.clone(), random(num_rows, 136)
-        kernel.linear(x_TK, w_NK, config, residual_TN=added_TN, out=added_TN)
-        kernel.gate_up_silu(x_TK, w_NK, config, eps=_EPS, out=gated_TF)
-        for found, expected in (
-            (added_TN, linear_reference(x_TK, w_NK, before_TN)),
-            (gated_TF, gate_up_silu_reference(x_TK, w_NK, _EPS)),
-        ):
-            error = float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-            if not error < _MAX_ERROR:
-                raise RuntimeError(f"a small product of {num_rows} rows differs from torch's by {error:.3g}")
 
 
 def _configs(shape: StreamedShape) -> list[ProductConfig]:

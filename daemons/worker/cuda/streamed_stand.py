@@ -1,0 +1,93 @@
+"""Where candidates for a product that streams its weights are checked and timed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from radixmesh.daemons.worker.cuda.products import Products
+from radixmesh.daemons.worker.cuda.streamed_products import ProductUse, StreamedKernel, StreamedShape
+from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph
+from radixmesh.kernels.product90_variants import ProductConfig
+from radixmesh.kernels.silu_mul import silu_mul
+
+_ROTATED_BYTES = 256 << 20
+_EPS = 1e-5
+_MAX_ERROR = 0.02
+_NUM_SQUARES = 32
+
+
+class StreamedStand(ABC):
+    """One product's operands, on which candidates are timed."""
+
+    @abstractmethod
+    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
+        """Prepares one, None being what computes it otherwise; what it gives takes the time once, in microseconds.
+        Raises RuntimeError where it does not run or computes something else."""
+
+
+CreateStand = Callable[[StreamedShape, Sequence[torch.Tensor]], StreamedStand]
+
+
+class GraphStand(StreamedStand):
+    """Candidates captured, each launch with the weights of another layer, and behind one that streams too: in a step
+    attention stands between some of them, which lets the next begin as well."""
+
+    def __init__(
+        self,
+        kernel: StreamedKernel,
+        others: Products,
+        stream: torch.cuda.Stream,
+        shape: StreamedShape,
+        weights: Sequence[torch.Tensor],
+    ) -> None:
+        self._kernel, self._others, self._stream, self._shape = kernel, others, stream, shape
+        self._weights = weights[: max(1, -(-_ROTATED_BYTES // weights[0].nbytes))]
+        device = weights[0].device
+        self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=device)
+        num_out = shape.num_out // (1 + (shape.use is ProductUse.GATED))
+        self._out_TN = torch.zeros(shape.num_rows, num_out, dtype=shape.dtype, device=device)
+        # As the output projection leaves them.
+        self._squares = self._x_TK.float().square().sum(dim=1).div_(_NUM_SQUARES).expand(_NUM_SQUARES, -1).contiguous()
+        torch.cuda.synchronize(device)
+
+    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
+        if config is not None:
+            self._check(config)
+        return TimedGraph([partial(self._launch, config, w_NK) for w_NK in self._weights], self._stream).micros
+
+    def _check(self, config: ProductConfig) -> None:
+        is_gated = self._shape.use is ProductUse.GATED
+        if not all(self._kernel.accepts(self._x_TK, w, self._out_TN, is_gated=is_gated) for w in self._weights):
+            raise RuntimeError("the weights do not lie as the kernel expects")
+        with torch.cuda.stream(self._stream):
+            self._out_TN.fill_(0.0 if self._shape.use is ProductUse.ADDED else float("nan"))
+            self._launch(config, self._weights[0])
+            expected = self._expected(self._weights[0])
+            error = float((self._out_TN - expected).abs().max() / expected.abs().max())
+            self._out_TN.zero_()
+        if not error < _MAX_ERROR:
+            raise RuntimeError(f"differs from others' result by {error:.3g}")
+
+    def _expected(self, w_NK: torch.Tensor) -> torch.Tensor:
+        product_TN = self._others.linear(self._x_TK, w_NK)
+        if self._shape.use is ProductUse.GATED:
+            return silu_mul(product_TN, unnormed_TD=self._x_TK, eps=_EPS)
+        return product_TN
+
+    def _launch(self, config: ProductConfig | None, w_NK: torch.Tensor) -> None:
+        x_TK, out_TN, use = self._x_TK, self._out_TN, self._shape.use
+        if config is not None and use is ProductUse.GATED:
+            self._kernel.gate_up_silu(x_TK, w_NK, config, eps=_EPS, out=out_TN, squares=self._squares)
+        elif config is not None:
+            residual_TN = out_TN if use is ProductUse.ADDED else None
+            self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=out_TN)
+        elif use is ProductUse.GATED:
+            silu_mul(self._others.linear(x_TK, w_NK), out_TN, unnormed_TD=x_TK, eps=_EPS)
+        elif use is ProductUse.ADDED:
+            self._others.add_linear(x_TK, w_NK, out_TN)
+        else:
+            self._others.linear(x_TK, w_NK)
