@@ -406,9 +406,6 @@ DEVICE void store_gated(const Share& share, const Sizes& sizes, u16* out) {
   }
 }
 
-DEVICE float add_low(u32 before, float sum) { return sum + low(before); }
-DEVICE float add_high(u32 before, float sum) { return sum + high(before); }
-
 // Own bands to memory; befores: what the first turn's piece is added to.
 DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* residual, Befores befores) {
   const int num_turns = (first_band(share.part + 1) - first_band(share.part)) * kBandTurns;
@@ -427,8 +424,8 @@ DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* r
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           numbers[j] = group ? (c ? sums[j].w : sums[j].z) : (c ? sums[j].y : sums[j].x);
-        const uint2 packed = pack4(add_low(before.x, numbers[0]), add_high(before.x, numbers[1]),
-                                   add_low(before.y, numbers[2]), add_high(before.y, numbers[3]));
+        const uint2 packed = pack4(numbers[0] + low(before.x), numbers[1] + high(before.x), numbers[2] + low(before.y),
+                                   numbers[3] + high(before.y));
         if (!piece.is_column[group] || piece.row + c >= sizes.num_rows) continue;
         *(uint2*)(out + at_of(share, sizes, piece, c, group)) = packed;
         row_squares += squares(packed.x) + squares(packed.y);
@@ -494,11 +491,10 @@ DEVICE void consume(const Share& share, const Sizes& sizes, u16* out, const u16*
 }
 
 // Grid: cdiv(num_out, kColumns), to a multiple of kShared, x kParts, in clusters of kClusterCtas, at most 8; kParts at most
-// the k blocks. w [num_out, num_in] in boxes [kTileN, kTileK], or gate and up
-// [2 num_out, num_in] as load_gated_box says, in boxes of kTileN / 16 groups; x [num_rows, num_in] in boxes
-// [kSharedRows, kTileK]; both swizzled by 128 bytes. out and residual (or null, or out itself; null where gated)
-// [num_rows, num_out]. eps: of the norm of x's rows, for gated ones, and squares that were left of it; squares_out: where
-// others leave theirs. A tile beyond num_out has none.
+// the k blocks. w [num_out, num_in] in boxes [kTileN, kTileK], or gate and up [2 num_out, num_in] as load_gated_box says,
+// in boxes of kTileN / 16 groups; x [num_rows, num_in] in boxes [kSharedRows, kTileK]; both swizzled by 128 bytes. out and
+// residual (or null, or out itself; null where gated) [num_rows, num_out]. Of gated ones eps: of the norm of x's rows, and
+// squares (or null): what was left of x. squares_out (or null): where others leave theirs.
 KERNEL product90(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* residual, int num_rows, int num_out,
                  int num_in, int num_squares, float eps, const float* squares, float* squares_out) {
   // A CTA's number in its cluster is %cluster_ctarank too: clusters are consecutive CTAs of one axis.

@@ -4,9 +4,9 @@
 // register fragments of D), "cp.async.bulk.tensor", "Tensors: swizzling modes", "mbarrier", "st.async",
 // "barrier.cluster", "griddepcontrol".
 //
-// Set by who compiles, beside what each kernel says: kIsHalf (or bfloat16), kMaxTurns (0, or after how many a wait that does
-// not end is an error: to find mistakes); and, for an emulation on a CPU, EMULATED with the primitives. The kernel sets
-// kThreads, kConsumers (those that multiply) and kMinCtas ahead of the primitives.
+// Set by who compiles, beside what each kernel says: kIsHalf (or bfloat16), kMinCtas (CTAs of a multiprocessor that find
+// registers), kMaxTurns (0, or after how many a wait that does not end is an error: to find mistakes); and, for an emulation
+// on a CPU, EMULATED with the primitives. The kernel sets kThreads and kConsumers (those that multiply) ahead of them.
 
 #ifndef EMULATED
 
