@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -9,6 +10,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+_DIGEST_BYTES = 32
 
 
 class NvrtcError(RuntimeError):
@@ -34,14 +37,12 @@ class Nvrtc:
         options = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space"]
         key = hashlib.sha256("\0".join([source, *options, str(self.version)]).encode()).hexdigest()
         kept = self._folder / f"{key}.cubin"
-        if kept.is_file():
-            return kept.read_bytes()
-        code = self._compile(source, options)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # Another process may be writing the same: each has a file of its own until it is whole.
-        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, kept)
+        code = _read(kept)
+        if code is None:
+            code = self._compile(source, options)
+            # Without a place to keep it, it is compiled at every start.
+            with contextlib.suppress(OSError):
+                _write(kept, code)
         return code
 
     def _compile(self, source: str, options: list[str]) -> bytes:
@@ -71,6 +72,29 @@ class Nvrtc:
         if status:
             name: bytes = self._library.nvrtcGetErrorString(status)
             raise NvrtcError(f"{function}: {name.decode()} ({status})")
+
+
+def _read(path: Path) -> bytes | None:
+    """What `_write` wrote; None where nothing is there, or what is there is not whole."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return code if code and hashlib.sha256(code).digest() == digest else None
+
+
+def _write(path: Path, code: bytes) -> None:
+    """Another process may be writing the same: each has a file of its own until it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def _load_library() -> ctypes.CDLL:

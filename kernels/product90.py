@@ -43,6 +43,10 @@ class Product90:
             compiling = {variant: threads.submit(self._compiled, variant.source()) for variant in missing}
         self._codes.update({variant: code.result() for variant, code in compiling.items() if code.exception() is None})
 
+    def load(self, variant: Variant) -> None:
+        """Makes it ready to be launched. Raises what compiling and the driver raise."""
+        self._kernel(variant)
+
     def linear(
         self,
         x_TK: torch.Tensor,
@@ -99,7 +103,9 @@ class Product90:
     ) -> None:
         (num_rows, num_in), num_out = x_TK.shape, out.shape[1]
         assert accepts(x_TK, w_NK, out, is_gated), (x_TK.shape, w_NK.shape, out.shape, x_TK.dtype)
-        assert residual is None or (residual.shape == out.shape and residual.is_contiguous()), residual.shape
+        assert residual is None or (residual.shape == out.shape and accepts(x_TK, w_NK, residual, is_gated)), (
+            residual.shape
+        )
         variant = variant_of(config, num_rows, is_gated, x_TK.dtype)
         assert config.split <= math.ceil(num_in / TILE_K) and config.cluster <= MAX_CLUSTER, (config, num_in)
         num_squares = 0 if squares is None else len(squares)

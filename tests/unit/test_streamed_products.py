@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("triton")
 
 import torch
 
+from radixmesh.daemons.worker.cuda import streamed_stand
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, fastest
 from radixmesh.daemons.worker.cuda.products import TorchProducts
@@ -39,6 +41,7 @@ class _TorchKernel(StreamedKernel):
         self.launched: list[tuple[str, ProductConfig]] = []
         self.prepared: list[list[tuple[StreamedShape, ProductConfig]]] = []
         self.squares: list[torch.Tensor | None] = []
+        self.broken: set[StreamedShape] = set()
         self._error = error
         self._can = can
 
@@ -47,6 +50,10 @@ class _TorchKernel(StreamedKernel):
 
     def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
         self.prepared.append(list(needed))
+
+    def load(self, shape: StreamedShape, config: ProductConfig) -> None:
+        if shape in self.broken:
+            raise OSError("does not load")
 
     def linear(
         self,
@@ -122,6 +129,15 @@ def _candidates(is_gated: bool) -> list[ProductConfig]:
     return candidates(16, _N // (1 + is_gated), _K, is_gated=is_gated)
 
 
+def _silu_mul(
+    product_T2F: torch.Tensor, out: torch.Tensor | None = None, *, unnormed_TD: torch.Tensor, eps: float
+) -> torch.Tensor:
+    factor_T1 = (unnormed_TD.float().square().mean(dim=1, keepdim=True) + eps).rsqrt()
+    gate_TF, up_TF = (product_T2F.float() * factor_T1).chunk(2, dim=1)
+    gated_TF = (torch.nn.functional.silu(gate_TF) * up_TF).to(product_T2F.dtype)
+    return gated_TF if out is None else out.copy_(gated_TF)
+
+
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
@@ -139,7 +155,7 @@ def _run_all(products: StreamedProducts, num_rows: int) -> None:
 
 def test_the_fastest_configuration_serves_its_rows_and_those_up_to_half_as_many() -> None:
     kernel = _TorchKernel()
-    products = _tuned(kernel, lambda shape: 2.0, [4, 12, 16, 24])
+    products = _tuned(kernel, lambda shape: 2.0, [4, 12, 16])
     assert len(products) == 6
     _run_all(products, 16)
     _run_all(products, 12)
@@ -155,7 +171,7 @@ def test_the_fastest_configuration_serves_its_rows_and_those_up_to_half_as_many(
     }
     expected = [("linear", best[False]), ("added", best[False]), ("gated", best[True])]
     assert kernel.launched == 2 * expected
-    x_TK, w_NK = _random(24, _K), _random(_N, _K)
+    x_TK, w_NK = _random(4, _K), _random(_N, _K)
     torch.testing.assert_close(products.linear(x_TK, w_NK), TorchProducts().linear(x_TK, w_NK))
     assert products.gate_up_silu(x_TK, w_NK, _EPS) is None and len(kernel.launched) == 6
 
@@ -210,7 +226,7 @@ def test_kernels_are_made_ready_at_once_before_any_is_measured() -> None:
     # What compiling takes is not of the budget.
     tuner = StreamedTuner(create, lambda: next(seconds), budget_s=10.0)
     groups = [(MatrixGroup(weights, is_added=False), ProductUse.PLAIN)]
-    products = tuner.tune(kernel, groups, [4, 12, 16, 24], TorchProducts())
+    products = tuner.tune(kernel, groups, [4, 12, 16], TorchProducts())
     shape = StreamedShape.of(16, weights[0], ProductUse.PLAIN)
     before, behind = kernel.prepared
     assert before == [(shape, config) for config in _candidates(False)] and measured_at == [1]
@@ -247,6 +263,61 @@ def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="does not compile"):
         kernel.linear(x_TK, w_NK, bad)
     assert len(compiled) == 5
+
+
+def test_what_does_not_load_is_left_to_others() -> None:
+    kernel = _TorchKernel()
+    kernel.broken = {StreamedShape.of(num_rows, _random(_N, _K), ProductUse.PLAIN) for num_rows in (12, 16)}
+    products = _tuned(kernel, lambda shape: 2.0, [12, 16])
+    assert len(products) == 4
+    x_TK, w_NK = _random(12, _K), _random(_N, _K)
+    torch.testing.assert_close(products.linear(x_TK, w_NK), TorchProducts().linear(x_TK, w_NK))
+    assert kernel.launched == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "measured"),
+    [
+        ([2, 4, 8, 16, 24, 48], [16, 48, 8]),
+        ([8, 16, 32, 64, 100], [64, 100, 32, 16, 8]),
+        ([8, 64, 256, 512], [64, 256, 8]),
+        ([512], []),
+        ([3], [3]),
+    ],
+)
+def test_the_largest_size_is_measured_though_it_is_no_usual_one(sizes: list[int], measured: list[int]) -> None:
+    kernel = _TorchKernel()
+    products = _tuned(kernel, lambda shape: 2.0, sizes)
+    rows = list(dict.fromkeys(shape.num_rows for shape, _ in kernel.prepared[0]))
+    assert sorted(rows) == sorted(measured) and rows[:2] == measured[:2]
+    assert len(products) == 3 * len([size for size in sizes if size <= 256]) or 2 in sizes
+
+
+@pytest.mark.parametrize("use", ProductUse)
+def test_a_stand_takes_no_candidate_that_errs(monkeypatch: pytest.MonkeyPatch, use: ProductUse) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(streamed_stand, "silu_mul", _silu_mul)
+    launched: list[Callable[[], object]] = []
+
+    def timed(launches: Sequence[Callable[[], object]], stream: object) -> SimpleNamespace:
+        launched.extend(launches)
+        return SimpleNamespace(micros=lambda: 1.0)
+
+    monkeypatch.setattr(streamed_stand, "TimedGraph", timed)
+    weights = [_random(_N, _K)]
+    shape, config = StreamedShape.of(16, weights[0], use), ProductConfig(tile=64, split=1, stages=3)
+    kernel = _TorchKernel()
+    stand = streamed_stand.GraphStand(kernel, TorchProducts(), None, shape, weights)  # type: ignore[arg-type]
+    assert stand.candidate(config)() == 1.0 and stand.candidate(None)() == 1.0
+    for launch in launched:
+        launch()
+    # A gated product is checked with squares that were left, and without.
+    assert len(kernel.launched) == (3 if use is ProductUse.GATED else 2) and len(launched) == 2
+    kernel = _TorchKernel(error=0.05)
+    stand = streamed_stand.GraphStand(kernel, TorchProducts(), None, shape, weights)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="differs"):
+        stand.candidate(config)
 
 
 def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_product_that_reads_it() -> None:

@@ -31,6 +31,9 @@ class GpuKernel(StreamedKernel):
             variant_of(config, shape.num_rows, shape.use is ProductUse.GATED, shape.dtype) for shape, config in needed
         )
 
+    def load(self, shape: StreamedShape, config: ProductConfig) -> None:
+        self._kernel.load(variant_of(config, shape.num_rows, shape.use is ProductUse.GATED, shape.dtype))
+
     def linear(
         self,
         x_TK: torch.Tensor,

@@ -49,7 +49,11 @@ class StreamedKernel(ABC):
 
     @abstractmethod
     def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
-        """Makes ready what products of these need. What fails here says so when it is launched."""
+        """Compiles what products of these need. What fails here says so when it is loaded or launched."""
+
+    @abstractmethod
+    def load(self, shape: StreamedShape, config: ProductConfig) -> None:
+        """Makes it ready to be launched. Raises RuntimeError or OSError."""
 
     @abstractmethod
     def linear(

@@ -55,22 +55,32 @@ class GraphStand(StreamedStand):
         torch.cuda.synchronize(device)
 
     def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
+        squares = None
         if config is not None:
-            self._check(config)
-        return TimedGraph([partial(self._launch, config, w_NK) for w_NK in self._weights], self._stream).micros
+            squares = self._squares_of(config)
+            self._check(config, squares)
+        return TimedGraph([partial(self._launch, config, w_NK, squares) for w_NK in self._weights], self._stream).micros
 
-    def _check(self, config: ProductConfig) -> None:
-        is_gated = self._shape.use is ProductUse.GATED
+    def _squares_of(self, config: ProductConfig) -> torch.Tensor | None:
+        """Those that it is given, or leaves."""
+        if self._shape.use is ProductUse.ADDED:
+            return self._kernel.new_squares(self._x_TK, self._weights[0], config)
+        return self._squares if self._shape.use is ProductUse.GATED else None
+
+    def _check(self, config: ProductConfig, squares: torch.Tensor | None) -> None:
+        use, is_gated = self._shape.use, self._shape.use is ProductUse.GATED
         if not all(self._kernel.accepts(self._x_TK, w, self._out_TN, is_gated=is_gated) for w in self._weights):
             raise RuntimeError("the weights do not lie as the kernel expects")
         with torch.cuda.stream(self._stream):
-            self._out_TN.fill_(0.0 if self._shape.use is ProductUse.ADDED else float("nan"))
-            self._launch(config, self._weights[0])
             expected = self._expected(self._weights[0])
-            error = float((self._out_TN - expected).abs().max() / expected.abs().max())
+            # A gated one may have to take squares itself.
+            for given in (squares, None) if is_gated else (squares,):
+                self._out_TN.fill_(0.0 if use is ProductUse.ADDED else float("nan"))
+                self._launch(config, self._weights[0], given)
+                _compare(self._out_TN, expected)
+            if use is ProductUse.ADDED and squares is not None:
+                _compare(squares.sum(dim=0), self._out_TN.float().square().sum(dim=1))
             self._out_TN.zero_()
-        if not error < _MAX_ERROR:
-            raise RuntimeError(f"differs from others' result by {error:.3g}")
 
     def _expected(self, w_NK: torch.Tensor) -> torch.Tensor:
         product_TN = self._others.linear(self._x_TK, w_NK)
@@ -78,16 +88,22 @@ class GraphStand(StreamedStand):
             return silu_mul(product_TN, unnormed_TD=self._x_TK, eps=_EPS)
         return product_TN
 
-    def _launch(self, config: ProductConfig | None, w_NK: torch.Tensor) -> None:
+    def _launch(self, config: ProductConfig | None, w_NK: torch.Tensor, squares: torch.Tensor | None) -> None:
         x_TK, out_TN, use = self._x_TK, self._out_TN, self._shape.use
         if config is not None and use is ProductUse.GATED:
-            self._kernel.gate_up_silu(x_TK, w_NK, config, eps=_EPS, out=out_TN, squares=self._squares)
+            self._kernel.gate_up_silu(x_TK, w_NK, config, eps=_EPS, out=out_TN, squares=squares)
         elif config is not None:
             residual_TN = out_TN if use is ProductUse.ADDED else None
-            self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=out_TN)
+            self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=out_TN, squares_out=squares)
         elif use is ProductUse.GATED:
             silu_mul(self._others.linear(x_TK, w_NK), out_TN, unnormed_TD=x_TK, eps=_EPS)
         elif use is ProductUse.ADDED:
             self._others.add_linear(x_TK, w_NK, out_TN)
         else:
             self._others.linear(x_TK, w_NK)
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor) -> None:
+    error = float((found - expected).abs().max() / expected.abs().max())
+    if not error < _MAX_ERROR:
+        raise RuntimeError(f"differs from others' result by {error:.3g}")

@@ -98,7 +98,7 @@ class StreamedTuner:
     ) -> StreamedProducts:
         """For steps of `sizes` rows, up to MAX_ROWS; groups: largest share of a step first."""
         planned: dict[StreamedShape, Sequence[torch.Tensor]] = {}
-        for num_rows in (num_rows for num_rows in _USUAL_ROWS if num_rows in sizes):
+        for num_rows in _measured_rows(sizes):
             for group, use in groups:
                 planned.setdefault(StreamedShape.of(num_rows, group.weights[0], use), group.weights)
         configs = {shape: _configs(shape) for shape in planned}
@@ -113,6 +113,7 @@ class StreamedTuner:
         table = spread_configs(measured, [size for size in sizes if size <= MAX_ROWS])
         # Sizes between those that were measured have kernels of their own.
         self._prepare(kernel, table.items())
+        table = {shape: config for shape, config in table.items() if _is_loaded(kernel, shape, config)}
         return StreamedProducts(kernel, table, others)
 
     def _prepare(self, kernel: StreamedKernel, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
@@ -130,8 +131,8 @@ class StreamedTuner:
             penalty_us = (read[order] - min(read)) * _CACHE_US_BYTE
             try:
                 takes[order] = partial(_later, stand.candidate(config), penalty_us)
-            except RuntimeError as error:
-                _log.warning("streamed_product_refused", shape=str(shape), config=str(config), reason=str(error))
+            except (RuntimeError, OSError) as error:
+                _refused(shape, config, error)
         self.num_measured += 1
         best, saved_us = fastest(takes, 0.0, _ALLOWED_US)
         if best is None:
@@ -142,6 +143,27 @@ class StreamedTuner:
         name = f"{shape.num_rows}x{shape.num_out}x{shape.num_in} {shape.use.value}"
         self.chosen[name] = str(configs[best])
         return configs[best]
+
+
+def _measured_rows(sizes: Sequence[int]) -> list[int]:
+    """The usual ones; first the largest, which no larger one serves."""
+    served = [size for size in sizes if size <= MAX_ROWS]
+    usual = [num_rows for num_rows in _USUAL_ROWS if num_rows in served]
+    return list(dict.fromkeys([*usual[:1], *([max(served)] if served else []), *usual]))
+
+
+def _is_loaded(kernel: StreamedKernel, shape: StreamedShape, config: ProductConfig) -> bool:
+    """Whether it can be launched: what cannot is left to others here, not found by the first step."""
+    try:
+        kernel.load(shape, config)
+    except (RuntimeError, OSError) as error:
+        _refused(shape, config, error)
+        return False
+    return True
+
+
+def _refused(shape: StreamedShape, config: ProductConfig, error: Exception) -> None:
+    _log.warning("streamed_product_refused", shape=str(shape), config=str(config), reason=str(error))
 
 
 def _configs(shape: StreamedShape) -> list[ProductConfig]:
