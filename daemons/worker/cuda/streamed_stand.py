@@ -52,6 +52,8 @@ class GraphStand(StreamedStand):
         self._out_TN = torch.zeros(shape.num_rows, num_out, dtype=shape.dtype, device=device)
         # As the output projection leaves them.
         self._squares = self._x_TK.float().square().sum(dim=1).div_(_NUM_SQUARES).expand(_NUM_SQUARES, -1).contiguous()
+        # Those that candidates leave, to which their graphs write.
+        self._left: list[torch.Tensor] = []
         torch.cuda.synchronize(device)
 
     def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
@@ -64,7 +66,8 @@ class GraphStand(StreamedStand):
     def _squares_of(self, config: ProductConfig) -> torch.Tensor | None:
         """Those that it is given, or leaves."""
         if self._shape.use is ProductUse.ADDED:
-            return self._kernel.new_squares(self._x_TK, self._weights[0], config)
+            self._left.append(self._kernel.new_squares(self._x_TK, self._weights[0], config))
+            return self._left[-1]
         return self._squares if self._shape.use is ProductUse.GATED else None
 
     def _check(self, config: ProductConfig, squares: torch.Tensor | None) -> None:
