@@ -14,7 +14,7 @@ _CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_ST
 _TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
 _SWIZZLE_128B, _PROMOTE_256B = 3, 3
 _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
-# Those of rows, that a graph's activations change with, are forgotten first.
+# The oldest are forgotten; what is launched with one has its copy.
 _MAX_MAPS = 8192
 
 

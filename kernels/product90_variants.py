@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -43,13 +44,31 @@ class ProductConfig:
         return f"{self.tile}{row_tile}{shared}/{self.split}/{self.stages}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Variant(ABC):
-    """One compiled kernel. Those that are equal are the same."""
+    """One compiled kernel. Those that are equal are the same. tile: weight rows of a CTA; rows: of x, padded."""
 
-    entry: str
-    # Rows of a box of weights, and of one of x.
-    weight_rows: int
-    activation_rows: int
+    entry: ClassVar[str]
+
+    tile: int
+    rows: int
+    stages: int
+    is_half: bool
+    shared: int
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile + self.rows) * TILE_K * 2
+
+    @property
+    @abstractmethod
+    def weight_rows(self) -> int:
+        """Of a box."""
+
+    @property
+    @abstractmethod
+    def activation_rows(self) -> int:
+        """Of a box of x."""
 
     @property
     @abstractmethod
@@ -104,26 +123,21 @@ class Variant(ABC):
         return self.constants() + _wgmma_source(*self.instruction) + self.kernel_source()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FewRows(Variant):
-    """product90.cu. rows: of x, padded."""
+    """product90.cu. rows: all of x's; parts: CTAs that share K."""
 
-    tile: int
-    rows: int
-    stages: int
+    entry: ClassVar[str] = "product90"
+
     is_gated: bool
-    is_half: bool
-    shared: int
     parts: int
 
-    entry = "product90"
-
     @property
-    def weight_rows(self) -> int:  # type: ignore[override]
+    def weight_rows(self) -> int:
         return self.tile
 
     @property
-    def activation_rows(self) -> int:  # type: ignore[override]
+    def activation_rows(self) -> int:
         return self.rows // self.shared
 
     @property
@@ -137,10 +151,6 @@ class FewRows(Variant):
     @property
     def columns(self) -> int:
         return self.tile // 2 if self.is_gated else self.tile
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.tile + self.rows) * TILE_K * 2
 
     @property
     def shared_bytes(self) -> int:
@@ -167,24 +177,18 @@ class FewRows(Variant):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ManyRows(Variant):
-    """product90_wide.cu. tile: columns; rows: of a tile."""
+    """product90_wide.cu. rows: of a tile."""
 
-    tile: int
-    rows: int
-    stages: int
-    is_half: bool
-    shared: int
-
-    entry = "product90_wide"
+    entry: ClassVar[str] = "product90_wide"
 
     @property
-    def weight_rows(self) -> int:  # type: ignore[override]
+    def weight_rows(self) -> int:
         return self.tile // self.shared
 
     @property
-    def activation_rows(self) -> int:  # type: ignore[override]
+    def activation_rows(self) -> int:
         return self.rows
 
     @property
@@ -198,10 +202,6 @@ class ManyRows(Variant):
     @property
     def sums_a_thread(self) -> int:
         return self.tile // 2
-
-    @property
-    def stage_bytes(self) -> int:
-        return (self.tile + self.rows) * TILE_K * 2
 
     @property
     def shared_bytes(self) -> int:
@@ -225,14 +225,16 @@ class ManyRows(Variant):
         )
 
 
-def variant_of(config: ProductConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> FewRows | ManyRows:
+def variant_of(config: ProductConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:
     """What computes products of 1 to 256 rows that are cut so; gated ones have no tiles of rows."""
-    is_half = dtype == torch.float16
+    tile, stages, shared, is_half = config.tile, config.stages, config.shared, dtype == torch.float16
     if config.row_tile is not None:
         assert config.split == 1 and not is_gated, config
-        return ManyRows(config.tile, config.row_tile, config.stages, is_half, config.shared)
-    rows = padded_rows(num_rows, config.shared)
-    return FewRows(config.tile, rows, config.stages, is_gated, is_half, config.shared, config.split)
+        return ManyRows(tile=tile, rows=config.row_tile, stages=stages, is_half=is_half, shared=shared)
+    rows = padded_rows(num_rows, shared)
+    return FewRows(
+        tile=tile, rows=rows, stages=stages, is_half=is_half, shared=shared, is_gated=is_gated, parts=config.split
+    )
 
 
 def padded_rows(num_rows: int, shared: int = 1) -> int:

@@ -5,8 +5,8 @@
 Checks first, each in a process of its own that is killed when it hangs: every kind of tile against torch, ragged, with
 what lies behind the result watched; then four layers as the decoder runs them, captured, replayed hundreds of times
 with inputs in turns, whose results must be torch's and the same bits every time. Then, by rows, the 28 layers of
-Llama-3.2-3B's shape at context 384 with cuBLASLt's tuned products and with these, and the share of the time in which
-no kernel runs, from a profiler trace. Prints JSON; --jobs NAME... runs some only, --list names them.
+Llama-3.2-3B's shape at context 384 with cuBLASLt's tuned products and with these. Prints JSON; --jobs NAME... runs some
+only, --list names them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -355,7 +353,6 @@ def measure(num_rows: int) -> dict[str, object]:
         "layer_us": {name: round(us, 2) for name, us in least.items()},
         "chosen": {_name(shape): str(config) for shape, config in best.items()},
         "alone_us": alone,
-        "trace": {name: _trace(chain, graphs[name]) for name in ("library", "streamed")},
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -372,54 +369,6 @@ def _alone(stand: GraphStand, options: list[ProductConfig]) -> tuple[float, dict
             refused.append(f"{config!s}: {error}")
     library_us = min(library() for _ in range(4))
     return library_us, {config: min(take() for _ in range(4)) for config, take in takes.items()}, refused
-
-
-def _trace(chain: _Chain, graph: torch.cuda.CUDAGraph) -> dict[str, object]:
-    """Of a few replays: the share without a kernel, the largest gaps and the kernels' time, a layer."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(6):
-                chain.replay(graph)
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    spans = sorted(
-        (float(e["ts"]), float(e["ts"]) + float(e["dur"]), e["name"]) for e in events if e.get("cat") == "kernel"
-    )
-    # Those of the last replays, between whose steps the host waits.
-    spans = spans[len(spans) // 2 :]
-    steps: list[list[tuple[float, float, str]]] = [[]]
-    for span in spans:
-        if steps[-1] and span[0] - steps[-1][-1][1] > 30.0:
-            steps.append([])
-        steps[-1].append(span)
-    whole = max(steps[1:] or steps, key=len)
-    return _idle(whole, chain.config.num_layers)
-
-
-def _idle(spans: list[tuple[float, float, str]], num_layers: int) -> dict[str, object]:
-    start, end, before = spans[0]
-    idle, gaps, kernels = 0.0, defaultdict(float), defaultdict(float)
-    for first, last, name in spans:
-        kernels[_short(name)] += last - first
-        if first > end:
-            idle += first - end
-            gaps[f"{_short(before)} > {_short(name)}"] += first - end
-        if last > end:
-            end, before = last, name
-    largest = sorted(gaps.items(), key=lambda gap: -gap[1])[:6]
-    return {
-        "idle": round(idle / (end - start), 5),
-        "layer_us": round((end - start) / num_layers, 2),
-        "idle_us_a_layer": round(idle / num_layers, 3),
-        "gaps_us": {pair: round(us / num_layers, 3) for pair, us in largest},
-        "kernels_us": {name: round(us / num_layers, 2) for name, us in kernels.items() if us / num_layers > 0.2},
-    }
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("void ").split("<")[0].split("(")[0].strip()[:40]
 
 
 def _name(shape: StreamedShape) -> str:

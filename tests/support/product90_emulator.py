@@ -77,3 +77,18 @@ class EmulatedProduct90:
         if self._library.emulate(ctypes.c_uint(seed), *pointers, *sizes, eps_, *given, left, message, len(message)):
             raise RuntimeError(message.value.decode())
         return out_TN
+
+
+def random_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def squares_by_tiles(found_TN: torch.Tensor, tile: int) -> torch.Tensor:
+    """Sums over each tile of columns, [tiles, T]."""
+    padded = torch.nn.functional.pad(found_TN.float(), (0, -found_TN.shape[1] % tile))
+    return padded.square().unflatten(1, (-1, tile)).sum(dim=2).t()

@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.cuda.fp8_products import (
     tried_library,
 )
 from radixmesh.daemons.worker.cuda.fp8_weights import LayerMatrices
-from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph
+from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph, beyond_cache
 from radixmesh.kernels.fp8_linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.quantize_rows import quantize_rows
 from radixmesh.kernels.quantized import QuantizedMatrix
@@ -31,7 +31,6 @@ _log = get_logger(__name__)
 # Steps of numbers between take what the next larger one does.
 _ROWS = (16, 64, 256, 512, 2048)
 # Weights that are read in turn are larger together than any cache.
-_ROTATED_BYTES = 256 << 20
 _ROUNDS = 3
 # Between kernels of ours, and against the library: less is noise.
 _LEAST_GAIN = 0.02
@@ -124,7 +123,7 @@ class GraphFp8Stand(Fp8Stand):
         self._ours = ours
         self._dtype = dtype
         self._stream = stream
-        self._matrices = matrices[: max(1, -(-_ROTATED_BYTES // matrices[0].data_NK.nbytes))]
+        self._matrices = beyond_cache(matrices, matrices[0].data_NK.nbytes)
         first = matrices[0]
         # Zeros would cost less power, and power is what bounds the larger products.
         x_TK = torch.randn(num_rows, first.shape[1], dtype=dtype, device=first.data_NK.device)

@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.worker.cuda.cublaslt import Algorithm, CublasLt, Product, ProductShape, check_small_product
 from radixmesh.daemons.worker.cuda.cublaslt_library import CublasLtError
 from radixmesh.daemons.worker.cuda.products import Products, TorchProducts, TunedProducts, spread
-from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph
+from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph, beyond_cache
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights, MlpWeights
 
 _log = get_logger(__name__)
@@ -28,7 +28,6 @@ _FINALISTS, _ROUNDS = 3, 3
 _LEAST_GAIN = 0.05
 _BUDGET_S = 2.0
 # Weights that are read in turn are larger together than any cache.
-_ROTATED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +146,7 @@ class GraphStand(Stand):
     ) -> None:
         self._stream = stream
         self._product = Product(lt, shape)
-        self._weights = weights[: max(1, -(-_ROTATED_BYTES // weights[0].nbytes))]
+        self._weights = beyond_cache(weights, weights[0].nbytes)
         # Zeros would cost less power, and power is what bounds the larger products.
         self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=lt.device)
         self._out_TN = torch.zeros(shape.num_rows, shape.num_out, dtype=shape.dtype, device=lt.device)

@@ -89,11 +89,16 @@ class TunedProducts(TorchProducts):
         return True
 
 
+def nearest_rows(size: int, measured: Iterable[int]) -> int | None:
+    """Whose choice serves steps of `size` rows: the next larger that was measured, of up to twice as many."""
+    return min((num_rows for num_rows in measured if size <= num_rows <= 2 * size), default=None)
+
+
 def spread(
     lt: CublasLt, measured: Mapping[ProductShape, Algorithm | None], sizes: Iterable[int]
 ) -> dict[ProductShape, ChosenProduct]:
-    """A table for all `sizes` of rows: each takes what was best, None being torch, at the next larger size that was
-    measured, of up to twice as many rows, if the library says that it serves this size too."""
+    """A table for all `sizes` of rows: each takes what was best, None being torch, at `nearest_rows`, if the library
+    says that it serves this size too."""
     table: dict[ProductShape, ChosenProduct] = {}
     matrices = {(shape.num_out, shape.num_in, shape.dtype, shape.is_added) for shape in measured}
     for num_out, num_in, dtype, is_added in matrices:
@@ -103,7 +108,7 @@ def spread(
             if (shape.num_out, shape.num_in, shape.dtype, shape.is_added) == (num_out, num_in, dtype, is_added)
         }
         for size in sizes:
-            nearest = min((num_rows for num_rows in by_rows if size <= num_rows <= 2 * size), default=None)
+            nearest = nearest_rows(size, by_rows)
             algorithm = by_rows[nearest] if nearest is not None else None
             if algorithm is None:
                 continue

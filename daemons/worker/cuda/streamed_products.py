@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixmesh.daemons.worker.cuda.products import Products
+from radixmesh.daemons.worker.cuda.products import Products, nearest_rows
 from radixmesh.kernels.product90_variants import ProductConfig
 
 
@@ -151,8 +151,7 @@ class StreamedProducts(Products):
 def spread_configs(
     measured: Mapping[StreamedShape, ProductConfig | None], sizes: Iterable[int]
 ) -> dict[StreamedShape, ProductConfig]:
-    """A table for all `sizes` of rows: each takes what was best, None being others, at the next larger size that was
-    measured, of up to twice as many rows."""
+    """A table for all `sizes` of rows: each takes what was best, None being others, at `nearest_rows`."""
     table: dict[StreamedShape, ProductConfig] = {}
     sizes = list(sizes)
     matrices = {(shape.num_out, shape.num_in, shape.dtype, shape.use) for shape in measured}
@@ -163,7 +162,7 @@ def spread_configs(
             if (shape.num_out, shape.num_in, shape.dtype, shape.use) == matrix
         }
         for size in sizes:
-            nearest = min((num_rows for num_rows in by_rows if size <= num_rows <= 2 * size), default=None)
+            nearest = nearest_rows(size, by_rows)
             config = by_rows[nearest] if nearest is not None else None
             if config is not None:
                 table[StreamedShape(size, *matrix)] = config

@@ -10,11 +10,10 @@ import torch
 
 from radixmesh.daemons.worker.cuda.products import Products
 from radixmesh.daemons.worker.cuda.streamed_products import ProductUse, StreamedKernel, StreamedShape
-from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph
+from radixmesh.daemons.worker.cuda.timed_graph import TimedGraph, beyond_cache
 from radixmesh.kernels.product90_variants import ProductConfig
 from radixmesh.kernels.silu_mul import silu_mul
 
-_ROTATED_BYTES = 256 << 20
 _EPS = 1e-5
 _MAX_ERROR = 0.02
 _NUM_SQUARES = 32
@@ -45,7 +44,7 @@ class GraphStand(StreamedStand):
         weights: Sequence[torch.Tensor],
     ) -> None:
         self._kernel, self._others, self._stream, self._shape = kernel, others, stream, shape
-        self._weights = weights[: max(1, -(-_ROTATED_BYTES // weights[0].nbytes))]
+        self._weights = beyond_cache(weights, weights[0].nbytes)
         device = weights[0].device
         self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=device)
         num_out = shape.num_out // (1 + (shape.use is ProductUse.GATED))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
+
+_CACHE_BYTES = 256 << 20
+Matrix = TypeVar("Matrix")
 
 
 class TimedGraph:
@@ -42,3 +46,8 @@ def elapsed_micros(work: Callable[[], object], stream: torch.cuda.Stream) -> flo
         end.record(stream)
         end.synchronize()
     return float(start.elapsed_time(end)) * 1e3
+
+
+def beyond_cache(matrices: Sequence[Matrix], nbytes: int) -> Sequence[Matrix]:
+    """The first of them, of so many bytes each, that no cache holds together: what a step's products find."""
+    return matrices[: max(1, -(-_CACHE_BYTES // nbytes))]
