@@ -123,5 +123,3 @@ async def _code(channel: grpc.aio.Channel) -> grpc.StatusCode:
         async with asyncio.timeout(60):
             await call.read()
     return refusal.value.code()
-
-
