@@ -123,7 +123,7 @@ class Progress:
         return unsubscribe
 
     def stalls_in_s(self) -> float | None:
-        """Seconds until the pending work counts as stalled, if nothing completes; None: nothing is pending, or it does."""
+        """Seconds until pending work counts as stalled unless something completes; None: nothing pends, or it does."""
         with self._lock:
             if self._num_pending == 0 or self._is_stalled():
                 return None
