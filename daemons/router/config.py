@@ -31,6 +31,9 @@ class RouterSettings(CommonSettings):
         None, "keys that clients must send, one a line, a tenant's name behind it or not; read again when it changes"
     )
     admin_keys_file: Path | None = setting(None, "keys that may also add, remove and drain schedulers")
+    share_cache_across_tenants: bool = setting(
+        False, "prefixes are cached for all tenants together: faster, and who times answers learns what others sent"
+    )
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")

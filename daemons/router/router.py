@@ -21,6 +21,7 @@ from radixmesh.daemons.router.request_stream import RequestStream
 from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.resolver import check_resume
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.tenancy import bind_tenant
 from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
@@ -129,9 +130,7 @@ class Router:
     def open(self, message: router_pb2.GenerateRequest) -> RequestStream:
         """A stream for one request; nothing runs before its first take(). Raises MeshError."""
         self._progress.require_serving()
-        tenant = current_caller().tenant
-        if tenant:  # The key says whose the request is, whatever its sender does.
-            (message.resume.resolved if message.HasField("resume") else message).tenant = tenant
+        bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         delivery = Delivery(self._journal, self._turnstile, self._times)
         stream = RequestStream(self, message, request_id, delivery)
