@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -47,8 +49,10 @@ def _wait_for(path: str, text: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(holder.getsockname()[1]) for holder in held]
-    for holder in held:
-        holder.close()
+    """Ports below the ephemeral range, so that no outgoing connection takes one before the router does."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randint(10_000, 19_999)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
     return ports

@@ -88,9 +88,9 @@ def test_a_model_of_the_hub_is_fetched_and_then_cached(tmp_path: Path) -> None:
     with fake_hub({"org/tiny": TINY}) as endpoint:
         folder = _find_in_a_process("org/tiny", endpoint, tmp_path)
         assert (folder / "config.json").read_bytes() == (TINY / "config.json").read_bytes()
-        assert sorted(f.name for f in folder.glob("*.safetensors")) == sorted(
-            f.name for f in TINY.glob("*.safetensors")
-        )
+        assert {file.name for file in folder.glob("*.safetensors")} == {
+            file.name for file in TINY.glob("*.safetensors")
+        }
         assert "the hub has no org/other" in _error_of_a_process("org/other", endpoint, tmp_path)
     # The hub is gone; the cache is not.
     assert _find_in_a_process("org/tiny", endpoint, tmp_path) == folder
