@@ -23,6 +23,7 @@ from radixmesh.daemons.router.request_stream import RequestStream
 from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.resume import check_resume, rebuild
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.tenancy import bind_tenant
 from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
@@ -135,9 +136,7 @@ class Router:
         """A stream for one request; nothing runs before its first take(). Raises MeshError."""
         self._progress.require_serving()
         _drop_unknown_fields(message)
-        tenant = current_caller().tenant
-        if tenant:  # The key says whose the request is, whatever its sender does.
-            (message.resume.resolved if message.HasField("resume") else message).tenant = tenant
+        bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         check_request_id(request_id)
         delivery = Delivery(self._journal, self._turnstile, self._times)
@@ -240,7 +239,7 @@ class Router:
 
 
 def _drop_unknown_fields(message: Message) -> None:
-    """Drops fields that this version does not know. Raises INVALID_ARGUMENT for more than _MAX_UNKNOWN_BYTES of them."""
+    """Drops fields that this version does not know. Raises INVALID_ARGUMENT for more than _MAX_UNKNOWN_BYTES."""
     num_bytes = message.ByteSize()
     message.DiscardUnknownFields()
     num_bytes -= message.ByteSize()
