@@ -10,6 +10,7 @@ from typing import NamedTuple
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
+from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.runtime.errors import MeshError
@@ -49,9 +50,11 @@ class SchedulerPool(PeerPool):
         wait_s: float,
         migrate_after_s: float,
         fail: Callable[[Output, MeshError], None],
+        aliases: ModelAliases | None = None,
     ) -> None:
         self._make_link = make_link
         self._policy = policy
+        self._aliases = aliases or ModelAliases({})
         self._wait_s = wait_s
         self._migrate_after_s = migrate_after_s
         self._fail = fail
@@ -117,6 +120,15 @@ class SchedulerPool(PeerPool):
                 )
         return list(found.values())
 
+    def served(self, name: str) -> ServedModel | None:
+        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it."""
+        wanted = self._aliases.resolve(name)
+        return next((model for model in self.models() if wanted in ("", model.name)), None)
+
+    def aliases_of(self, name: str) -> list[str]:
+        """Further names under which a served model may be asked for."""
+        return self._aliases.of(name)
+
     async def find_model(self, name: str, timeout_s: float) -> ServedModel:
         """The model of that name, or the first where it is empty; waits while schedulers are still to be reached.
 
@@ -124,10 +136,9 @@ class SchedulerPool(PeerPool):
         """
         until = time.monotonic() + timeout_s
         while True:
+            if (found := self.served(name)) is not None:
+                return found
             models = self.models()
-            for model in models:
-                if name in ("", model.name):
-                    return model
             remaining = until - time.monotonic()
             are_all_known = bool(self._links) and all(link.has_ever_connected for link in self.links)
             if are_all_known or remaining <= 0:

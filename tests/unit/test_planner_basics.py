@@ -263,6 +263,46 @@ def test_flush_empties_both_caches_once_idle() -> None:
     world.check_clean()
 
 
+def test_wishes_for_a_flush_are_apart() -> None:
+    world = World()
+    flush = world.planner.flush
+    first, second = flush.wish(), flush.wish()
+    flush.withdraw(first)
+    late = world.submit(list(range(2, 30)), stop=Stop(max_tokens=4))
+    assert flush.is_wanted
+    world.plan()
+    assert not flush.is_wanted, "it is on its way"
+    third = flush.wish()  # What runs from here on may be cached: that flush does not do for it.
+    world.run()
+    assert second.is_done and third.is_done and not first.is_done and flush.num_done == 2
+    assert late.tokens == world.expected(late.submission)
+    withdrawn = flush.wish()
+    flush.withdraw(withdrawn)
+    assert not flush.is_wanted
+    world.check_clean()
+
+
+def test_a_lost_epoch_repeats_a_flush_for_those_who_still_wait() -> None:
+    world = World()
+    flush = world.planner.flush
+    waits, gave_up = flush.wish(), flush.wish()
+    world.plan()
+    flush.withdraw(gave_up)
+    world.planner.end_epoch()
+    assert flush.is_wanted and not waits.is_done
+    flush.withdraw(waits)
+    assert not flush.is_wanted
+
+
+def test_waiting_flushes_are_bounded_in_number() -> None:
+    flush = World().planner.flush
+    wishes = [flush.wish() for _ in range(64)]
+    with pytest.raises(MeshError, match="64 callers"):
+        flush.wish()
+    flush.withdraw(wishes[0])
+    flush.wish()
+
+
 def test_new_epoch_readopts_and_continues_where_results_ended() -> None:
     world = World(eos_rate=0.0)
     records = [world.submit(list(range(2, 20 + i)), stop=Stop(max_tokens=20)) for i in range(5)]
