@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import httptools
 from starlette.responses import Response
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.errors import ErrorResponse, plain_error
@@ -207,14 +207,15 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_over = True
         self._is_in_head = False
         self._stop_timer()
-        cycle = self.cycle
+        cycle: RequestResponseCycle | None = self.cycle
         if self._is_in_message:  # Its body is broken off: nobody waits for the rest.
+            assert cycle is not None
             cycle.disconnected = True
             cycle.message_event.set()
             if cycle.response_started or self.pipeline:
                 self.transport.close()
                 return
-        elif not (cycle is None or cycle.response_complete):
+        elif cycle is not None and not cycle.response_complete:
             # Earlier requests are answered first; the connection ends with the last of them.
             cycle.keep_alive = False
             return
