@@ -95,7 +95,7 @@ def rebuild(
         check_pooled(len(claimed.seeds), sampling, stop)
     resolved = router_pb2.Resolved(
         request_id=claimed.request_id,
-        model=claimed.model,
+        model=identity.name,
         model_identity=identity,
         prompt_ids=claimed.prompt_ids,
         seeds=claimed.seeds,

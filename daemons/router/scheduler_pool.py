@@ -162,8 +162,8 @@ class SchedulerPool(PeerPool):
         link = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else None
         if link is not None:
             self._waiting.pop(output, None)
-            if not output.num_rejections:
-                output.waiting_since = None
+            if output.waiting_since is None:
+                output.waiting_since = time.monotonic()
             link.submit(output)
             return
         if output.state is not OutputState.WAITING:
@@ -173,8 +173,13 @@ class SchedulerPool(PeerPool):
         self._waiting[output] = None
 
     def place_anew(self, output: Output) -> None:
-        """As place(), for an output that a scheduler had accepted: its wait begins now, whatever it waited before."""
-        _accepted(output)
+        """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait()."""
+        # Rejections from before count for nothing.
+        output.num_rejections = 0
+        if output.waiting_since is not None and time.monotonic() - output.waiting_since > self._wait_s:
+            # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
+            self._fail(output, self._nobody(output))
+            return
         self.place(output)
 
     def place_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
@@ -256,7 +261,8 @@ class SchedulerPool(PeerPool):
         link.abort(output.request.request_id, below_attempt=output.attempt + 1, index=output.index)
         link.release(output)
         if output.state is OutputState.RUNNING:
-            _accepted(output)
+            output.count_wait(was_accepted=True)
+            output.num_rejections = 0
             output.move_to(OutputState.WAITING)
             self._waiting[output] = None
 
@@ -297,9 +303,3 @@ class SchedulerPool(PeerPool):
         model = output.request.resolved.model
         message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
         return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
-
-
-def _accepted(output: Output) -> None:
-    """Rejections from before it ran count for nothing."""
-    output.num_rejections = 0
-    output.waiting_since = None
