@@ -55,7 +55,7 @@ def submission_from_proto(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set task: generate, embed or score", {"field": "task"}
         ) from error
     return Submission(
-        key=RequestKey(message.request_id, message.index),
+        key=RequestKey(message.request_id, message.index, message.tenant),
         attempt=message.attempt,
         owner=owner,
         handle=message.handle,
