@@ -92,7 +92,7 @@ def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None) -> Subm
     seed = message.sampling.seed if message.sampling.HasField("seed") else None
     return replace(
         other,
-        key=RequestKey(other.key.request_id, message.index),
+        key=replace(other.key, index=message.index),
         attempt=message.attempt,
         handle=message.handle,
         resumed_output_ids=unpack_ints(message.resumed_output_ids, "resumed_output_ids"),

@@ -61,6 +61,7 @@ class Reader:
         self.ids: list[int] = []
         self.text_bytes = 0
         self.finished: router_pb2.OutputFinished | None = None
+        self.num_aborted = 0
 
     async def until(self, num_ids: int = 1 << 30) -> None:
         """Reads until there are so many ids, or to the end."""
@@ -76,6 +77,7 @@ class Reader:
                     self.text_bytes += len(delta.text.encode())
                 for finished in response.finished:
                     self.finished = finished
+                    self.num_aborted += finished.error.reason == common_pb2.ERROR_REASON_ABORTED
 
     def resume(self, resumption: int) -> router_pb2.GenerateRequest:
         progress = router_pb2.OutputProgress(output_ids=pack_ints(self.ids), text_bytes=self.text_bytes)
@@ -187,4 +189,18 @@ async def test_two_tenants_use_one_id_at_once(mesh: Mesh, router: int) -> None:
     assert his.finished is not None and his.finished.error.reason == common_pb2.ERROR_REASON_ABORTED
     await his.close()
     await hers.close()
+    await settled(mesh)
+
+
+async def test_all_outputs_of_a_request_are_its_tenants(mesh: Mesh) -> None:
+    """Outputs that share a submit on the wire share the tenant too: an abort finds each of them."""
+    request = request_of("several")
+    request.n = 3
+    several = Reader(mesh, 0, request)
+    await several.until(10)
+    assert await abort(mesh, 1, "several", BOB) == router_pb2.ABORT_OUTCOME_UNKNOWN
+    assert await abort(mesh, 1, "several", ALICE) == router_pb2.ABORT_OUTCOME_FOUND
+    await several.until()
+    assert several.num_aborted == 3
+    await several.close()
     await settled(mesh)
