@@ -95,7 +95,10 @@ class Output:
     # Scheduler address -> moment until which it is not asked again after a rejection.
     shunned: dict[str, float] = field(default_factory=dict)
     num_rejections: int = 0
+    # Since when it waits for a scheduler that takes it; later than that by the time for which schedulers had it.
     waiting_since: float | None = None
+    num_submitted: int = 0
+    """Ids that were known when it was last submitted."""
     num_charged: int = 0
     # When its client was last given tokens of it, 0 = never yet.
     delivered_s: float = 0.0
@@ -118,6 +121,17 @@ class Output:
     def is_open(self) -> bool:
         """Whether more tokens may come."""
         return self.state.value < OutputState.ENDED.value
+
+    def count_wait(self, *, was_accepted: bool) -> None:
+        """It is lost by a scheduler, which had accepted it or not. Tokens end a wait, nothing else does.
+
+        Time in the queue of a scheduler is not counted. A scheduler that is lost before it has accepted anything gave
+        no answer: without counting that, an output that kills every stream it is sent on would wait for ever.
+        """
+        if self.waiting_since is None or len(self.ids) > self.num_submitted:
+            self.waiting_since = None
+        elif was_accepted:
+            self.waiting_since += time.monotonic() - self.state_since
 
     def move_to(self, state: OutputState) -> None:
         assert self.state is not OutputState.FINISHED, f"{self.request.request_id}/{self.index} is finished"
@@ -198,11 +212,11 @@ class Journal:
                 {"retry_after_ms": str(_RETRY_AFTER_MS)},
             )
 
-    def add(self, request: Request) -> None:
-        """Takes a request in. Raises JOURNAL_FULL."""
+    def add(self, request: Request, num_message_bytes: int = 0) -> None:
+        """Takes a request in, and with it the message of that many bytes that it came by. Raises JOURNAL_FULL."""
         assert request.request_id not in self._requests, f"{request.request_id} is in the journal"
         size = journal_size(len(request.resolved.prompt_ids), len(request.resolved.seeds))
-        size += sum(4 * len(output.ids) for output in request.outputs)
+        size += num_message_bytes + sum(4 * len(output.ids) for output in request.outputs)
         self.require_room(size)
         self._requests[request.request_id] = request
         self.charge(request, size)

@@ -16,7 +16,7 @@ from radixmesh.daemons.scheduler.cache_feed import CacheFeed
 from radixmesh.daemons.scheduler.deadlines import Deadlines
 from radixmesh.daemons.scheduler.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
-from radixmesh.daemons.scheduler.flush import FlushWish
+from radixmesh.daemons.scheduler.flush import CacheFlush
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
 from radixmesh.daemons.scheduler.intake import Intake, aborted_error
@@ -65,7 +65,7 @@ class Planner:
         self._deadlines = Deadlines()
         self._blame = Blame()
         self.cache_feed = CacheFeed(first_revision=first_revision)
-        self.flush = FlushWish()
+        self.flush = CacheFlush()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
         self._intake = Intake(
