@@ -4,8 +4,8 @@ A matrix product of another shape may add in another order, so the same row may 
 has another size. Here every function of rows runs on tiles of a few sizes only, and a size is used only if, on this
 hardware and these weights, it was seen to give every row the same bits as the other sizes, in every place of the tile
 (`agreeing_sizes`). Then a row's bits depend on the row alone: not on its neighbours, the batch size, nor the chunking.
-A function that no size serves is run one row at a time: always the same shape at the same alignment, so the same bits by
-construction, and slow.
+A function that no size serves is run one row at a time: always the same shape at the same alignment, so the same bits
+by construction, and slow.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ _log = get_logger(__name__)
 
 # One row alone is a matrix-vector product, which adds in another order and is not faster than two rows.
 _CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
-# Another order of additions shows in most numbers of a row, but a row of a router's result may have two of them: as many
-# rows as give so many numbers, within limits.
+# Another order of additions shows in many numbers of a row, but a row of a router's result may have two of them: as
+# many rows as give so many numbers, within limits.
 _PROBE_NUMBERS = 4096
 _PROBE_ROWS = (16, 512)
 
