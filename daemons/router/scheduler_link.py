@@ -9,7 +9,7 @@ from typing import Protocol
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import Dial
-from radixmesh.daemons.router.journal import Ending, Output, OutputState
+from radixmesh.daemons.router.journal import Ending, Output, OutputState, Request
 from radixmesh.daemons.router.peer_link import PeerLink
 from radixmesh.daemons.router.serve_frames import ServeFrames
 from radixmesh.daemons.runtime.arrays import unpack_ints
@@ -134,20 +134,26 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._running.pop(output.scheduler_handle, None)
         output.scheduler = None
 
-    def abort(self, request_id: str, *, below_attempt: int, index: int | None = None) -> None:
+    def abort(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
         """Ends attempts of a request below that one, without an answer."""
-        self._frames.abort(scheduler_pb2.Abort(request_id=request_id, index=index, below_attempt=below_attempt))
+        tenant, request_id = request.key
+        self._frames.abort(
+            scheduler_pb2.Abort(request_id=request_id, tenant=tenant, index=index, below_attempt=below_attempt)
+        )
         self.wake()
 
-    async def abort_all(self, request_id: str) -> scheduler_pb2.AbortOutcome:
-        """Ends every attempt of a request; what the scheduler found. Raises NO_REPLICA if the link is lost."""
+    async def abort_all(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None; what the scheduler found.
+
+        Raises NO_REPLICA if the link is lost.
+        """
         if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
             return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
         self._last_abort_id += 1
         abort_id = self._last_abort_id
         answer: asyncio.Future[scheduler_pb2.AbortOutcome] = asyncio.get_running_loop().create_future()
         self._abort_answers[abort_id] = answer
-        self._frames.abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id))
+        self._frames.abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id, tenant=tenant))
         self.wake()
         try:
             return await answer
