@@ -36,7 +36,7 @@ make_certificate() { # NAME AUTHORITY USAGE SUBJECT_ALT_NAME
 
 for name in "$@" $services; do
     case $name in
-    ca | clients-ca | router-clients | *[!A-Za-z0-9._-]* | [!A-Za-z0-9]*) echo "$0: $name is no name of a file here" >&2; exit 2 ;;
+    '' | ca | clients-ca | router-clients | *[!A-Za-z0-9._-]* | [!A-Za-z0-9]*) echo "$0: $name is no name of a file here" >&2; exit 2 ;;
     esac
 done
 for client in "$@"; do
