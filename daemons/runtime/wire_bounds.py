@@ -25,8 +25,9 @@ MAX_COUNTS: Mapping[str, int] = {
     "radixmesh.tokenizer.v1.DecodeRequest.ids": 1 << 14,
     "radixmesh.tokenizer.v1.ChatInput.messages": 1 << 14,
     "radixmesh.router.v1.Resume.outputs": 128,
-    "radixmesh.common.v1.StopParams.stop": 1 << 12,
+    "radixmesh.common.v1.StopParams.stop": 64,
 }
+_REASONS = {"radixmesh.common.v1.StopParams.stop": ErrorReason.ERROR_REASON_TOO_MANY_STOPS}
 # Fields of all levels that are walked, unknown and repeated ones too: 40 ms on a quiet machine.
 MAX_FIELDS = 1 << 17
 # Too few bytes to do harm, whatever they hold.
@@ -120,4 +121,5 @@ def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
 
 def _too_many(what: str, count: int, limit: int) -> MeshError:
     message = f"{count} or more of {what} in one message, at most {limit} are taken: send less at once"
-    return MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, {"field": what, "max": str(limit)})
+    reason = _REASONS.get(what, ErrorReason.ERROR_REASON_TOO_LARGE)
+    return MeshError(reason, message, {"field": what, "max": str(limit)})

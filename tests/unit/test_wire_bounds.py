@@ -10,7 +10,6 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime import wire_bounds
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.wire_bounds import MAX_COUNTS, check_counts, scan_of
@@ -43,7 +42,7 @@ def test_the_last_legal_count_passes_and_the_next_does_not(
 ) -> None:
     assert refusal(PADDING + unit * MAX_COUNTS[name], message) is None
     error = refusal(PADDING + unit * (MAX_COUNTS[name] + 1), message)
-    assert error is not None and error.reason == ErrorReason.ERROR_REASON_TOO_LARGE
+    assert error is not None and error.reason_name == ("TOO_MANY_STOPS" if name.endswith(".stop") else "TOO_LARGE")
     assert error.metadata == {"field": name, "max": str(MAX_COUNTS[name])}
 
 
