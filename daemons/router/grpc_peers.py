@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import FrameStream, Req, Resp
@@ -124,6 +125,18 @@ class GrpcTokenizer(TokenizerReplica):
             return await self._current().GetVocabulary(tokenizer_pb2.GetVocabularyRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
+
+    async def is_working(self, timeout_s: float) -> bool:
+        check = self._channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer: health_pb2.HealthCheckResponse = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         await asyncio.gather(self._channel.close(), *self._closing)

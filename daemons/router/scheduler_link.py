@@ -9,7 +9,7 @@ from typing import Protocol
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import Dial
-from radixmesh.daemons.router.journal import Ending, Output, OutputState
+from radixmesh.daemons.router.journal import Ending, Output, OutputState, Request
 from radixmesh.daemons.router.peer_link import PeerLink
 from radixmesh.daemons.router.serve_frames import ServeFrames
 from radixmesh.daemons.runtime.arrays import unpack_ints
@@ -134,20 +134,26 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._running.pop(output.scheduler_handle, None)
         output.scheduler = None
 
-    def abort(self, request_id: str, *, below_attempt: int, index: int | None = None) -> None:
+    def abort(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
         """Ends attempts of a request below that one, without an answer."""
-        self._frames.abort(scheduler_pb2.Abort(request_id=request_id, index=index, below_attempt=below_attempt))
+        tenant, request_id = request.key
+        self._frames.abort(
+            scheduler_pb2.Abort(request_id=request_id, tenant=tenant, index=index, below_attempt=below_attempt)
+        )
         self.wake()
 
-    async def abort_all(self, request_id: str) -> scheduler_pb2.AbortOutcome:
-        """Ends every attempt of a request; what the scheduler found. Raises NO_REPLICA if the link is lost."""
+    async def abort_all(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None; what the scheduler found.
+
+        Raises NO_REPLICA if the link is lost.
+        """
         if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
             return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
         self._last_abort_id += 1
         abort_id = self._last_abort_id
         answer: asyncio.Future[scheduler_pb2.AbortOutcome] = asyncio.get_running_loop().create_future()
         self._abort_answers[abort_id] = answer
-        self._frames.abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id))
+        self._frames.abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id, tenant=tenant))
         self.wake()
         try:
             return await answer
@@ -237,23 +243,30 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         changed: list[Output] = []
         by_row: dict[int, Output] = {}
         end = num_tokens = 0
-        for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
-            start, end = end, end + 4 * count
-            output = running.get(handle)
-            if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
-                continue
-            if first > len(output.ids):
-                raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
-            if first < len(output.ids):
-                continue
-            output.ids.frombytes(ids[start:end])
-            output.weights_version = version
-            num_tokens += count
-            changed.append(output)
-            if output.logprobs is not None:
-                by_row[row] = output
-        if by_row:
-            self._take_logprobs(batch, by_row)
+        try:
+            for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
+                start, end = end, end + 4 * count
+                output = running.get(handle)
+                if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
+                    continue
+                if first > len(output.ids):
+                    raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
+                if first < len(output.ids):
+                    continue
+                output.ids.frombytes(ids[start:end])
+                output.weights_version = version
+                num_tokens += count
+                changed.append(output)
+                if output.logprobs is not None:
+                    by_row[row] = output
+            if by_row:
+                self._take_logprobs(batch, by_row)
+        except MeshError:
+            # The stream ends with this frame. No id stays without the logprob that was asked for, nor the other way
+            # round: what comes after the next submit would be one off for good.
+            for output in by_row.values():
+                output.level_logprobs()
+            raise
         if changed:
             self._events.on_tokens(changed, num_tokens)
 
@@ -264,9 +277,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 output.logprobs.append(entry.logprobs)
         for output in by_row.values():
             if output.logprobs is not None and output.logprobs.end != len(output.ids):
-                end = output.logprobs.end
-                del output.ids[end:]  # Never deliver an id without the logprob that was asked for: ask again.
-                raise self._broken(f"logprobs end at {end}, tokens do not")
+                raise self._broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
 
     def _take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> None:
         output = self._running.get(prompt.handle)

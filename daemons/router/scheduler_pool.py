@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
+from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
 from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
@@ -227,9 +227,9 @@ class SchedulerPool(PeerPool):
                 del self._waiting[output]
                 self._fail(output, self._nobody(output))
 
-    async def abort_everywhere(self, request_id: str) -> scheduler_pb2.AbortOutcome:
-        """Ends every attempt of a request on every scheduler; the best of what they found."""
-        asked = [asyncio.ensure_future(link.abort_all(request_id)) for link in self.links if link.is_connected]
+    async def abort_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
+        asked = [asyncio.ensure_future(link.abort_all(request_id, tenant)) for link in self.links if link.is_connected]
         if not asked:
             return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
         done, late = await asyncio.wait(asked, timeout=_ABORT_TIMEOUT_S)
@@ -238,11 +238,11 @@ class SchedulerPool(PeerPool):
         found = [task.result() for task in done if task.exception() is None]
         return min((outcome for outcome in found if outcome), default=scheduler_pb2.ABORT_OUTCOME_UNKNOWN)
 
-    def abort_older(self, request_id: str, below_attempt: int) -> None:
+    def abort_older(self, request: Request, below_attempt: int) -> None:
         """Ends attempts below that one on every scheduler."""
         for link in self.links:
             if link.is_connected:
-                link.abort(request_id, below_attempt=below_attempt)
+                link.abort(request, below_attempt=below_attempt)
 
     def _migrate(self, now: float) -> None:
         for link in self.links:
@@ -258,7 +258,7 @@ class SchedulerPool(PeerPool):
 
     def _take_from(self, link: SchedulerLink, output: Output) -> None:
         """The output leaves link, which is told, and waits."""
-        link.abort(output.request.request_id, below_attempt=output.attempt + 1, index=output.index)
+        link.abort(output.request, below_attempt=output.attempt + 1, index=output.index)
         link.release(output)
         if output.state is OutputState.RUNNING:
             output.count_wait(was_accepted=True)

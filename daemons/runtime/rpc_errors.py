@@ -19,6 +19,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 
 from .errors import MeshError, reason_of
 from .logs import get_logger, set_request
+from .wire_bounds import scan_of
 
 log = get_logger(__name__)
 
@@ -76,15 +77,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             _Handler, handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         )
         deserialize = cast("_Deserializer", handler.request_deserializer or bytes)
+        scan = None if handler.request_deserializer is None else scan_of(method)
 
         async def call(raw: object, context: _Context) -> object:
             if request_id:
                 set_request(request_id)
             try:
                 request = (
-                    _TypedRequests(cast("AsyncIterator[bytes]", raw), deserialize)
+                    _TypedRequests(cast("AsyncIterator[bytes]", raw), deserialize, scan)
                     if handler.request_streaming
-                    else _deserialized(deserialize, cast(bytes, raw))
+                    else _deserialized(deserialize, cast(bytes, raw), scan)
                 )
                 if handler.response_streaming:
                     await _drive(behaviour(request, context), context)
@@ -109,17 +111,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 class _TypedRequests:
     """The requests of a stream, deserialised one by one; broken bytes raise MeshError out of the iteration."""
 
-    __slots__ = ("_deserialize", "_raw")
+    __slots__ = ("_deserialize", "_raw", "_scan")
 
-    def __init__(self, raw: AsyncIterator[bytes], deserialize: _Deserializer) -> None:
+    def __init__(
+        self, raw: AsyncIterator[bytes], deserialize: _Deserializer, scan: Callable[[bytes], None] | None
+    ) -> None:
         self._raw = raw
         self._deserialize = deserialize
+        self._scan = scan
 
     def __aiter__(self) -> _TypedRequests:
         return self
 
     async def __anext__(self) -> object:
-        return _deserialized(self._deserialize, await self._raw.__anext__())
+        return _deserialized(self._deserialize, await self._raw.__anext__(), self._scan)
 
 
 def mesh_error_from_rpc(error: grpc.RpcError) -> MeshError:
@@ -177,7 +182,9 @@ def _as_mesh_error(error: Exception, method: str) -> MeshError:
     )
 
 
-def _deserialized(deserialize: _Deserializer, raw: bytes) -> object:
+def _deserialized(deserialize: _Deserializer, raw: bytes, scan: Callable[[bytes], None] | None = None) -> object:
+    if scan is not None:
+        scan(raw)
     try:
         return deserialize(raw)
     except DecodeError as error:

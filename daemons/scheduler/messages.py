@@ -60,7 +60,7 @@ def submission_from_proto(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set task: generate, embed or score", {"field": "task"}
         ) from error
     return Submission(
-        key=RequestKey(message.request_id, message.index),
+        key=RequestKey(message.request_id, message.index, message.tenant),
         attempt=message.attempt,
         owner=owner,
         handle=message.handle,
@@ -97,7 +97,7 @@ def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None) -> Subm
     seed = message.sampling.seed if message.sampling.HasField("seed") else None
     return replace(
         other,
-        key=RequestKey(other.key.request_id, message.index),
+        key=replace(other.key, index=message.index),
         attempt=message.attempt,
         handle=message.handle,
         resumed_output_ids=unpack_ints(message.resumed_output_ids, "resumed_output_ids"),
