@@ -198,11 +198,11 @@ class Journal:
                 {"retry_after_ms": str(_RETRY_AFTER_MS)},
             )
 
-    def add(self, request: Request) -> None:
-        """Takes a request in. Raises JOURNAL_FULL."""
+    def add(self, request: Request, num_message_bytes: int = 0) -> None:
+        """Takes a request in, and with it the message of that many bytes that it came by. Raises JOURNAL_FULL."""
         assert request.request_id not in self._requests, f"{request.request_id} is in the journal"
         size = journal_size(len(request.resolved.prompt_ids), len(request.resolved.seeds))
-        size += sum(4 * len(output.ids) for output in request.outputs)
+        size += num_message_bytes + sum(4 * len(output.ids) for output in request.outputs)
         self.require_room(size)
         self._requests[request.request_id] = request
         self.charge(request, size)

@@ -13,7 +13,8 @@ from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.logprob_track import LogprobTrack
 from radixmesh.daemons.router.request_times import RequestTimes
-from radixmesh.daemons.router.resolver import check_request, check_resume, end_ids_of, resolve
+from radixmesh.daemons.router.resolver import check_names, check_request, end_ids_of, resolve
+from radixmesh.daemons.router.resume import check_resume, rebuild
 from radixmesh.daemons.router.scheduler_link import is_same_model
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.tokenizer_pool import TokenizerPool
@@ -55,6 +56,7 @@ class RequestMaker:
         self, model: str, items: Iterable[tokenizer_pb2.EncodeItem]
     ) -> Sequence[tokenizer_pb2.EncodedItem]:
         """Encodes texts and chats for a model, "" = any. Raises MeshError."""
+        check_names(model=model)
         if model or self._schedulers.models():
             found = await self._schedulers.find_model(model, _UNKNOWN_MODEL_WAIT_S)
             encoded = await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=items))
@@ -106,20 +108,14 @@ class RequestMaker:
     async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request whose stream broke, as its client keeps it. Raises MeshError."""
         deadline = _deadline_of(message)
-        progress = check_resume(message)
+        check_resume(message)
         _require_time(deadline)
-        resolved = message.resume.resolved
-        model = await self._in_time(self._schedulers.find_model(resolved.model, self._scheduler_wait_s), deadline)
-        if not is_same_model(model.identity, resolved.model_identity):
-            raise MeshError(
-                ErrorReason.ERROR_REASON_MODEL_MISMATCH,
-                f"model {resolved.model!r} is not the one that the stream began with: send the request anew",
-                {
-                    "ours": model.identity.model_fingerprint or model.identity.tokenizer_fingerprint,
-                    "theirs": resolved.model_identity.model_fingerprint
-                    or resolved.model_identity.tokenizer_fingerprint,
-                },
-            )
+        self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
+        claimed = message.resume.resolved
+        model = await self._in_time(self._schedulers.find_model(claimed.model, self._scheduler_wait_s), deadline)
+        if not is_same_model(model.identity, claimed.model_identity):
+            raise _other_model(model.identity, claimed.model_identity)
+        resolved, progress = rebuild(message, model.identity)
         request = _request_of(resolved, delivery, message.resume.resumption, deadline)
         for index, known in enumerate(progress):
             output = Output(request=request, index=index, ids=known.ids)
@@ -206,6 +202,17 @@ def _require_time(deadline: float | None) -> None:
 def _too_late() -> MeshError:
     message = "the request's deadline_ms passed before it could start: give it more time"
     return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
+
+
+def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> MeshError:
+    return MeshError(
+        ErrorReason.ERROR_REASON_MODEL_MISMATCH,
+        f"model {ours.name!r} is not the one that the stream began with: send the request anew",
+        {
+            "ours": ours.model_fingerprint or ours.tokenizer_fingerprint,
+            "theirs": theirs.model_fingerprint or theirs.tokenizer_fingerprint,
+        },
+    )
 
 
 def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:

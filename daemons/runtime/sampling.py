@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from radixmesh.common.v1 import common_pb2
@@ -149,12 +149,11 @@ def stop_to_proto(stop: Stop) -> common_pb2.StopParams:
     )
 
 
-def check_stops(stops: Iterable[str]) -> None:
+def check_stops(stops: Collection[str]) -> None:
     """Raises TOO_MANY_STOPS or INVALID_ARGUMENT unless `stops` (strings) keep the contract's limits."""
-    strings = list(stops)
-    if len(strings) > MAX_STOPS:
-        raise _too_many("stop", len(strings), MAX_STOPS)
-    for string in strings:
+    if len(stops) > MAX_STOPS:
+        raise _too_many("stop", len(stops), MAX_STOPS)
+    for string in stops:
         size = len(string.encode())
         if size == 0:
             raise _invalid("stop", "a stop string is empty: leave it out")

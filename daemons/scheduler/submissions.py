@@ -28,11 +28,6 @@ class _Ended(NamedTuple):
     handle: int
 
 
-class _Aborted(NamedTuple):
-    attempt: int
-    seed: int
-
-
 class Submissions:
     """Live requests by (request id, index) and by (owner, handle); ended keys are remembered, a bounded number."""
 
@@ -42,7 +37,8 @@ class Submissions:
         self._indexes: dict[str, set[int]] = {}
         self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
         self._ended_ids: dict[str, int] = {}
-        self._aborted: OrderedDict[RequestKey, _Aborted] = OrderedDict()
+        # Key -> seed of the request that was aborted.
+        self._aborted: OrderedDict[RequestKey, int] = OrderedDict()
         self._max_ended = max_ended
 
     def __len__(self) -> int:
@@ -64,10 +60,10 @@ class Submissions:
         return ended == _Ended(submission.attempt, submission.owner, submission.handle)
 
     def check_attempt(self, submission: Submission) -> None:
-        """Raises STALE_ATTEMPT if a higher attempt is live or has ended."""
-        live, ended = self._live.get(submission.key), self._ended.get(submission.key)
-        current = live.submission.attempt if live is not None else ended.attempt if ended is not None else None
-        if current is not None and submission.attempt < current:
+        """Raises STALE_ATTEMPT if a higher attempt is live. Ended ones do not count: the id is free again."""
+        live = self._live.get(submission.key)
+        current = live.submission.attempt if live is not None else 0
+        if submission.attempt < current:
             raise MeshError(
                 ErrorReason.ERROR_REASON_STALE_ATTEMPT,
                 f"attempt {submission.attempt} of {submission.key.request_id} is over, {current} took over: drop it",
@@ -111,17 +107,16 @@ class Submissions:
 
     def aborted(self, request: Request) -> None:
         """A live request was ended by an abort of all its attempts."""
-        self._aborted[request.key] = _Aborted(request.submission.attempt, _seed_of(request.submission))
+        self._aborted[request.key] = _seed_of(request.submission)
         while len(self._aborted) > self._max_ended:
             self._aborted.popitem(last=False)
 
     def was_aborted(self, submission: Submission) -> bool:
-        """Whether this is a later attempt of a request that was aborted: of a router that has not heard of it.
+        """Whether this is an attempt of a request that was aborted: of a router that has not heard of it.
 
         Whoever uses the id for another request begins with attempt 0, and draws another seed.
         """
-        aborted = self._aborted.get(submission.key)
-        return aborted is not None and submission.attempt > aborted.attempt and _seed_of(submission) == aborted.seed
+        return submission.attempt > 0 and self._aborted.get(submission.key) == _seed_of(submission)
 
     def find(self, request_id: str, index: int | None, below_attempt: int | None) -> list[Request]:
         """Live requests that an abort names."""

@@ -175,7 +175,8 @@ def test_equal_attempt_on_another_stream_attaches_where_that_stream_stands() -> 
     world.run(2)
     assert len(old.tokens) == num_old
     assert new.tokens == world.expected(new.submission)
-    assert old.finished is None and new.finished is not None
+    assert old.finished is not None and old.finished.error is not None and new.finished is not None
+    assert old.finished.error.reason == common_pb2.ERROR_REASON_SUPERSEDED, "its stream may be open still"
     other = world.submit([9, 9], key=old.submission.key, attempt=0)
     assert other.rejected is None, "an ended attempt on a new handle runs again"
 

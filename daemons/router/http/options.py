@@ -11,6 +11,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.body import Body
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.request_ids import HTTP_REQUEST_ID_PATTERN
 from radixmesh.router.v1 import router_pb2
 
 # Bounds are those of the wire; what a value may be is the router's to say, the same over HTTP and gRPC.
@@ -18,7 +19,7 @@ Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 TokenId = Int32
 # It comes back as a header, and names the request in logs.
-RequestId = Annotated[str, Field(pattern=r"^[!-~]{1,200}$")]
+RequestId = Annotated[str, Field(pattern=HTTP_REQUEST_ID_PATTERN)]
 # OpenAI's seeds are signed; ours count modulo 2^64.
 Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 64)]
 
