@@ -2,8 +2,8 @@
 
 python bench/router_decision.py [--prompt 4096] [--tokens 1000000,10000000]
 
-A decision: keys of the prompt, longest match at every replica, choice; noting what was sent is beside it. Memory: by tracemalloc,
-of one replica's view that holds prompts of 2,048 tokens which share their first halves in groups of 16.
+A decision: keys of the prompt, longest match at every replica, choice; noting what was sent is beside it. Memory: by
+tracemalloc, of one replica's view that holds prompts of 2,048 tokens which share their first halves in groups of 16.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import statistics
 import time
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 
@@ -43,10 +44,11 @@ def _decisions(num_replicas: int, num_tokens: int, count: int) -> dict[str, floa
     placement = Placement(make_policy("cache_aware"), seed=0)
     rows = [placement.add(f"10.0.{n // 250}.{n % 250}:50051") for n in range(num_replicas)]
     prompts = [random.integers(0, 128_000, num_tokens, dtype=np.int32).tobytes() for _ in range(64)]
+    load = ReplicaLoad(
+        submit_sequence=0, num_running=8, num_waiting=0, waiting_tokens=0, free_tokens=1000, cached_tokens=1 << 18
+    )
     for row in rows:
         placement.restart(row, kv_tokens=1 << 19)
-        load = ReplicaLoad(submit_sequence=0, num_running=int(random.integers(64)), num_waiting=0,
-                           waiting_tokens=0, free_tokens=1000, cached_tokens=1 << 18)  # fmt: skip
         placement.take_load(row, load)
         # Each replica holds some of the prompts, up to some length.
         for node, index in enumerate(random.choice(64, 8, replace=False)):
@@ -65,8 +67,7 @@ def _decisions(num_replicas: int, num_tokens: int, count: int) -> dict[str, floa
         sent.append(time.perf_counter() - chosen)
         if number % 64 == 63:
             for row in rows:
-                placement.take_load(row, ReplicaLoad(submit_sequence=number + 1, num_running=8, num_waiting=0,
-                                                     waiting_tokens=0, free_tokens=1000, cached_tokens=1 << 18))  # fmt: skip
+                placement.take_load(row, replace(load, submit_sequence=number + 1))
     ordered = sorted(taken)
     return {
         "median": round(statistics.median(ordered) * 1e6, 1),

@@ -12,6 +12,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Ending, Output, OutputState
 from radixmesh.daemons.router.peer_link import PeerLink
+from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.submit import submit_of
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -46,6 +47,9 @@ class SchedulerEvents(Protocol):
 
     def on_scheduler_lost(self, outputs: list[Output]) -> None:
         """Outputs that were on a link which broke."""
+
+    def on_load(self, link: SchedulerLink) -> None:
+        """The scheduler has told its load."""
 
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         """A link was connected, or its group's state changed."""
@@ -85,9 +89,22 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return len(self._running)
 
     @property
-    def num_outstanding(self) -> int:
-        """Outputs running or waiting there, ours since its last Load included."""
-        return self.load.num_running + self.load.num_waiting + max(0, self._sequence - self.load.submit_sequence)
+    def last_sequence(self) -> int:
+        """Of the latest submit on this stream."""
+        return self._sequence
+
+    def replica_load(self) -> ReplicaLoad:
+        """The scheduler's latest figures."""
+        load = self.load
+        page_size = self.kv_tokens // load.total_pages if load.total_pages else 1
+        return ReplicaLoad(
+            submit_sequence=load.submit_sequence,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            free_tokens=load.free_pages * page_size,
+            cached_tokens=load.cached_pages * page_size,
+        )
 
     @property
     def is_group_serving(self) -> bool:
@@ -170,6 +187,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     def _on_connected(self) -> None:
         self.group_since = time.monotonic()
+        self._events.on_load(self)
         self._events.on_scheduler_changed(self)
 
     def _on_lost(self) -> None:
@@ -229,6 +247,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if frame.HasField("load"):
             has_changed = (self.load.group, self.load.is_draining) != (frame.load.group, frame.load.is_draining)
             self.load = frame.load
+            self._events.on_load(self)
             if has_changed:
                 self.group_since = time.monotonic()
                 self._events.on_scheduler_changed(self)
