@@ -20,7 +20,7 @@ class RouterSettings(CommonSettings):
     policy: str = setting("cache_aware", "how a scheduler is chosen: cache_aware, cache_threshold, least_load, "
         "power_of_two, prefix_hash, random or round_robin")  # fmt: skip
     view_bytes: int = setting(
-        256 << 20, "bytes of what is known of all schedulers' prefix caches; what is beyond is guessed"
+        128 << 20, "bytes of what is known of all schedulers' prefix caches; what is beyond is guessed"
     )
     model_aliases: tuple[str, ...] = setting((), "further names that clients may ask for: ALIAS=NAME of a served model")
     journal_bytes: int = setting(1 << 30, "bytes of requests kept; past it new requests get JOURNAL_FULL")

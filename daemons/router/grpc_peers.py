@@ -114,6 +114,7 @@ def cache_change(message: scheduler_pb2.WatchCacheResponse) -> CacheChange:
     """A message of WatchCache as placement takes it. Raises MeshError for broken arrays."""
     return CacheChange(
         revision=message.revision,
+        is_snapshot=message.is_snapshot,
         is_reset=message.is_reset,
         splits=[Split(node=split.node, upper=split.upper, num_upper=split.num_upper) for split in message.splits],
         inserts=[

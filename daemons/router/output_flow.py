@@ -176,6 +176,12 @@ class OutputFlow:
     def on_load(self, link: SchedulerLink) -> None:
         self.schedulers.on_load(link)
 
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        self.schedulers.on_first_token(link, sequence)
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        self.schedulers.on_left(link, sequence)
+
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         self.schedulers.on_changed()
 

@@ -51,6 +51,12 @@ class SchedulerEvents(Protocol):
     def on_load(self, link: SchedulerLink) -> None:
         """The scheduler has told its load."""
 
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The first tokens of that submit have come."""
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit is not at the scheduler any more."""
+
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         """A link was connected, or its group's state changed."""
 
@@ -79,6 +85,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._last_handle = 0
         self._last_abort_id = 0
         self._running: dict[int, Output] = {}
+        self._sequences: dict[int, int] = {}
+        self._without_tokens: set[int] = set()
         self._submits: deque[tuple[int, Output, int]] = deque()
         self._stops: list[scheduler_pb2.FinishedByStop] = []
         self._aborts: list[scheduler_pb2.Abort] = []
@@ -137,6 +145,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         output.move_to(OutputState.RUNNING)
         self._events.on_submitted(output, self, since_s)
         self._running[self._last_handle] = output
+        self._sequences[self._last_handle] = self._sequence
+        self._without_tokens.add(self._last_handle)
         self._submits.append((self._last_handle, output, self._sequence))
         self.wake()
 
@@ -148,7 +158,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def release(self, output: Output) -> None:
         """Nothing that comes for output matters any more. Tells nobody."""
         self._running.pop(output.scheduler_handle, None)
+        self._without_tokens.discard(output.scheduler_handle)
+        sequence = self._sequences.pop(output.scheduler_handle, None)
         output.scheduler = None
+        if sequence is not None:
+            self._events.on_left(self, sequence)
 
     def abort(self, request_id: str, *, below_attempt: int, index: int | None = None) -> None:
         """Ends attempts of a request below that one, without an answer."""
@@ -281,8 +295,17 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 by_row[row] = output
         if by_row:
             self._take_logprobs(batch, by_row)
+        if self._without_tokens:
+            self._note_first_tokens(changed)
         if changed:
             self._events.on_tokens(changed, num_tokens)
+
+    def _note_first_tokens(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            handle = output.scheduler_handle
+            if handle in self._without_tokens:
+                self._without_tokens.discard(handle)
+                self._events.on_first_token(self, self._sequences[handle])
 
     def _take_logprobs(self, batch: scheduler_pb2.TokenBatch, by_row: dict[int, Output]) -> None:
         for entry in batch.logprobs:

@@ -227,6 +227,18 @@ class SchedulerPool(PeerPool):
             self._placement.restart(row, link.kv_tokens)
         self._placement.take_load(row, link.replica_load())
 
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The prefill of that submit is done."""
+        row = self._rows.get(link.address)
+        if row is not None:
+            self._placement.replicas.take_first_token(row, sequence)
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit has ended, or gone elsewhere."""
+        row = self._rows.get(link.address)
+        if row is not None:
+            self._placement.replicas.take_left(row, sequence)
+
     def on_changed(self) -> None:
         """A link was connected, or its group's state changed."""
         self._changed.set()
@@ -324,7 +336,7 @@ class SchedulerPool(PeerPool):
             self._placement.take_sent(decision, link.last_sequence)
             self._on_decision(decision)
         else:  # Beside a sibling, whose prompt it has.
-            self._placement.replicas.take_sent(self._rows[link.address], link.last_sequence, 0)
+            self._placement.replicas.take_sent(self._rows[link.address], link.last_sequence, 0, 0)
 
     async def _forget_row(self, address: str) -> None:
         follower = self._followers.pop(address, None)

@@ -51,7 +51,11 @@ class CacheFollower:
             try:
                 async for change in self._open_watch(self._address, self._revision):
                     self._placement.apply(self._row, change)
-                    self._revision = change.revision
+                    if self._revision is None and not change.is_snapshot:
+                        tokens = self._placement.num_cached_tokens(self._row)
+                        log.info("cache_followed", address=self._address, tokens=tokens)
+                    if not change.is_snapshot:
+                        self._revision = change.revision
                     has_heard = True
                     await asyncio.sleep(0)
             except MeshError as error:
@@ -72,6 +76,8 @@ class CacheFollower:
                 # A bug must not end the router; without views it still places, by what it sent.
                 log.exception("cache_follower_failed", address=self._address)
                 await self._begin_anew()
+            if self._revision is None:
+                await self._begin_anew()  # A part of a snapshot is none.
             pause = _RETRY_S if has_heard else min(2 * pause, _MAX_RETRY_S)
             await asyncio.sleep(pause)
 

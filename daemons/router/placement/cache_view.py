@@ -52,9 +52,10 @@ class Trim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheChange:
-    """One report, applied in this order. revision: of the cache after it."""
+    """One report, applied in this order. revision: of the cache after it; a snapshot's parts all carry the same one."""
 
     revision: int
+    is_snapshot: bool = False
     is_reset: bool = False
     splits: Sequence[Split] = ()
     inserts: Sequence[Insert] = ()

@@ -165,7 +165,8 @@ class Placement:
 
     def take_sent(self, decision: Decision, sequence: int) -> None:
         """The output of a decision was sent, as that submit."""
-        self.replicas.take_sent(decision.row, sequence, decision.num_tokens - decision.matched_tokens)
+        uncached = decision.num_tokens - decision.matched_tokens
+        self.replicas.take_sent(decision.row, sequence, decision.num_tokens, uncached)
         if self.policy.needs_matches:
             self._rows[decision.row].sent.add(decision.keys, self._now())
 

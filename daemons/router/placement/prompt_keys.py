@@ -52,6 +52,7 @@ class PromptKeys:
         end = start + len(values)
         if end > len(self._weights):
             self._grow(end)
+        values += np.uint64(1)  # A token 0 counts as well: prefixes that differ by it alone have other sums.
         values *= self._weights[start:end]
         np.cumsum(values, out=values)
         values += np.uint64(before)
