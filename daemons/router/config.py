@@ -43,8 +43,11 @@ class RouterSettings(CommonSettings):
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
+    http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
     http_idle_s: float = setting(60.0, "seconds after which an HTTP connection without a request is closed")
-    http_connections: int = setting(16_384, "HTTP connections at once; further ones are refused")
+    http_connections: int = setting(
+        16_384, "HTTP connections at once; past it those without a request give way, else further ones are refused"
+    )
 
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
@@ -53,7 +56,7 @@ class RouterSettings(CommonSettings):
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
         if self.view_bytes < 0:
             raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
-        for name in ("http_body_bytes", "http_body_s", "http_idle_s", "http_connections"):
+        for name in ("http_body_bytes", "http_body_s", "http_head_s", "http_idle_s", "http_connections"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
         for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):

@@ -66,6 +66,19 @@ class Delivery:
             self._error = error
         self._has_news.set()
 
+    def start_writing(self) -> None:
+        """A message is being written to the client: from now on what it does not take is a stall. take() does so."""
+        self.writing_since = time.monotonic()
+
+    def progressed(self) -> None:
+        """The client has taken a part of the message that is being written."""
+        if self.writing_since is not None:
+            self.writing_since = time.monotonic()
+
+    def stop_writing(self) -> None:
+        """The message is written, or waits for something that is not the client."""
+        self.writing_since = None
+
     async def take(self) -> router_pb2.GenerateResponse | None:
         """Everything new, once there is something; None after the last finish. Raises MeshError after fail()."""
         self.writing_since = None

@@ -19,8 +19,9 @@ from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.journal import Journal, Request
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.request_maker import RequestMaker
-from radixmesh.daemons.router.request_stream import RequestStream
+from radixmesh.daemons.router.request_stream import RequestStream, StreamTable
 from radixmesh.daemons.router.request_times import RequestTimes
+from radixmesh.daemons.router.resolver import check_names
 from radixmesh.daemons.router.resume import check_resume, rebuild
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.tenancy import bind_tenant
@@ -72,7 +73,7 @@ class Router:
         self._metrics = metrics
         self._times = times or RequestTimes(metrics)
         self._turnstile = Turnstile()
-        self._streams: dict[str, RequestStream] = {}
+        self._streams = StreamTable()
 
     @property
     def schedulers(self) -> SchedulerPool:
@@ -117,7 +118,7 @@ class Router:
         self.schedulers.tick(now)
         self.detokenizers.tick(now)
         num_late = num_messages = 0
-        for stream in tuple(self._streams.values()):
+        for stream in self._streams:
             delivery = stream.delivery
             num_messages += delivery.num_messages
             delivery.num_messages = 0
@@ -141,28 +142,33 @@ class Router:
         check_request_id(request_id)
         delivery = Delivery(self._journal, self._turnstile, self._times)
         stream = RequestStream(self, message, request_id, delivery)
-        live = self._streams.get(request_id)
+        check_names(tenant=stream.tenant)
+        live = self._streams.get(request_id, stream.tenant)
         if live is not None:
             self._supersede(live, stream)
-        self._streams[request_id] = stream
+        self._streams.add(stream)
         context = message.resume.resolved.trace_context or current_context()
         stream.span = self._times.opened(request_id, context, stream.resumption)
         return stream
 
     async def abort(self, request_id: str) -> router_pb2.AbortOutcome:
-        """Ends a request here and on every scheduler, whichever router runs it."""
+        """Ends a request here and on every scheduler, whichever router runs it.
+
+        Where the caller's key names a tenant, requests of others are UNKNOWN, as if they had never been.
+        """
         if not request_id:
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "say which request", {"field": "request_id"})
         check_request_id(request_id)
-        stream = self._streams.get(request_id)
-        is_here = stream is not None and (stream.request is None or self._has_unfinished(stream.request))
-        if stream is not None:
+        tenant = current_caller().tenant
+        is_here = False
+        for stream in self._streams.of_id(request_id, tenant):
+            is_here |= stream.request is None or self._has_unfinished(stream.request)
             error = MeshError(ErrorReason.ERROR_REASON_ABORTED, "the request was aborted", {"request_id": request_id})
             if stream.request is None:
                 stream.fail(error)
             else:
                 self._flow.abort(stream.request, error)
-        outcome = await self.schedulers.abort_everywhere(request_id)
+        outcome = await self.schedulers.abort_everywhere(request_id, tenant)
         if is_here:
             return router_pb2.ABORT_OUTCOME_FOUND
         return _ABORT_OUTCOMES.get(outcome, router_pb2.ABORT_OUTCOME_UNKNOWN)
@@ -200,8 +206,7 @@ class Router:
         self._flow.begin(request)
 
     def leave(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
+        self._streams.remove(stream)
         self._times.left(stream.request, stream.span, "" if stream.error is None else str(stream.error))
         if stream.request is not None:
             self._metrics.request_seconds.observe(time.monotonic() - stream.request.accepted)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
+from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
 from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
 from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
@@ -178,8 +178,8 @@ class SchedulerPool(PeerPool):
         link, decision = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
         if link is not None:
             self._waiting.pop(output, None)
-            if not output.num_rejections:
-                output.waiting_since = None
+            if output.waiting_since is None:
+                output.waiting_since = time.monotonic()
             link.submit(output)
             self._take_sent(link, decision)
             return
@@ -190,8 +190,13 @@ class SchedulerPool(PeerPool):
         self._waiting[output] = None
 
     def place_anew(self, output: Output) -> None:
-        """As place(), for an output that a scheduler had accepted: its wait begins now, whatever it waited before."""
-        _accepted(output)
+        """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait()."""
+        # Rejections from before count for nothing.
+        output.num_rejections = 0
+        if output.waiting_since is not None and time.monotonic() - output.waiting_since > self._wait_s:
+            # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
+            self._fail(output, self._nobody(output))
+            return
         self.place(output)
 
     def place_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
@@ -264,9 +269,9 @@ class SchedulerPool(PeerPool):
                 del self._waiting[output]
                 self._fail(output, self._nobody(output))
 
-    async def abort_everywhere(self, request_id: str) -> scheduler_pb2.AbortOutcome:
-        """Ends every attempt of a request on every scheduler; the best of what they found."""
-        asked = [asyncio.ensure_future(link.abort_all(request_id)) for link in self.links if link.is_connected]
+    async def abort_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
+        asked = [asyncio.ensure_future(link.abort_all(request_id, tenant)) for link in self.links if link.is_connected]
         if not asked:
             return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
         done, late = await asyncio.wait(asked, timeout=_ABORT_TIMEOUT_S)
@@ -275,11 +280,11 @@ class SchedulerPool(PeerPool):
         found = [task.result() for task in done if task.exception() is None]
         return min((outcome for outcome in found if outcome), default=scheduler_pb2.ABORT_OUTCOME_UNKNOWN)
 
-    def abort_older(self, request_id: str, below_attempt: int) -> None:
+    def abort_older(self, request: Request, below_attempt: int) -> None:
         """Ends attempts below that one on every scheduler."""
         for link in self.links:
             if link.is_connected:
-                link.abort(request_id, below_attempt=below_attempt)
+                link.abort(request, below_attempt=below_attempt)
 
     def _migrate(self, now: float) -> None:
         for link in self.links:
@@ -295,10 +300,11 @@ class SchedulerPool(PeerPool):
 
     def _take_from(self, link: SchedulerLink, output: Output) -> None:
         """The output leaves link, which is told, and waits."""
-        link.abort(output.request.request_id, below_attempt=output.attempt + 1, index=output.index)
+        link.abort(output.request, below_attempt=output.attempt + 1, index=output.index)
         link.release(output)
         if output.state is OutputState.RUNNING:
-            _accepted(output)
+            output.count_wait(was_accepted=True)
+            output.num_rejections = 0
             output.move_to(OutputState.WAITING)
             self._waiting[output] = None
 
@@ -357,9 +363,3 @@ class SchedulerPool(PeerPool):
         model = output.request.resolved.model
         message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
         return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
-
-
-def _accepted(output: Output) -> None:
-    """Rejections from before it ran count for nothing."""
-    output.num_rejections = 0
-    output.waiting_since = None

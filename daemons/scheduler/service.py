@@ -22,6 +22,7 @@ from radixmesh.daemons.scheduler.messages import submission_from_proto
 from radixmesh.daemons.scheduler.outbox import rejected_to_proto
 from radixmesh.daemons.scheduler.outputs import Rejected
 from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
+from radixmesh.daemons.scheduler.request import Submission
 from radixmesh.daemons.scheduler.router_streams import RouterStream
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -151,10 +152,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if stream.closed_by is not None:
             raise stream.closed_by
         planner, now = self._engine.planner, time.monotonic()
+        earlier: dict[int, Submission] = {}
         for submit in request.submits:
             try:
+                submission = submission_from_proto(
+                    submit, owner=stream.owner, router=stream.router, now=now, earlier=earlier
+                )
+                if not submit.HasField("shares_with"):
+                    earlier[submit.handle] = submission
                 self._require_open()
-                planner.submit(submission_from_proto(submit, owner=stream.owner, router=stream.router, now=now))
+                planner.submit(submission)
             except MeshError as error:
                 _reject(stream, submit, error)
             except Exception as bug:
@@ -170,6 +177,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 abort.request_id,
                 abort.index if abort.HasField("index") else None,
                 abort.below_attempt if abort.HasField("below_attempt") else None,
+                abort.tenant if abort.HasField("tenant") else None,
             )
             if abort.abort_id:
                 result = scheduler_pb2.AbortResult(abort_id=abort.abort_id, outcome=int(outcome))  # type: ignore[arg-type]

@@ -34,9 +34,10 @@ class Submissions:
     def __init__(self, max_ended: int = _MAX_ENDED) -> None:
         self._live: dict[RequestKey, Request] = {}
         self._by_handle: dict[tuple[int, int], Request] = {}
-        self._indexes: dict[str, set[int]] = {}
+        self._by_id: dict[str, set[RequestKey]] = {}
         self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
-        self._ended_ids: dict[str, int] = {}
+        # (tenant, None = any; request id) -> outputs in _ended.
+        self._ended_ids: dict[tuple[str | None, str], int] = {}
         # Key -> seed of the request that was aborted.
         self._aborted: OrderedDict[RequestKey, int] = OrderedDict()
         self._max_ended = max_ended
@@ -86,7 +87,7 @@ class Submissions:
         self._aborted.pop(request.key, None)
         self._live[request.key] = request
         self._by_handle[request.owner, request.handle] = request
-        self._indexes.setdefault(request.key.request_id, set()).add(request.key.index)
+        self._by_id.setdefault(request.key.request_id, set()).add(request.key)
 
     def attach(self, request: Request, owner: int, handle: int) -> None:
         """Rows of a live request go to another stream or handle from now on."""
@@ -99,10 +100,10 @@ class Submissions:
         key = request.key
         del self._live[key]
         self._by_handle.pop((request.owner, request.handle), None)
-        indexes = self._indexes[key.request_id]
-        indexes.discard(key.index)
-        if not indexes:
-            del self._indexes[key.request_id]
+        keys = self._by_id[key.request_id]
+        keys.discard(key)
+        if not keys:
+            del self._by_id[key.request_id]
         self._remember(key, _Ended(request.submission.attempt, request.owner, request.handle))
 
     def aborted(self, request: Request) -> None:
@@ -118,26 +119,34 @@ class Submissions:
         """
         return submission.attempt > 0 and self._aborted.get(submission.key) == _seed_of(submission)
 
-    def find(self, request_id: str, index: int | None, below_attempt: int | None) -> list[Request]:
-        """Live requests that an abort names."""
-        indexes = sorted(self._indexes.get(request_id, ())) if index is None else [index]
-        found = (self._live.get(RequestKey(request_id, i)) for i in indexes)
-        return [r for r in found if r is not None and (below_attempt is None or r.submission.attempt < below_attempt)]
+    def find(self, request_id: str, index: int | None, below_attempt: int | None, tenant: str | None) -> list[Request]:
+        """Live requests that an abort names, in order of index."""
+        keys = [
+            key
+            for key in self._by_id.get(request_id, ())
+            if index in (None, key.index) and tenant in (None, key.tenant)
+        ]
+        found = [self._live[key] for key in sorted(keys, key=lambda key: (key.tenant, key.index))]
+        return [r for r in found if below_attempt is None or r.submission.attempt < below_attempt]
 
-    def has_ended(self, request_id: str, index: int | None) -> bool:
-        """Whether such an output is remembered to have ended."""
-        return request_id in self._ended_ids if index is None else RequestKey(request_id, index) in self._ended
+    def has_ended(self, request_id: str, index: int | None, tenant: str | None) -> bool:
+        """Whether such an output is remembered to have ended. tenant None: of any, where index is None too."""
+        if index is None:
+            return (tenant, request_id) in self._ended_ids
+        return RequestKey(request_id, index, tenant or "") in self._ended
 
     def _remember(self, key: RequestKey, ended: _Ended) -> None:
         if key not in self._ended:
-            self._ended_ids[key.request_id] = self._ended_ids.get(key.request_id, 0) + 1
+            for name in ((key.tenant, key.request_id), (None, key.request_id)):
+                self._ended_ids[name] = self._ended_ids.get(name, 0) + 1
         self._ended[key] = ended
         self._ended.move_to_end(key)
         while len(self._ended) > self._max_ended:
             old, _ = self._ended.popitem(last=False)
-            self._ended_ids[old.request_id] -= 1
-            if not self._ended_ids[old.request_id]:
-                del self._ended_ids[old.request_id]
+            for name in ((old.tenant, old.request_id), (None, old.request_id)):
+                self._ended_ids[name] -= 1
+                if not self._ended_ids[name]:
+                    del self._ended_ids[name]
 
 
 def _seed_of(submission: Submission) -> int:

@@ -16,7 +16,7 @@ JsonObject = Mapping[str, object]
 MAX_JSON_VALUES = 100_000
 MAX_JSON_CHARS = 4 << 20
 # What any tokenizer takes at most, whatever its --max-messages.
-MAX_MESSAGES = 1 << 16
+MAX_MESSAGES = 1 << 14
 
 # What the renderer itself hands to templates.
 _RESERVED_ARGS = ("messages", "tools", "add_generation_prompt")

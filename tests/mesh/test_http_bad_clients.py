@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -29,6 +30,7 @@ async def mesh() -> AsyncIterator[Mesh]:
     router = {
         "client_stall_s": STALL_S,
         "http_idle_s": IDLE_S,
+        "http_head_s": IDLE_S,
         "http_body_s": BODY_S,
         "http_body_bytes": MAX_BODY,
         "journal_bytes": 4 << 20,
@@ -217,6 +219,24 @@ async def test_who_reads_nothing_is_bounded_and_dropped(mesh: Mesh) -> None:
                     await reader.readexactly(1 << 16)
 
 
+@pytest.mark.parametrize("num_prompts", [1, 8])
+async def test_who_reads_slowly_and_steadily_is_served(mesh: Mesh, num_prompts: int) -> None:
+    """The longest time without a byte read is far below the stall; the connection is never writable for longer."""
+    async with raw_connection(mesh) as (reader, writer):
+        # Little room in both kernels: what the client has not read holds up the router's writes.
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        params = {"max_new_tokens": 2000, "ignore_eos": True}
+        body = {"text": ["The Tyger"] * num_prompts, "stream": True, "return_logprob": True, "top_logprobs_num": 20}
+        writer.write(post(NATIVE, {**body, "sampling_params": params, "rid": f"steady-{num_prompts}"}))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        slow_until = time.monotonic() + 4 * STALL_S
+        while time.monotonic() < slow_until:
+            assert await reader.read(1 << 16), "cut off"
+            await asyncio.sleep(STALL_S / 10)
+        assert not [line for line in mesh.cluster.recent_lines("router") if f"steady-{num_prompts}" in line]
+
+
 async def test_a_body_too_large_is_refused_unread(mesh: Mesh) -> None:
     size = 100 << 20
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: mesh\r\nContent-Length: {size}\r\n\r\n".encode()
@@ -266,7 +286,7 @@ async def test_a_thousand_connections_that_send_nothing(mesh: Mesh, http: httpx.
         assert time.monotonic() - start < 30.0
         async with asyncio.timeout(IDLE_S + 60):
             ends = await asyncio.gather(*(reader.read() for reader, _ in idle))
-        assert not any(ends)
+        assert b"HEAD_TOO_SLOW" in ends[0] and not any(ends[1:])
     finally:
         for _, writer in idle:
             writer.transport.abort()

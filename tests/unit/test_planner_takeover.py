@@ -139,6 +139,26 @@ def test_an_abort_of_older_attempts_says_nothing_about_later_ones() -> None:
     assert second.tokens == world.expected(second.submission)
 
 
+def test_ids_are_names_within_a_tenant() -> None:
+    """What another tenant submits, resumes or aborts under the same id changes nothing, and tells nothing."""
+    world = World(eos_rate=0.0)
+    hers = running(world, tenant="alice")
+    key = hers.submission.key
+    assert key.tenant == "alice"
+    his = world.send(
+        replace(world.submission([9, 9]), key=replace(key, tenant="bob"), tenant="bob", attempt=9 << 16, owner=2)
+    )
+    assert world.planner.abort(key.request_id, tenant="carol") is AbortOutcome.UNKNOWN
+    assert world.planner.abort(key.request_id, below_attempt=1 << 30, tenant="bob") is AbortOutcome.FOUND
+    world.run()
+    assert his.finished is not None and his.finished.reason is FinishReason.ABORT
+    assert hers.tokens == world.expected(hers.submission)
+    assert world.planner.abort(key.request_id, tenant="carol") is AbortOutcome.UNKNOWN
+    assert world.planner.abort(key.request_id, tenant="alice") is AbortOutcome.FINISHED
+    assert world.planner.abort(key.request_id) is AbortOutcome.FINISHED
+    world.check_clean()
+
+
 def test_plans_stay_messages_that_a_worker_takes() -> None:
     """Many long prompts that are all cached cost a token each to compute, and megabytes to admit."""
     world = World(
