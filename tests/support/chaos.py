@@ -20,7 +20,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 _BACK_S = 120.0
 # Some stops are over before anybody takes the process for dead, some are not.
 _STOP_S = (0.2, 9.0)
-_FAULTS = {"kill": 5, "stop": 3, "terminate": 2, "drain": 1}
+_FAULTS = {"kill": 5, "stop": 3, "terminate": 2, "drain": 3}
 
 
 class Chaos:
