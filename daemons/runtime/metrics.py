@@ -31,6 +31,7 @@ class Metrics:
         self._make_step_metrics(make)
         self._make_cache_metrics(make)
         self.errors = make.counter("radixmesh_errors_total", _ALL, "Typed errors that left this daemon.", ["reason"])
+        self.tasks = make.gauge("radixmesh_tasks", _ALL, "Asyncio tasks that are not done.")
         self.restarts = make.counter(
             "radixmesh_restarts_total",
             "scheduler",
