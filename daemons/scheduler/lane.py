@@ -98,7 +98,7 @@ class SortedLane(Lane):
 
 
 class PriorityLane(Lane):
-    """Lanes of one (router, tenant), one for each priority: the highest goes first, each in the order of `make_lane`."""
+    """Lanes of one (router, tenant), one a priority: the highest goes first, each in the order of `make_lane`."""
 
     def __init__(self, make_lane: Callable[[], Lane]) -> None:
         self._make_lane = make_lane
