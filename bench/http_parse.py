@@ -1,8 +1,8 @@
 """Cost of request bodies in the router: seconds per MiB, silence of its event loop, peak memory.
 
-The router is the real daemon without peers: whatever is legal ends soon for want of a scheduler or a tokenizer. Silence is
-the longest answer time of /health, asked all the while on a connection of its own; memory is the sum of the resident peaks
-of the router and its children, above what they held before the body.
+The router is the real daemon without peers: whatever is legal ends soon for want of a scheduler or a tokenizer.
+Silence is the longest answer time of /health, asked all the while on a connection of its own; memory is the sum of
+the resident peaks of the router and its children, above what they held before the body.
 
     python bench/http_parse.py --mib 16 --out bench/results/http-parse.json
 """

@@ -33,6 +33,7 @@ class RouterSettings(CommonSettings):
     admin_keys_file: Path | None = setting(None, "keys that may also add, remove and drain schedulers")
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
+    http_bodies_bytes: int = setting(128 << 20, "bytes of all HTTP request bodies that are read at once; more gets 503")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
     http_idle_s: float = setting(60.0, "seconds after which an HTTP connection without a request is closed")
     http_connections: int = setting(16_384, "HTTP connections at once; further ones are refused")
@@ -41,7 +42,7 @@ class RouterSettings(CommonSettings):
         CommonSettings.__post_init__(self)
         if self.journal_bytes <= 0:
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
-        for name in ("http_body_bytes", "http_body_s", "http_idle_s", "http_connections"):
+        for name in ("http_body_bytes", "http_bodies_bytes", "http_body_s", "http_idle_s", "http_connections"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
         for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
