@@ -1,6 +1,7 @@
 # make run   install into .venv, start the mesh on the tiny model, stream an answer, keep serving
 # make test  install, run every test that belongs to the daily suite
 # make test-compose   the compose files in a Docker engine, which is started from Debian's packages where none runs
+# make test-cpu-paths the tests of numerics under other code paths of this CPU's libraries
 # make images         the images of the daemons, from wheels that are downloaded first
 # make check format, lint, types, protos, stubs
 # make node  the Node client's packages, for its tests
@@ -30,7 +31,7 @@ PROTOS = $(shell find protos -name '*.proto' | sort)
 SOURCES = $(wildcard daemons kernels clients tests bench)
 MYPY_PACKAGES = $(foreach p,$(patsubst src/radixmesh/%,%,$(wildcard src/radixmesh/daemons src/radixmesh/kernels src/radixmesh/client src/radixmesh/cli)),$(if $(shell find -L src/radixmesh/$(p) -name '*.py' -print -quit),-p radixmesh.$(p)))
 
-.PHONY: help install tools buf node stubs run images test test-full test-compose check check-format check-lint check-types check-protos check-stubs clean
+.PHONY: help install tools buf node stubs run images test test-full test-cpu-paths test-compose check check-format check-lint check-types check-protos check-stubs clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -82,15 +83,16 @@ run: install
 	$(VENV)/bin/radixmesh up -f compose/local.yml --demo
 
 test: install tools node
-	OMP_NUM_THREADS=1 tests/daily.sh $(PY) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) tests/run_tests.py daily $(PYTEST_ARGS)
 
 test-full: install tools node
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(PYTEST_ARGS)
 
+test-cpu-paths: install
+	tests/cpu_paths.sh $(PY) $(PYTEST_ARGS)
+
 test-compose: install
-	OMP_NUM_THREADS=1 $(PY) -m pytest tests/compose $(PYTEST_ARGS) || { \
-		echo "=== what failed is run once more"; \
-		OMP_NUM_THREADS=1 $(PY) -m pytest tests/compose --last-failed --last-failed-no-failures none $(PYTEST_ARGS); }
+	OMP_NUM_THREADS=1 $(PY) tests/run_tests.py compose $(PYTEST_ARGS)
 
 images: install
 	compose/fetch_wheels.sh

@@ -1,6 +1,11 @@
-"""What holds for all tests: GPU tests are skipped with a reason, and property tests have no deadline of their own."""
+"""GPU tests are skipped with a reason, property tests have no deadline of their own, and a run's report can be kept."""
+
+import json
+import os
+from pathlib import Path
 
 import pytest
+from _pytest.terminal import TerminalReporter
 from hypothesis import settings
 
 # Two shared cores: a slow example says nothing about the code. pytest's own timeout catches a hang.
@@ -18,3 +23,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
+    """Writes what failed and what was skipped where run_tests.py asked for it."""
+    if not (path := os.environ.get("RADIXMESH_TEST_REPORT")):
+        return
+    failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
+    failures = [
+        (report.nodeid, "\n".join([report.longreprtext, *(f"-- {name}\n{text}" for name, text in report.sections)]))
+        for report in failed
+    ]
+    skipped = [
+        (report.nodeid, report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
+        for report in terminalreporter.getreports("skipped")
+    ]
+    Path(path).write_text(json.dumps({"failures": failures, "skipped": skipped}))

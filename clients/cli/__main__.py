@@ -4,6 +4,7 @@ import importlib
 import sys
 
 _VERBS = {
+    "serve": "serve a model of yours on this machine: a folder, or a name on the hub",
     "up": "start the services of a compose file as local processes",
     "down": "stop a cluster that 'up' started",
     "status": "show every daemon of a cluster: health, address, restarts, epoch, load",

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from radixmesh.cli.access import access_of, add_access_flags
+from radixmesh.cli.access import Access, access_of, add_access_flags
 from radixmesh.cli.chat_commands import NAMES, ChatState
 from radixmesh.cli.chat_conversation import Conversation
 from radixmesh.cli.chat_input import ChatInput, default_history_file, open_input
@@ -21,22 +21,22 @@ def run(arguments: list[str]) -> int:
     """Chats until Ctrl-D: 0; 1 with a message if there is no mesh, or a message from a pipe failed."""
     options = _parser().parse_args(arguments)
     try:
-        routers = find_routers(options.router, options.project)
+        access = access_of(options)
+        routers = find_routers(options.router, options.project, access)
         history = None if options.no_history else options.history or default_history_file()
-        return asyncio.run(_chat(routers, open_input(NAMES, history), options))
+        return asyncio.run(_chat(routers, open_input(NAMES, history), options, access))
     except (RadixMeshError, MeshError, NotRunningError, OSError, ValueError) as error:
         Terminal(sys.stderr).error(f"radixmesh chat: {error}")
         return 1
 
 
-async def _chat(routers: list[str], input: ChatInput, options: argparse.Namespace) -> int:
+async def _chat(routers: list[str], input: ChatInput, options: argparse.Namespace, access: Access) -> int:
     terminal = Terminal()
     state = ChatState(
         conversation=Conversation(system=options.system),
         temperature=options.temperature,
         max_tokens=options.max_tokens,
     )
-    access = access_of(options)
     async with AsyncClient(routers, api_key=access.api_key, tls=access.tls) as client:
         models = await client.models()
         if options.model and options.model not in [model.name for model in models]:

@@ -23,11 +23,12 @@ class DaemonReport:
     load: str = ""
 
 
-async def ask_daemon(address: str, timeout_s: float) -> DaemonReport:
+async def ask_daemon(address: str, timeout_s: float, access: Access | None = None) -> DaemonReport:
     """Asks the daemon at `address`; one that does not answer makes a report that says so. Never takes more than twice
-    `timeout_s` seconds. The kind of daemon is found out by which of the services it has.
+    `timeout_s` seconds. The kind of daemon is found out by which of the services it has. access: None = the
+    environment's.
     """
-    access = access_from_environment()
+    access = access or access_from_environment()
     async with open_channel(address, access.tls) as channel:
         health = await _ask_health(channel, timeout_s)
         if health in ("refused", "silent"):

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from radixmesh.cli.terminal import Terminal
-from radixmesh.daemons.cluster.errors import NotRunningError
-from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state
+from radixmesh.daemons.cluster.errors import NotRunningError, UntrustedFolderError
+from radixmesh.daemons.cluster.process_identity import is_own_process, signal_process
+from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state, supervisor_of
 
 
 def run(arguments: list[str]) -> int:
@@ -20,13 +21,14 @@ def run(arguments: list[str]) -> int:
     terminal = Terminal()
     try:
         folder = find_run_folder(options.project, Path.cwd(), os.environ)
-        state = read_state(folder)
-    except NotRunningError as error:
+        supervisor, state = supervisor_of(folder), read_state(folder)
+    except (NotRunningError, UntrustedFolderError) as error:
         terminal.error(f"radixmesh down: {error}")
         return 1
-    os.kill(state.supervisor_pid, signal.SIGTERM)
+    if supervisor is not None:
+        signal_process(supervisor.pid, supervisor.started, signal.SIGTERM)
     deadline = time.monotonic() + options.timeout
-    while is_supervised(folder):
+    while supervisor is not None and is_own_process(*supervisor) and is_supervised(folder):
         if time.monotonic() > deadline:
             terminal.error(
                 f"radixmesh down: {state.project} still runs after {options.timeout:g} s (pid {state.supervisor_pid})"

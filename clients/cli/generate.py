@@ -40,9 +40,10 @@ def run(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     terminal = Terminal()
     try:
-        router = find_routers([options.router] if options.router else [], options.project)[0]
+        access = access_of(options)
+        router = find_routers([options.router] if options.router else [], options.project, access)[0]
         request = build_request(options, _read_prompt(options.prompt))
-        figures = asyncio.run(stream_request(router, request, terminal, access_of(options)))
+        figures = asyncio.run(stream_request(router, request, terminal, access))
     except (MeshError, NotRunningError, OSError, ValueError) as error:
         Terminal(sys.stderr).error(f"radixmesh generate: {error}")
         return 1

@@ -5,9 +5,12 @@ import asyncio
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
+from radixmesh.cli.access import access_from_environment
 from radixmesh.cli.daemon_report import DaemonReport, ask_daemon
+from radixmesh.cli.routers import may_send_key
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.errors import NotRunningError
 from radixmesh.daemons.cluster.process_status import ProcessStatus
@@ -33,7 +36,7 @@ def run(arguments: list[str]) -> int:
         terminal.error(f"radixmesh status: {error}")
         return 1
     addresses = list(options.address) or [process.address for process in processes]
-    reports = asyncio.run(_ask_all(addresses, options.timeout))
+    reports = asyncio.run(_ask_all(addresses, options.timeout, is_named=bool(options.address)))
     if processes:
         rows = [_process_row(process, report) for process, report in zip(processes, reports, strict=True)]
     else:
@@ -46,9 +49,14 @@ def run(arguments: list[str]) -> int:
     return 0 if all(report.health in ("serving", "") for report in reports) else 1
 
 
-async def _ask_all(addresses: list[str | None], timeout_s: float) -> list[DaemonReport]:
+async def _ask_all(addresses: list[str | None], timeout_s: float, *, is_named: bool) -> list[DaemonReport]:
+    access = access_from_environment()
+
     async def ask(address: str | None) -> DaemonReport:
-        return DaemonReport(health="") if address is None else await ask_daemon(address, timeout_s)
+        if address is None:
+            return DaemonReport(health="")
+        is_home = is_named or may_send_key(address, access)
+        return await ask_daemon(address, timeout_s, access if is_home else replace(access, api_key=""))
 
     return await asyncio.gather(*(ask(address) for address in addresses))
 

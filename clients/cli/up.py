@@ -19,15 +19,21 @@ _DEMO_PROMPT = "I met a traveller from an antique land"
 _EXIT_INTERRUPTED = 130
 
 
-def run(arguments: list[str]) -> int:
-    """Runs until Ctrl-C or SIGTERM (0), or until the cluster cannot be started (1)."""
+_TRY = 'Try: radixmesh generate "..." | radixmesh status | Ctrl-C stops everything.'
+
+
+def run(arguments: list[str], *, when_healthy: str = _TRY, asked_by: str = "radixmesh up") -> int:
+    """Runs until Ctrl-C or SIGTERM (0), or until the cluster cannot be started (1).
+
+    when_healthy: said once all processes are healthy. asked_by: the command that error messages name.
+    """
     options = _parser().parse_args(arguments)
     terminal = Terminal(colour=not options.no_color)
     try:
         scale = dict(_parse_scale(text) for text in options.scale)
-        return asyncio.run(_up(options, scale, terminal))
+        return asyncio.run(_up(options, scale, terminal, when_healthy))
     except ClusterError as error:
-        terminal.error(f"radixmesh up: {error}")
+        terminal.error(f"{asked_by}: {error}")
         return 1
 
 
@@ -65,7 +71,7 @@ def _parse_scale(text: str) -> tuple[str, int]:
     return name, int(count)
 
 
-async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Terminal) -> int:
+async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Terminal, when_healthy: str) -> int:
     files = options.file or [Path("compose/local.yml")]
     project = options.project or read_compose(files, os.environ).project
     cluster = LocalCluster(
@@ -83,7 +89,7 @@ async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Term
     await cluster.start()
     try:
         terminal.name_width([status.name for status in cluster.processes])
-        serving = asyncio.create_task(_serve(cluster, options, terminal))
+        serving = asyncio.create_task(_serve(cluster, options, terminal, when_healthy))
         stopping = asyncio.create_task(interrupted.wait())
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
@@ -95,7 +101,7 @@ async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Term
     return 0
 
 
-async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: Terminal) -> None:
+async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: Terminal, when_healthy: str) -> None:
     """Shows that everything is up, gives the demonstration if asked for, and then lasts until cancelled."""
     await cluster.wait_healthy(options.wait_s if options.demo else float("inf"))
     router = cluster.address("router") if any(status.service == "router" for status in cluster.processes) else None
@@ -105,7 +111,7 @@ async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: T
     if options.demo is not None and router is not None:
         await _demonstrate(router, options.demo, terminal)
     if router is not None:
-        terminal.line('\nTry: radixmesh generate "..." | radixmesh status | Ctrl-C stops everything.\n')
+        terminal.line(f"\n{when_healthy}\n")
     await asyncio.Event().wait()
 
 

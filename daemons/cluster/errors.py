@@ -37,6 +37,10 @@ class AlreadyRunningError(ClusterError):
     """Another supervisor holds the run directory of this project."""
 
 
+class UntrustedFolderError(ClusterError):
+    """A run folder that another user made, or can write: nothing in it is believed."""
+
+
 class NotRunningError(ClusterError):
     """No running cluster was found where one was looked for."""
 

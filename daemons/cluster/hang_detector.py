@@ -9,6 +9,10 @@ import enum
 
 from radixmesh.daemons.cluster.compose import HealthCheck
 
+# Of the time between two checks, the largest part that want of a CPU excuses: what hangs while it computes waits for a
+# CPU as well on a loaded machine, and is found hung after five windows at most.
+_MOST_STARVED = 0.8
+
 
 class ProbeAnswer(enum.Enum):
     """What one health check heard."""
@@ -39,7 +43,8 @@ class HangDetector:
     Silence counts against a process at once; draining and a closed door only after the time it has for stopping.
     NOT_SERVING before it ever served is loading and counts never; later it counts unless `excused`, which the caller
     says while something the process depends on is itself not healthy: then it is not the one to blame, and killing it
-    would only spread the damage.
+    would only spread the damage. Time in which it waited for a CPU counts never: on a loaded machine everybody is slow
+    to answer, and restarts make it more so. A process that is stopped or blocked waits for none.
     """
 
     def __init__(self, check: HealthCheck, *, window_s: float, stop_grace_s: float) -> None:
@@ -50,8 +55,12 @@ class HangDetector:
         self._unwell_s = 0.0
         self._leaving_s = 0.0
 
-    def observe(self, answer: ProbeAnswer, *, elapsed_s: float, excused: bool) -> Verdict:
-        """Takes an answer and the seconds since the previous one, and returns the verdict."""
+    def observe(self, answer: ProbeAnswer, *, elapsed_s: float, excused: bool, starved_s: float = 0.0) -> Verdict:
+        """Takes an answer and the seconds since the previous one, and returns the verdict.
+
+        starved_s: of those seconds, the ones that the process, or the one that asks it, had to wait for a CPU.
+        """
+        elapsed_s -= min(starved_s, _MOST_STARVED * elapsed_s)
         # A pause of the supervisor itself (a suspended machine) must not be read as a pause of the process.
         elapsed_s = min(elapsed_s, 2 * (self._check.interval_s + self._check.timeout_s))
         if answer is ProbeAnswer.SERVING:

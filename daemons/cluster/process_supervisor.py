@@ -1,6 +1,7 @@
 """Keeps one process of the cluster running: start, check, restart, stop."""
 
 import asyncio
+import os
 import signal
 import time
 from collections import deque
@@ -11,6 +12,7 @@ from pathlib import Path
 from radixmesh.daemons.cluster.backoff import RestartBackoff
 from radixmesh.daemons.cluster.child_process import ChildProcess
 from radixmesh.daemons.cluster.compose import HealthCheck
+from radixmesh.daemons.cluster.cpu_starvation import CpuStarvation
 from radixmesh.daemons.cluster.errors import SpawnError
 from radixmesh.daemons.cluster.hang_detector import HangDetector, Verdict
 from radixmesh.daemons.cluster.health_probe import AlwaysServing, GrpcHealthProbe, HealthProbe, NeverReached
@@ -132,15 +134,17 @@ class ProcessSupervisor:
         exited = asyncio.create_task(child.wait())
         try:
             async with self._probe() as probe:
-                hung = await self._watch(probe, exited)
+                hung = await self._watch(probe, exited, CpuStarvation(child.pid))
             if hung is None:
                 return _describe_exit(exited.result()), exited.result()
             return f"hung: {hung}; killed", await child.kill()
         finally:
             exited.cancel()
 
-    async def _watch(self, probe: HealthProbe, exited: "asyncio.Task[int]") -> str | None:
+    async def _watch(self, probe: HealthProbe, exited: "asyncio.Task[int]", starvation: CpuStarvation) -> str | None:
         """Checks until the process ends (None) or is found hung (what was heard last)."""
+        # A check is late as well, and its answer lost, where we are the ones without a CPU.
+        own = CpuStarvation(os.getpid())
         detector = HangDetector(self._check, window_s=self._hang_window_s, stop_grace_s=self.spec.stop_grace_s)
         started = previous = time.monotonic()
         pause_s = min(self._check.start_interval_s, 0.05)
@@ -149,7 +153,12 @@ class ProcessSupervisor:
             if exited.done():
                 return None
             now = time.monotonic()
-            verdict = detector.observe(answer, elapsed_s=now - previous, excused=not self._dependencies_healthy())
+            verdict = detector.observe(
+                answer,
+                elapsed_s=now - previous,
+                excused=not self._dependencies_healthy(),
+                starved_s=max(starvation.take_s(), own.take_s()),
+            )
             previous = now
             if verdict is Verdict.HUNG:
                 return f"{answer.value} for {self._hang_window_s:g} s"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
+from radixmesh.daemons.detokenizer.messages import OpenEntry
 from radixmesh.daemons.runtime.tracing import Span, Tracer
-from radixmesh.detokenizer.v1 import detokenizer_pb2
 
 
 class EntryTraces:
@@ -17,17 +17,17 @@ class EntryTraces:
         self._table = table
         self._spans: dict[int, Span] = {}
 
-    def opened(self, opens: Iterable[detokenizer_pb2.Open]) -> None:
+    def opened(self, opens: Iterable[OpenEntry]) -> None:
         """Before the table opens them."""
-        for message in opens:
-            if message.trace_context:
-                self.closed((message.handle,))
-                self._spans[message.handle] = self._tracer.begin(
+        for entry in opens:
+            if entry.trace_context:
+                self.closed((entry.handle,))
+                self._spans[entry.handle] = self._tracer.begin(
                     "detokenizer.entry",
-                    message.trace_context,
+                    entry.trace_context,
                     {
-                        "radixmesh.request_id": message.request_id,
-                        "radixmesh.replayed_len": len(message.output_ids) // 4,
+                        "radixmesh.request_id": entry.request_id,
+                        "radixmesh.replayed_len": len(entry.output_ids),
                     },
                 )
 

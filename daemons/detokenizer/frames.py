@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, TextDelta, TokenBatch
 from radixmesh.daemons.detokenizer.outbox import Pending
@@ -10,8 +13,37 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 
 
+def read_opens(messages: Sequence[detokenizer_pb2.Open]) -> list[OpenEntry]:
+    """The opens of one frame.
+
+    Raises MALFORMED_MESSAGE for an array of broken length, PROTOCOL_VIOLATION where shares_with names no earlier open.
+    """
+    entries: list[OpenEntry] = []
+    earlier: dict[int, OpenEntry] = {}
+    for message in messages:
+        if message.HasField("shares_with"):
+            entries.append(_sibling_of(message, earlier.get(message.shares_with)))
+        else:
+            entry = earlier[message.handle] = read_open(message)
+            entries.append(entry)
+    return entries
+
+
+def _sibling_of(message: detokenizer_pb2.Open, other: OpenEntry | None) -> OpenEntry:
+    """Another output of the request of `other`; what they share is kept once."""
+    if other is None:
+        text = f"shares_with names {message.shares_with}, which is no earlier open of this frame"
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, text, {"field": "opens.shares_with"})
+    return replace(
+        other,
+        handle=message.handle,
+        output_ids=unpack_ints(message.output_ids, "opens.output_ids").tolist(),
+        emitted_text_bytes=message.emitted_text_bytes,
+    )
+
+
 def read_open(message: detokenizer_pb2.Open) -> OpenEntry:
-    """Raises MeshError MALFORMED_MESSAGE for an array of broken length."""
+    """One that shares nothing. Raises MeshError MALFORMED_MESSAGE for an array of broken length."""
     stop = message.stop
     return OpenEntry(
         handle=message.handle,
@@ -22,7 +54,8 @@ def read_open(message: detokenizer_pb2.Open) -> OpenEntry:
         stops=tuple(stop.stop),
         include_stop=stop.include_stop,
         skip_special_tokens=not stop.HasField("skip_special_tokens") or stop.skip_special_tokens,
-        eos_ids=unpack_ints(message.eos_ids, "opens.eos_ids").tolist(),
+        eos_ids=frozenset(unpack_ints(message.eos_ids, "opens.eos_ids").tolist()),
+        trace_context=message.trace_context,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,8 @@ class OpenEntry:
     stops: Sequence[str] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
-    eos_ids: Sequence[int] = ()
+    eos_ids: Collection[int] = ()
+    trace_context: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

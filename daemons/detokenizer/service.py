@@ -13,7 +13,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
 from radixmesh.daemons.detokenizer.entry_traces import EntryTraces
-from radixmesh.daemons.detokenizer.frames import read_open, read_tokens, write_response
+from radixmesh.daemons.detokenizer.frames import read_opens, read_tokens, write_response
 from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
 from radixmesh.daemons.detokenizer.outbox import Outbox
 from radixmesh.daemons.runtime.arrays import unpack_ints
@@ -118,7 +118,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
 
     async def _apply(self, request: _Request, table: DecoderTable, outbox: Outbox, traces: EntryTraces) -> None:
         """Opens, then tokens, then closes. All arrays are read first: a broken frame changes nothing."""
-        opens = [read_open(message) for message in request.opens]
+        opens = read_opens(request.opens)
         has_tokens = request.HasField("tokens")
         batch = read_tokens(request.tokens) if has_tokens else None
         close_handles = unpack_ints(request.close_handles, "close_handles").tolist()
@@ -126,7 +126,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         num_replayed = 0
         deltas: list[TextDelta] = []
         failures: list[EntryFailure] = []
-        traces.opened(request.opens)
+        traces.opened(opens)
         for entry in opens:
             outbox.forget((entry.handle,))
             outcome = self._refusal(entry.handle, table) or table.open(entry)

@@ -10,6 +10,7 @@ from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Journal
+from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.policy import make_policy
 from radixmesh.daemons.router.request_maker import RequestMaker
@@ -57,6 +58,7 @@ def make_router(
         wait_s=settings.scheduler_wait_s,
         migrate_after_s=settings.migrate_after_s,
         fail=flow.fail,
+        aliases=ModelAliases.parse(settings.model_aliases),
     )
     detokenizers = DetokenizerPool(
         lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow),

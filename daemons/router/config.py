@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
 
@@ -17,6 +18,7 @@ class RouterSettings(CommonSettings):
     detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")
     schedulers: tuple[str, ...] = setting((), "addresses of schedulers, comma-separated; more can be added at run time")
     policy: str = setting("round_robin", "how a scheduler is chosen: round_robin or least_load")
+    model_aliases: tuple[str, ...] = setting((), "further names that clients may ask for: ALIAS=NAME of a served model")
     journal_bytes: int = setting(1 << 30, "bytes of requests kept; past it new requests get JOURNAL_FULL")
     client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
     silence_s: float = setting(
@@ -31,18 +33,33 @@ class RouterSettings(CommonSettings):
         None, "keys that clients must send, one a line, a tenant's name behind it or not; read again when it changes"
     )
     admin_keys_file: Path | None = setting(None, "keys that may also add, remove and drain schedulers")
+    share_cache_across_tenants: bool = setting(
+        False, "prefixes are cached for all tenants together: faster, and who times answers learns what others sent"
+    )
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
     http_bodies_bytes: int = setting(128 << 20, "bytes of all HTTP request bodies that are read at once; more gets 503")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
+    http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
     http_idle_s: float = setting(60.0, "seconds after which an HTTP connection without a request is closed")
-    http_connections: int = setting(16_384, "HTTP connections at once; further ones are refused")
+    http_connections: int = setting(
+        16_384, "HTTP connections at once; past it those without a request give way, else further ones are refused"
+    )
 
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
+        ModelAliases.parse(self.model_aliases)
         if self.journal_bytes <= 0:
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
-        for name in ("http_body_bytes", "http_bodies_bytes", "http_body_s", "http_idle_s", "http_connections"):
+        positive = (
+            "http_body_bytes",
+            "http_bodies_bytes",
+            "http_body_s",
+            "http_head_s",
+            "http_idle_s",
+            "http_connections",
+        )
+        for name in positive:
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
         for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):

@@ -8,11 +8,12 @@ from typing import Protocol
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.frame_stream import Dial
-from radixmesh.daemons.router.journal import Output
+from radixmesh.daemons.router.journal import Output, Request
 from radixmesh.daemons.router.peer_link import PeerLink
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.daemons.runtime.frames import MAX_ENTRY_BYTES, FrameBudget, too_large
+from radixmesh.daemons.runtime.hello import SHARING_VERSION, check_hello
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 
@@ -22,8 +23,6 @@ _Request = detokenizer_pb2.DetokenizeRequest
 _Response = detokenizer_pb2.DetokenizeResponse
 # Context for tokenizers whose decoding of a token depends on those before it.
 _PROMPT_TAIL = 16
-# A frame stays well below the largest message; what does not fit goes into the next.
-_MAX_FRAME_BYTES = 4 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +74,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self._hello = hello
         self._events = events
         self.identity = common_pb2.ModelIdentity()
+        self._can_share = False
         self._last_handle = 0
         self._entries: dict[int, Entry] = {}
         self._opens: dict[int, Entry] = {}
@@ -134,7 +134,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         return _Request(hello=self._hello)
 
     def _welcome(self, frame: _Response) -> str:
-        check_hello(frame.hello, self._hello)
+        self._can_share = check_hello(frame.hello, self._hello) >= SHARING_VERSION
         self.identity = frame.hello.model
         return frame.hello.instance_id
 
@@ -153,51 +153,55 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         return self._num_owed > 0
 
     def _next_frame(self) -> _Request | None:
-        frame = _Request()
-        self._add_opens(frame)
-        self._add_rows(frame)
-        if self._closes:
+        frame, budget = _Request(), FrameBudget()
+        if self._closes and budget.take(4 * len(self._closes)):
             frame.close_handles = pack_ints(self._closes)
             self._closes.clear()
+        refused = self._add_opens(frame, budget)
+        self._add_rows(frame, budget)
         if self._opens or self._dirty:
             self.wake()
+        for entry, error in refused:
+            self._forget(entry)
+            self._events.on_entry_failed(entry.output, error)
         return frame if frame.opens or frame.HasField("tokens") or frame.close_handles else None
 
-    def _add_opens(self, frame: _Request) -> None:
-        num_bytes = 0
-        while self._opens and num_bytes < _MAX_FRAME_BYTES:
-            entry = self._opens.pop(next(iter(self._opens)))
-            output, resolved = entry.output, entry.output.request.resolved
-            frame.opens.add(
-                handle=entry.handle,
-                request_id=resolved.request_id,
-                prompt_tail_ids=resolved.prompt_ids[-4 * _PROMPT_TAIL :],
-                output_ids=output.ids.tobytes(),
-                emitted_text_bytes=output.text_bytes,
-                stop=resolved.stop,
-                eos_ids=pack_ints(sorted(output.request.end_ids)),
-                trace_context=output.request.trace_context,
-            )
-            entry.num_sent = len(output.ids)
-            self._owe(entry, entry.num_sent)
-            num_bytes += 4 * entry.num_sent + 512
+    def _add_opens(self, frame: _Request, budget: FrameBudget) -> list[tuple[Entry, MeshError]]:
+        """Entries whose Open no frame can carry, and why."""
+        refused: list[tuple[Entry, MeshError]] = []
+        shared: dict[Request, int] = {}
+        while self._opens:
+            entry = next(iter(self._opens.values()))
+            message = _open_of(entry, shared.get(entry.output.request) if self._can_share else None)
+            size = message.ByteSize()
+            if size > MAX_ENTRY_BYTES:
+                refused.append((entry, too_large(f"output {entry.output.index} of the request", size)))
+            elif budget.take(size):
+                frame.opens.append(message)
+                shared.setdefault(entry.output.request, entry.handle)
+                entry.num_sent = len(entry.output.ids)
+                self._owe(entry, entry.num_sent)
+            else:
+                break
+            del self._opens[entry.handle]
+        return refused
 
-    def _add_rows(self, frame: _Request) -> None:
+    def _add_rows(self, frame: _Request, budget: FrameBudget) -> None:
         handles: list[int] = []
         firsts: list[int] = []
         counts: list[int] = []
         ids: list[bytes] = []
         finals = bytearray()
-        num_bytes = 0
         for handle in tuple(self._dirty):
             if handle in self._opens:
                 continue  # Opened by a later frame, with all ids.
-            if num_bytes >= _MAX_FRAME_BYTES:
-                break
-            entry = self._dirty.pop(handle)
+            entry = self._dirty[handle]
             output, first = entry.output, entry.num_sent
             count = len(output.ids) - first
             is_final = not output.is_open and not entry.is_final_sent
+            if (count or is_final) and not budget.take(4 * count + 13):
+                break
+            del self._dirty[handle]
             if not count and not is_final:
                 continue
             handles.append(handle)
@@ -205,7 +209,6 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             counts.append(count)
             ids.append(output.ids[first:].tobytes())
             finals.append(is_final)
-            num_bytes += 4 * count + 13
             entry.num_sent += count
             entry.is_final_sent = entry.is_final_sent or is_final
             self._owe(entry, count + is_final)
@@ -267,3 +270,21 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         log.warning("text_misplaced", request_id=output.request.request_id, got=offset, expected=output.text_bytes)
         self.close_entry(entry)
         self._events.on_entry_lost(output, self)
+
+
+def _open_of(entry: Entry, shares_with: int | None) -> detokenizer_pb2.Open:
+    """shares_with: handle of an open of the same request in the same frame, None = there is none."""
+    output, resolved = entry.output, entry.output.request.resolved
+    message = detokenizer_pb2.Open(
+        handle=entry.handle,
+        output_ids=output.ids.tobytes(),
+        emitted_text_bytes=output.text_bytes,
+        shares_with=shares_with,
+    )
+    if shares_with is None:
+        message.request_id = resolved.request_id
+        message.prompt_tail_ids = resolved.prompt_ids[-4 * _PROMPT_TAIL :]
+        message.stop.CopyFrom(resolved.stop)
+        message.eos_ids = pack_ints(sorted(output.request.end_ids))
+        message.trace_context = output.request.trace_context
+    return message

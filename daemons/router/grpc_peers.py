@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, cast
 
 import grpc
+from grpc_health.v1 import health_pb2
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import FrameStream, Req, Resp
@@ -29,6 +30,8 @@ log = get_logger(__name__)
 _Call = grpc.aio.StreamStreamCall[Req, Resp]
 # For calls that still run on a channel that was replaced.
 _CLOSE_S = 5.0
+# For the status of a call that cannot be written to: it is there, or on its way.
+_STATUS_S = 1.0
 
 
 class GrpcFrameStream(FrameStream[Req, Resp]):
@@ -42,11 +45,9 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
     async def send(self, frame: Req) -> None:
         try:
             await self._call.write(frame)
-        except grpc.RpcError as error:
-            raise_if_cancelled()
-            raise mesh_error_from_rpc(error) from error
-        except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
-            # The call has ended. Why is what receive() says.
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.InternalError) as error:
+            # The call has ended, or ends: a refusal that meets a write leaves nothing of its reason in the write's own
+            # error. The call's status has it.
             raise_if_cancelled()
             raise await self._reason() from error
 
@@ -56,6 +57,9 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
         except grpc.RpcError as error:
             raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
+        except grpc.aio.InternalError as error:
+            raise_if_cancelled()
+            raise await self._reason() from error
         raise_if_cancelled()
         return None if frame is grpc.aio.EOF else cast("Resp", frame)
 
@@ -64,9 +68,21 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
         await self._channel.close()
 
     async def _reason(self) -> MeshError:
-        code, details = await self._call.code(), await self._call.details()
-        message = f"{self._address}: {code.name} {details or ''}".rstrip()
-        return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": self._address})
+        """Why the call has ended, by its status."""
+        try:
+            async with asyncio.timeout(_STATUS_S):
+                code, details = await self._call.code(), await self._call.details()
+                trailing = await self._call.trailing_metadata()
+        except TimeoutError:
+            return _broke_off(self._address, "a frame could not be written")
+        if code is grpc.StatusCode.OK:
+            return _broke_off(self._address, "the peer ended the stream")
+        initial = grpc.aio.Metadata()
+        return mesh_error_from_rpc(grpc.aio.AioRpcError(code, initial, trailing or initial, details))
+
+
+def _broke_off(address: str, why: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, f"{address}: {why}", {"daemon": address})
 
 
 def dial_scheduler(
@@ -109,6 +125,18 @@ class GrpcTokenizer(TokenizerReplica):
             return await self._current().GetVocabulary(tokenizer_pb2.GetVocabularyRequest(), timeout=timeout_s)
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
+
+    async def is_working(self, timeout_s: float) -> bool:
+        check = self._channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            answer: health_pb2.HealthCheckResponse = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def close(self) -> None:
         await asyncio.gather(self._channel.close(), *self._closing)

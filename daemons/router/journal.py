@@ -95,7 +95,10 @@ class Output:
     # Scheduler address -> moment until which it is not asked again after a rejection.
     shunned: dict[str, float] = field(default_factory=dict)
     num_rejections: int = 0
+    # Since when it waits for a scheduler that takes it; later than that by the time for which schedulers had it.
     waiting_since: float | None = None
+    num_submitted: int = 0
+    """Ids that were known when it was last submitted."""
     num_charged: int = 0
     # When its client was last given tokens of it, 0 = never yet.
     delivered_s: float = 0.0
@@ -118,6 +121,24 @@ class Output:
     def is_open(self) -> bool:
         """Whether more tokens may come."""
         return self.state.value < OutputState.ENDED.value
+
+    def level_logprobs(self) -> None:
+        """Drops what a broken frame brought of ids without logprobs, or the other way round: it is asked for again."""
+        if self.logprobs is not None:
+            end = min(len(self.ids), self.logprobs.end)
+            del self.ids[end:]
+            self.logprobs.cut(end)
+
+    def count_wait(self, *, was_accepted: bool) -> None:
+        """It is lost by a scheduler, which had accepted it or not. Tokens end a wait, nothing else does.
+
+        Time in the queue of a scheduler is not counted. A scheduler that is lost before it has accepted anything gave
+        no answer: without counting that, an output that kills every stream it is sent on would wait for ever.
+        """
+        if self.waiting_since is None or len(self.ids) > self.num_submitted:
+            self.waiting_since = None
+        elif was_accepted:
+            self.waiting_since += time.monotonic() - self.state_since
 
     def move_to(self, state: OutputState) -> None:
         assert self.state is not OutputState.FINISHED, f"{self.request.request_id}/{self.index} is finished"
@@ -151,6 +172,11 @@ class Request:
         return self.resolved.request_id
 
     @property
+    def key(self) -> tuple[str, str]:
+        """Tenant and request id: an id is a name within its tenant."""
+        return self.resolved.tenant, self.resolved.request_id
+
+    @property
     def trace_context(self) -> str:
         """What happens to the request elsewhere belongs under this; empty = it is not traced."""
         return self.span.context
@@ -175,7 +201,7 @@ class Journal:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[tuple[str, str], Request] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -183,8 +209,8 @@ class Journal:
     def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._requests.values()))
 
-    def get(self, request_id: str) -> Request | None:
-        return self._requests.get(request_id)
+    def get(self, request_id: str, tenant: str = "") -> Request | None:
+        return self._requests.get((tenant, request_id))
 
     def require_room(self, num_bytes: int) -> None:
         """Raises JOURNAL_FULL unless num_bytes more fit.
@@ -198,13 +224,13 @@ class Journal:
                 {"retry_after_ms": str(_RETRY_AFTER_MS)},
             )
 
-    def add(self, request: Request) -> None:
-        """Takes a request in. Raises JOURNAL_FULL."""
-        assert request.request_id not in self._requests, f"{request.request_id} is in the journal"
+    def add(self, request: Request, num_message_bytes: int = 0) -> None:
+        """Takes a request in, and with it the message of that many bytes that it came by. Raises JOURNAL_FULL."""
+        assert request.key not in self._requests, f"{request.request_id} is in the journal"
         size = journal_size(len(request.resolved.prompt_ids), len(request.resolved.seeds))
-        size += sum(4 * len(output.ids) for output in request.outputs)
+        size += num_message_bytes + sum(4 * len(output.ids) for output in request.outputs)
         self.require_room(size)
-        self._requests[request.request_id] = request
+        self._requests[request.key] = request
         self.charge(request, size)
 
     def charge(self, request: Request, num_bytes: int) -> None:
@@ -214,8 +240,8 @@ class Journal:
 
     def drop(self, request: Request) -> None:
         """Forgets a request. Idempotent."""
-        if self._requests.get(request.request_id) is request:
-            del self._requests[request.request_id]
+        if self._requests.get(request.key) is request:
+            del self._requests[request.key]
             self.num_bytes -= request.num_bytes
 
 

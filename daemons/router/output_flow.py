@@ -44,7 +44,7 @@ class OutputFlow:
         if request.deadline is not None:
             self._with_deadline[request] = request.deadline
         if request.resumption:
-            self.schedulers.abort_older(request.request_id, request.resumption << 16)
+            self.schedulers.abort_older(request, request.resumption << 16)
         for output in request.outputs:
             if output.state is not OutputState.FINISHED:
                 self._begin_output(output)
@@ -54,7 +54,7 @@ class OutputFlow:
         self._with_deadline.pop(request, None)
         for link in {output.scheduler for output in request.outputs if output.scheduler is not None}:
             # Bounded: the same request may live on at another router, by a higher resumption.
-            link.abort(request.request_id, below_attempt=(request.resumption + 1) << 16)
+            link.abort(request, below_attempt=(request.resumption + 1) << 16)
         for output in request.outputs:
             self._release(output)
         self._journal.drop(request)
@@ -83,7 +83,7 @@ class OutputFlow:
             return
         log.info("output_failed", request_id=output.request.request_id, index=output.index, error=str(error))
         if output.scheduler is not None:
-            output.scheduler.abort(output.request.request_id, below_attempt=output.attempt + 1, index=output.index)
+            output.scheduler.abort(output.request, below_attempt=output.attempt + 1, index=output.index)
         self.schedulers.release(output)
         self._end(output, Ending(reason=reason, num_output=len(output.ids), error=error))
 
@@ -123,6 +123,8 @@ class OutputFlow:
                 self._times.first_token_came(output)
             charge(request, 4 * (num_ids - output.num_charged))
             output.num_charged = num_ids
+            if output.logprobs is not None:
+                charge(request, output.logprobs.take_added())
             if request.has_text:
                 push(output)
             else:
@@ -130,6 +132,8 @@ class OutputFlow:
                 request.delivery.mark(output)
 
     def on_prompt_logprobs(self, output: Output) -> None:
+        if output.request.prompt_logprobs is not None:
+            self._journal.charge(output.request, output.request.prompt_logprobs.take_added())
         if not output.request.are_prompt_logprobs_due:
             output.request.delivery.mark(output)
 

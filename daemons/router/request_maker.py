@@ -13,10 +13,12 @@ from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.logprob_track import LogprobTrack
 from radixmesh.daemons.router.request_times import RequestTimes
-from radixmesh.daemons.router.resolver import check_request, check_resume, end_ids_of, resolve
+from radixmesh.daemons.router.resolver import check_names, check_request, end_ids_of, resolve
+from radixmesh.daemons.router.resume import check_resume, rebuild
 from radixmesh.daemons.router.scheduler_link import is_same_model
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.tokenizer_pool import TokenizerPool
+from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2
@@ -55,15 +57,18 @@ class RequestMaker:
         self, model: str, items: Iterable[tokenizer_pb2.EncodeItem]
     ) -> Sequence[tokenizer_pb2.EncodedItem]:
         """Encodes texts and chats for a model, "" = any. Raises MeshError."""
+        check_names(model=model)
+        request = tokenizer_pb2.EncodeRequest(items=items, tenant=_tenant())
         if model or self._schedulers.models():
             found = await self._schedulers.find_model(model, _UNKNOWN_MODEL_WAIT_S)
-            encoded = await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=items))
+            encoded = await self._tokenizers.encode(request)
             _check_fingerprint(encoded.tokenizer_fingerprint, found.identity)
             return encoded.items
-        return (await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=items))).items
+        return (await self._tokenizers.encode(request)).items
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> Sequence[str]:
         """Texts of whole id arrays. Raises MeshError."""
+        request.tenant = _tenant()
         return (await self._tokenizers.decode(request)).texts
 
     async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
@@ -106,20 +111,14 @@ class RequestMaker:
     async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request whose stream broke, as its client keeps it. Raises MeshError."""
         deadline = _deadline_of(message)
-        progress = check_resume(message)
+        check_resume(message)
         _require_time(deadline)
-        resolved = message.resume.resolved
-        model = await self._in_time(self._schedulers.find_model(resolved.model, self._scheduler_wait_s), deadline)
-        if not is_same_model(model.identity, resolved.model_identity):
-            raise MeshError(
-                ErrorReason.ERROR_REASON_MODEL_MISMATCH,
-                f"model {resolved.model!r} is not the one that the stream began with: send the request anew",
-                {
-                    "ours": model.identity.model_fingerprint or model.identity.tokenizer_fingerprint,
-                    "theirs": resolved.model_identity.model_fingerprint
-                    or resolved.model_identity.tokenizer_fingerprint,
-                },
-            )
+        self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
+        claimed = message.resume.resolved
+        model = await self._in_time(self._schedulers.find_model(claimed.model, self._scheduler_wait_s), deadline)
+        if not is_same_model(model.identity, claimed.model_identity):
+            raise _other_model(model.identity, claimed.model_identity)
+        resolved, progress = rebuild(message, model.identity)
         request = _request_of(resolved, delivery, message.resume.resumption, deadline)
         for index, known in enumerate(progress):
             output = Output(request=request, index=index, ids=known.ids)
@@ -141,20 +140,23 @@ class RequestMaker:
             item = tokenizer_pb2.EncodeItem(chat=message.chat)
         else:
             item = tokenizer_pb2.EncodeItem(text=message.text)
-        encoded = await self._encode_one(item)
+        request = tokenizer_pb2.EncodeRequest(
+            items=[item], max_tokens=self._max_prompt_tokens(message.model), tenant=message.tenant
+        )
+        encoded = await self._encode_request(request)
         if len(encoded.items) != 1:
             raise MeshError(ErrorReason.ERROR_REASON_INTERNAL, "the tokenizer answered another number of items")
         if encoded.items[0].HasField("error"):
             raise MeshError.from_proto(encoded.items[0].error)
         return encoded.items[0].ids, encoded.tokenizer_fingerprint
 
-    async def _encode_one(self, item: tokenizer_pb2.EncodeItem) -> tokenizer_pb2.EncodeResponse:
+    async def _encode_request(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
         since_s, parent = time.monotonic(), current_context()
         span = self._times.tracer.begin("router.encode", parent, {})
         set_context(span.context)
         error = "given up"
         try:
-            encoded = await self._tokenizers.encode(tokenizer_pb2.EncodeRequest(items=[item]))
+            encoded = await self._tokenizers.encode(request)
             error = ""
         except MeshError as failure:
             error = str(failure)
@@ -164,6 +166,13 @@ class RequestMaker:
             set_context(parent)
         self._times.encoded(since_s)
         return encoded
+
+    def _max_prompt_tokens(self, name: str) -> int:
+        """The longest prompt that any scheduler of that model takes; 0 = not known."""
+        identities = [link.identity for link in self._schedulers.links if name == "" or name in link.models]
+        lengths = [identity.max_total_len if identity is not None else 0 for identity in identities]
+        # One token of output at least has to follow.
+        return max(lengths) - 1 if lengths and all(lengths) else 0
 
     async def _in_time(self, work: Awaitable[_T], deadline: float | None) -> _T:
         """What work gives. Raises DEADLINE_EXCEEDED when the request's time is up first."""
@@ -191,6 +200,10 @@ def _request_of(resolved: router_pb2.Resolved, delivery: Delivery, resumption: i
     )
 
 
+def _tenant() -> str:
+    return current_caller().tenant or ""
+
+
 def _deadline_of(message: router_pb2.GenerateRequest) -> float | None:
     if not message.HasField("deadline_ms"):
         return None
@@ -206,6 +219,17 @@ def _require_time(deadline: float | None) -> None:
 def _too_late() -> MeshError:
     message = "the request's deadline_ms passed before it could start: give it more time"
     return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
+
+
+def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> MeshError:
+    return MeshError(
+        ErrorReason.ERROR_REASON_MODEL_MISMATCH,
+        f"model {ours.name!r} is not the one that the stream began with: send the request anew",
+        {
+            "ours": ours.model_fingerprint or ours.tokenizer_fingerprint,
+            "theirs": theirs.model_fingerprint or theirs.tokenizer_fingerprint,
+        },
+    )
 
 
 def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:

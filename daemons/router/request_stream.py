@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from radixmesh.daemons.router.delivery import Delivery
@@ -39,6 +39,7 @@ class RequestStream:
         self._owner = owner
         self.message = message
         self.request_id = request_id
+        self.tenant = (message.resume.resolved if message.HasField("resume") else message).tenant
         self.resumption = message.resume.resumption if message.HasField("resume") else 0
         self.delivery = delivery
         self.span: Span = NoSpan()
@@ -89,3 +90,41 @@ class RequestStream:
             raise self.error
         self.request = request
         self._owner.begin(self, request)
+
+
+class StreamTable:
+    """Open streams by request id and tenant: an id is a name within its tenant."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, dict[str, RequestStream]] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[RequestStream]:
+        return iter([stream for streams in self._by_id.values() for stream in streams.values()])
+
+    def get(self, request_id: str, tenant: str) -> RequestStream | None:
+        return self._by_id.get(request_id, {}).get(tenant)
+
+    def of_id(self, request_id: str, tenant: str | None) -> list[RequestStream]:
+        """Streams of that id, tenant None = of any tenant."""
+        streams = self._by_id.get(request_id, {}).values()
+        return [stream for stream in streams if tenant in (None, stream.tenant)]
+
+    def add(self, stream: RequestStream) -> None:
+        """Takes a stream in, whose name is free."""
+        streams = self._by_id.setdefault(stream.request_id, {})
+        assert stream.tenant not in streams, stream.request_id
+        streams[stream.tenant] = stream
+        self._count += 1
+
+    def remove(self, stream: RequestStream) -> None:
+        """Drops a stream. Idempotent."""
+        streams = self._by_id.get(stream.request_id, {})
+        if streams.get(stream.tenant) is stream:
+            del streams[stream.tenant]
+            self._count -= 1
+            if not streams:
+                del self._by_id[stream.request_id]

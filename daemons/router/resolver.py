@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from array import array
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +23,6 @@ from radixmesh.daemons.runtime.sampling import (
 from radixmesh.router.v1 import router_pb2
 
 MAX_N = 128
-MAX_RESUMPTION = 32_767
 MAX_NAME_BYTES = 256
 
 
@@ -37,18 +35,9 @@ class Draft:
     stop: Stop
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """What a client has of one output."""
-
-    ids: array[int]
-    text_bytes: int
-    is_finished: bool
-
-
 def check_request(request: router_pb2.GenerateRequest) -> Draft:
     """Checks all that can be checked without model and prompt. Raises MeshError naming the field."""
-    _check_names(request.request_id, request.cache_salt, request.tenant, request.model)
+    check_names(cache_salt=request.cache_salt, tenant=request.tenant, model=request.model)
     if request.WhichOneof("input") is None:
         raise MeshError(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set text, prompt_ids or chat: what to continue", {"field": "input"}
@@ -62,9 +51,9 @@ def check_request(request: router_pb2.GenerateRequest) -> Draft:
     if request.ids_only and stop.stop:
         message = "ids_only makes no text, so stop strings cannot be found: drop one of both"
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "stop.stop"})
-    _check_offered(request.task, request.HasField("grammar"))
+    check_offered(request.task, request.HasField("grammar"))
     if is_pooled(request.task):
-        _check_pooled(n, sampling, stop)
+        check_pooled(n, sampling, stop)
     return Draft(n=n, sampling=sampling, stop=stop)
 
 
@@ -82,8 +71,8 @@ def resolve(
     prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds. kv_tokens: what
     the largest replica's KV memory holds, 0 = unknown; max_tokens, where it is not given, is what fits there too.
     """
-    room = _check_prompt(prompt_ids, identity)
-    _check_options(draft.sampling, draft.stop, identity)
+    room = check_prompt(prompt_ids, identity)
+    check_options(draft.sampling, draft.stop, identity)
     # The last token is sampled, never computed: it needs no KV.
     default = min(room, max(1, kv_tokens + 1 - len(prompt_ids) // 4)) if kv_tokens else room
     max_tokens = min(draft.stop.max_tokens or default, room)
@@ -108,34 +97,7 @@ def resolve(
     )
 
 
-def check_resume(request: router_pb2.GenerateRequest) -> list[Progress]:
-    """Checks the state of a broken stream, whoever kept it. Raises INVALID_RESUME, or what resolve() raises."""
-    resume, resolved = request.resume, request.resume.resolved
-    if not resume.HasField("resolved") or not resolved.request_id or not resolved.model:
-        raise _bad_resume("send the first message of the broken stream, unchanged, as resume.resolved")
-    if request.request_id and request.request_id != resolved.request_id:
-        raise _bad_resume(f"request_id is {request.request_id!r}, the stream was {resolved.request_id!r}'s")
-    _check_names(resolved.request_id, resolved.cache_salt, resolved.tenant, resolved.model)
-    if not 1 <= resume.resumption <= MAX_RESUMPTION:
-        raise _bad_resume(f"resumption is {resume.resumption}: count from 1 to {MAX_RESUMPTION}")
-    n, identity = len(resolved.seeds), resolved.model_identity
-    if not 1 <= n <= MAX_N or len(resume.outputs) != n:
-        raise _bad_resume(f"{len(resume.outputs)} outputs for {n} seeds: send one per index, in order")
-    if not identity.vocab_size or not identity.max_total_len:
-        raise _bad_resume("resolved.model_identity lacks vocab_size or max_total_len")
-    room = _check_prompt(resolved.prompt_ids, identity)
-    stop = stop_from_proto(resolved.stop)
-    _check_options(sampling_from_proto(resolved.sampling), stop, identity)
-    if stop.max_tokens is None or stop.max_tokens > room:
-        raise _bad_resume("resolved.stop.max_tokens is unset or more than the context holds")
-    if resolved.ids_only and stop.stop:
-        raise _bad_resume("ids_only with stop strings")
-    _check_offered(resolved.task, resolved.HasField("grammar"))
-    end_ids = end_ids_of(resolved)
-    return [_progress_of(output, index, resolved, end_ids) for index, output in enumerate(resume.outputs)]
-
-
-def _check_pooled(n: int, sampling: Sampling, stop: Stop) -> None:
+def check_pooled(n: int, sampling: Sampling, stop: Stop) -> None:
     asked = {"n": n > 1, "sampling.logprobs": sampling.wants_logprobs, "stop.stop": bool(stop.stop)}
     for field, is_asked in asked.items():
         if is_asked:
@@ -160,11 +122,11 @@ def check_ids(ids: IntArray, vocab_size: int, what: str) -> None:
         raise MeshError(
             ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY,
             f"id {token} in {what} is outside the vocabulary: ids are 0 to {vocab_size - 1}",
-            {"position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
+            {"field": what, "position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
         )
 
 
-def _check_prompt(prompt_ids: bytes, identity: common_pb2.ModelIdentity) -> int:
+def check_prompt(prompt_ids: bytes, identity: common_pb2.ModelIdentity) -> int:
     """Room for output tokens after the prompt."""
     ids = unpack_ints(prompt_ids, "prompt_ids")
     if not len(ids):
@@ -180,36 +142,22 @@ def _check_prompt(prompt_ids: bytes, identity: common_pb2.ModelIdentity) -> int:
     return room
 
 
-def _check_options(sampling: Sampling, stop: Stop, identity: common_pb2.ModelIdentity) -> None:
+def check_options(sampling: Sampling, stop: Stop, identity: common_pb2.ModelIdentity) -> None:
     bias_ids = np.asarray([token for token, _ in sampling.logit_bias], np.int32)
     check_ids(bias_ids, identity.vocab_size, "logit_bias_ids")
     check_ids(np.asarray(stop.stop_ids, np.int32), identity.vocab_size, "stop_ids")
 
 
-def _progress_of(
-    output: router_pb2.OutputProgress, index: int, resolved: router_pb2.Resolved, end_ids: frozenset[int]
-) -> Progress:
-    ids = unpack_ints(output.output_ids, f"resume.outputs[{index}].output_ids")
-    output_ids = array("i", output.output_ids)
-    check_ids(ids, resolved.model_identity.vocab_size, f"resume.outputs[{index}]")
-    if len(ids) > resolved.stop.max_tokens:
-        raise _bad_resume(f"output {index} has {len(ids)} ids, max_tokens is {resolved.stop.max_tokens}")
-    if not end_ids.isdisjoint(output_ids[:-1]):
-        raise _bad_resume(f"output {index} goes on after an id that ended it: send the ids as they were received")
-    if output.text_bytes and (resolved.ids_only or not len(ids)):
-        raise _bad_resume(f"output {index} has {output.text_bytes} bytes of text that no id made")
-    return Progress(ids=output_ids, text_bytes=output.text_bytes, is_finished=output.is_finished)
-
-
-def _check_names(request_id: str, cache_salt: str, tenant: str, model: str) -> None:
-    for field, value in (
-        ("request_id", request_id),
-        ("cache_salt", cache_salt),
-        ("tenant", tenant),
-        ("model", model),
-    ):
-        if len(value.encode()) > MAX_NAME_BYTES:
-            raise _out_of_range(f"{field} (bytes)", len(value.encode()), 0, MAX_NAME_BYTES)
+def check_names(**names: str) -> None:
+    """Raises INVALID_ARGUMENT naming the first that is longer than MAX_NAME_BYTES or cannot be printed."""
+    for field, value in names.items():
+        # UTF-8 has at least a byte a character: what is too long is not encoded.
+        num_bytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
+        if num_bytes > MAX_NAME_BYTES:
+            raise _out_of_range(f"{field} (bytes)", num_bytes, 0, MAX_NAME_BYTES)
+        if field != "cache_salt" and not value.isprintable():
+            message = f"{field} has characters that cannot be printed: leave them out"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
 
 
 def is_pooled(task: common_pb2.Task) -> bool:
@@ -217,7 +165,7 @@ def is_pooled(task: common_pb2.Task) -> bool:
     return task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
 
 
-def _check_offered(task: common_pb2.Task, has_grammar: bool) -> None:
+def check_offered(task: common_pb2.Task, has_grammar: bool) -> None:
     if task not in common_pb2.Task.values():
         message = f"task {task} is none that this router knows: generate, embed or score"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "task"})
@@ -228,10 +176,6 @@ def _check_offered(task: common_pb2.Task, has_grammar: bool) -> None:
 
 def _empty_prompt() -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_EMPTY_PROMPT, "the prompt has no tokens: send at least one")
-
-
-def _bad_resume(message: str) -> MeshError:
-    return MeshError(ErrorReason.ERROR_REASON_INVALID_RESUME, message)
 
 
 def _out_of_range(field: str, value: int, low: int, high: int) -> MeshError:

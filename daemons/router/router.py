@@ -10,6 +10,8 @@ import time
 import uuid
 from collections.abc import Sequence
 
+from google.protobuf.message import Message
+
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.delivery import Delivery
@@ -17,10 +19,12 @@ from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.journal import Journal, Request
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.request_maker import RequestMaker
-from radixmesh.daemons.router.request_stream import RequestStream
+from radixmesh.daemons.router.request_stream import RequestStream, StreamTable
 from radixmesh.daemons.router.request_times import RequestTimes
-from radixmesh.daemons.router.resolver import check_resume
+from radixmesh.daemons.router.resolver import check_names
+from radixmesh.daemons.router.resume import check_resume, rebuild
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.tenancy import bind_tenant
 from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
@@ -28,6 +32,7 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.name_watch import NameWatch
 from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -36,6 +41,8 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 log = get_logger(__name__)
 
 _TICK_S = 0.1
+# What clients of a newer contract may send beside what is known here.
+_MAX_UNKNOWN_BYTES = 64 << 10
 _ABORT_OUTCOMES = {
     scheduler_pb2.ABORT_OUTCOME_FOUND: router_pb2.ABORT_OUTCOME_FOUND,
     scheduler_pb2.ABORT_OUTCOME_FINISHED: router_pb2.ABORT_OUTCOME_FINISHED,
@@ -66,7 +73,7 @@ class Router:
         self._metrics = metrics
         self._times = times or RequestTimes(metrics)
         self._turnstile = Turnstile()
-        self._streams: dict[str, RequestStream] = {}
+        self._streams = StreamTable()
 
     @property
     def schedulers(self) -> SchedulerPool:
@@ -111,7 +118,7 @@ class Router:
         self.schedulers.tick(now)
         self.detokenizers.tick(now)
         num_late = num_messages = 0
-        for stream in tuple(self._streams.values()):
+        for stream in self._streams:
             delivery = stream.delivery
             num_messages += delivery.num_messages
             delivery.num_messages = 0
@@ -129,39 +136,46 @@ class Router:
     def open(self, message: router_pb2.GenerateRequest) -> RequestStream:
         """A stream for one request; nothing runs before its first take(). Raises MeshError."""
         self._progress.require_serving()
-        tenant = current_caller().tenant
-        if tenant:  # The key says whose the request is, whatever its sender does.
-            (message.resume.resolved if message.HasField("resume") else message).tenant = tenant
+        _drop_unknown_fields(message)
+        bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
+        check_request_id(request_id)
         delivery = Delivery(self._journal, self._turnstile, self._times)
         stream = RequestStream(self, message, request_id, delivery)
-        live = self._streams.get(request_id)
+        check_names(tenant=stream.tenant)
+        live = self._streams.get(request_id, stream.tenant)
         if live is not None:
             self._supersede(live, stream)
-        self._streams[request_id] = stream
+        self._streams.add(stream)
         context = message.resume.resolved.trace_context or current_context()
         stream.span = self._times.opened(request_id, context, stream.resumption)
         return stream
 
     async def abort(self, request_id: str) -> router_pb2.AbortOutcome:
-        """Ends a request here and on every scheduler, whichever router runs it."""
+        """Ends a request here and on every scheduler, whichever router runs it.
+
+        Where the caller's key names a tenant, requests of others are UNKNOWN, as if they had never been.
+        """
         if not request_id:
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "say which request", {"field": "request_id"})
-        stream = self._streams.get(request_id)
-        is_here = stream is not None and (stream.request is None or self._has_unfinished(stream.request))
-        if stream is not None:
+        check_request_id(request_id)
+        tenant = current_caller().tenant
+        is_here = False
+        for stream in self._streams.of_id(request_id, tenant):
+            is_here |= stream.request is None or self._has_unfinished(stream.request)
             error = MeshError(ErrorReason.ERROR_REASON_ABORTED, "the request was aborted", {"request_id": request_id})
             if stream.request is None:
                 stream.fail(error)
             else:
                 self._flow.abort(stream.request, error)
-        outcome = await self.schedulers.abort_everywhere(request_id)
+        outcome = await self.schedulers.abort_everywhere(request_id, tenant)
         if is_here:
             return router_pb2.ABORT_OUTCOME_FOUND
         return _ABORT_OUTCOMES.get(outcome, router_pb2.ABORT_OUTCOME_UNKNOWN)
 
     async def tokenize(self, request: router_pb2.TokenizeRequest) -> router_pb2.TokenizeResponse:
         """Encodes texts and chats as open() would."""
+        _drop_unknown_fields(request)
         return router_pb2.TokenizeResponse(items=await self._maker.encode(request.model, request.items))
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> Sequence[str]:
@@ -184,15 +198,15 @@ class Router:
         request.span = stream.span
         if not request.resumption:
             request.resolved.trace_context = request.trace_context
-        self._journal.add(request)
+        # The message lives as long as its call does, whatever is made of it.
+        self._journal.add(request, num_message_bytes=stream.message.ByteSize())
         self._metrics.requests_started.inc()
         self._metrics.prompt_tokens.inc(request.num_prompt)
         stream.delivery.begin(request)
         self._flow.begin(request)
 
     def leave(self, stream: RequestStream) -> None:
-        if self._streams.get(stream.request_id) is stream:
-            del self._streams[stream.request_id]
+        self._streams.remove(stream)
         self._times.left(stream.request, stream.span, "" if stream.error is None else str(stream.error))
         if stream.request is not None:
             self._metrics.request_seconds.observe(time.monotonic() - stream.request.accepted)
@@ -209,7 +223,7 @@ class Router:
                 message,
                 {"attempt": str(stream.resumption), "current": str(live.resumption)},
             )
-        check_resume(stream.message)  # A broken resume must not end the stream that lives.
+        _check_same(live, stream.message)
         live.fail(MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "the client resumed this request on another stream"))
         live.close()
 
@@ -227,3 +241,28 @@ class Router:
 
     def _has_unfinished(self, request: Request) -> bool:
         return any(output.is_open for output in request.outputs)
+
+
+def _drop_unknown_fields(message: Message) -> None:
+    """Drops fields that this version does not know. Raises INVALID_ARGUMENT for more than _MAX_UNKNOWN_BYTES."""
+    num_bytes = message.ByteSize()
+    message.DiscardUnknownFields()
+    num_bytes -= message.ByteSize()
+    if num_bytes > _MAX_UNKNOWN_BYTES:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_INVALID_ARGUMENT,
+            f"{num_bytes} bytes are of fields that this version does not know: leave them out",
+            {"field": "unknown", "max": str(_MAX_UNKNOWN_BYTES)},
+        )
+
+
+def _check_same(live: RequestStream, message: router_pb2.GenerateRequest) -> None:
+    """Raises what a resume is refused for that is broken, or of another request than the live one."""
+    check_resume(message)
+    if live.request is None:
+        return
+    ours, theirs = live.request.resolved, message.resume.resolved
+    if (ours.prompt_ids, ours.seeds, ours.model) != (theirs.prompt_ids, theirs.seeds, theirs.model):
+        text = f"a request {ours.request_id!r} is running that is another one: choose another id"
+        raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, text, {"request_id": ours.request_id})
+    rebuild(message, ours.model_identity)

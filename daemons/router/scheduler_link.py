@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from typing import Protocol
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import Dial
-from radixmesh.daemons.router.journal import Ending, Output, OutputState
+from radixmesh.daemons.router.journal import Ending, Output, OutputState, Request
 from radixmesh.daemons.router.peer_link import PeerLink
-from radixmesh.daemons.router.submit import submit_of
+from radixmesh.daemons.router.serve_frames import ServeFrames
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.daemons.runtime.hello import SHARING_VERSION, check_hello
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 _Request = scheduler_pb2.ServeRequest
 _Response = scheduler_pb2.ServeResponse
-_MAX_FRAME_BYTES = 4 << 20
+# As the router's own requests have at most: nobody can have been given a longer id.
+_MAX_REQUEST_ID_BYTES = 256
 
 
 class SchedulerEvents(Protocol):
@@ -75,9 +75,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._last_handle = 0
         self._last_abort_id = 0
         self._running: dict[int, Output] = {}
-        self._submits: deque[tuple[int, Output, int]] = deque()
-        self._stops: list[scheduler_pb2.FinishedByStop] = []
-        self._aborts: list[scheduler_pb2.Abort] = []
+        # Handle of the stream's submit number 0.
+        self._handle_of_0 = 0
+        self._frames = ServeFrames()
         self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
 
     @property
@@ -117,15 +117,16 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         output.attempt_no += 1
         output.scheduler, output.scheduler_handle = self, self._last_handle
         since_s = output.state_since
+        output.num_submitted = len(output.ids)
         output.move_to(OutputState.RUNNING)
         self._events.on_submitted(output, self, since_s)
         self._running[self._last_handle] = output
-        self._submits.append((self._last_handle, output, self._sequence))
+        self._frames.submit(output, self._last_handle, self._sequence)
         self.wake()
 
     def stop(self, output: Output, num_output: int) -> None:
         """A stop string ended output after num_output tokens; its Finished still comes."""
-        self._stops.append(scheduler_pb2.FinishedByStop(handle=output.scheduler_handle, num_output=num_output))
+        self._frames.stop(scheduler_pb2.FinishedByStop(handle=output.scheduler_handle, num_output=num_output))
         self.wake()
 
     def release(self, output: Output) -> None:
@@ -133,18 +134,26 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._running.pop(output.scheduler_handle, None)
         output.scheduler = None
 
-    def abort(self, request_id: str, *, below_attempt: int, index: int | None = None) -> None:
+    def abort(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
         """Ends attempts of a request below that one, without an answer."""
-        self._aborts.append(scheduler_pb2.Abort(request_id=request_id, index=index, below_attempt=below_attempt))
+        tenant, request_id = request.key
+        self._frames.abort(
+            scheduler_pb2.Abort(request_id=request_id, tenant=tenant, index=index, below_attempt=below_attempt)
+        )
         self.wake()
 
-    async def abort_all(self, request_id: str) -> scheduler_pb2.AbortOutcome:
-        """Ends every attempt of a request; what the scheduler found. Raises NO_REPLICA if the link is lost."""
+    async def abort_all(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None; what the scheduler found.
+
+        Raises NO_REPLICA if the link is lost.
+        """
+        if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
+            return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
         self._last_abort_id += 1
         abort_id = self._last_abort_id
         answer: asyncio.Future[scheduler_pb2.AbortOutcome] = asyncio.get_running_loop().create_future()
         self._abort_answers[abort_id] = answer
-        self._aborts.append(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id))
+        self._frames.abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id, tenant=tenant))
         self.wake()
         try:
             return await answer
@@ -155,7 +164,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return _Request(hello=self._hello)
 
     def _welcome(self, frame: _Response) -> str:
-        check_hello(frame.hello.hello, self._hello)
+        version = check_hello(frame.hello.hello, self._hello)
         identity = frame.hello.hello.model
         if not identity.name or not identity.vocab_size or not identity.max_total_len:
             message = "a scheduler says name, vocab_size and max_total_len of its model in its hello"
@@ -163,7 +172,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.identity, self.adapters = identity, tuple(frame.hello.adapters)
         self.kv_tokens = frame.hello.num_pages * frame.hello.page_size
         self.load = scheduler_pb2.Load()
-        self._sequence = 0
+        self._sequence, self._handle_of_0 = 0, self._last_handle
+        self._frames.can_share = version >= SHARING_VERSION
         if frame.HasField("load"):
             self.load = frame.load
         return frame.hello.hello.instance_id
@@ -176,9 +186,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         outputs = self.outputs()
         for output in outputs:
             self.release(output)
-        self._submits.clear()
-        self._stops.clear()
-        self._aborts.clear()
+            number = output.scheduler_handle - self._handle_of_0
+            output.count_wait(was_accepted=number <= self.load.submit_sequence)
+        self._frames.clear()
         for answer in self._abort_answers.values():
             if not answer.done():
                 answer.set_exception(MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "the scheduler was lost"))
@@ -188,23 +198,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return True  # A Load comes every second.
 
     def _next_frame(self) -> _Request | None:
-        frame = _Request()
-        # In a frame submits go before aborts: an abort of an id that is to be submitted (again) leaves first, alone.
-        aborted = {abort.request_id for abort in self._aborts}
-        num_bytes = 0
-        while self._submits and num_bytes < _MAX_FRAME_BYTES:
-            handle, output, sequence = self._submits[0]
-            if output.request.request_id in aborted and handle in self._running:
-                break
-            self._submits.popleft()
-            if handle in self._running:
-                frame.submits.append(submit_of(output, handle, sequence))
-                num_bytes += len(output.request.resolved.prompt_ids) + 4 * len(output.ids) + 256
-        frame.stops.extend(self._stops)
-        frame.aborts.extend(self._aborts)
-        self._stops.clear()
-        self._aborts.clear()
-        if self._submits:
+        frame, refused = self._frames.next(self._running)
+        for output, error in refused:
+            self.release(output)
+            self._events.on_rejected(output, self, error)
+        if not self._frames.is_empty:
             self.wake()
         return frame if frame.submits or frame.stops or frame.aborts else None
 
@@ -245,23 +243,30 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         changed: list[Output] = []
         by_row: dict[int, Output] = {}
         end = num_tokens = 0
-        for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
-            start, end = end, end + 4 * count
-            output = running.get(handle)
-            if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
-                continue
-            if first > len(output.ids):
-                raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
-            if first < len(output.ids):
-                continue
-            output.ids.frombytes(ids[start:end])
-            output.weights_version = version
-            num_tokens += count
-            changed.append(output)
-            if output.logprobs is not None:
-                by_row[row] = output
-        if by_row:
-            self._take_logprobs(batch, by_row)
+        try:
+            for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
+                start, end = end, end + 4 * count
+                output = running.get(handle)
+                if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
+                    continue
+                if first > len(output.ids):
+                    raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
+                if first < len(output.ids):
+                    continue
+                output.ids.frombytes(ids[start:end])
+                output.weights_version = version
+                num_tokens += count
+                changed.append(output)
+                if output.logprobs is not None:
+                    by_row[row] = output
+            if by_row:
+                self._take_logprobs(batch, by_row)
+        except MeshError:
+            # The stream ends with this frame. No id stays without the logprob that was asked for, nor the other way
+            # round: what comes after the next submit would be one off for good.
+            for output in by_row.values():
+                output.level_logprobs()
+            raise
         if changed:
             self._events.on_tokens(changed, num_tokens)
 
@@ -272,9 +277,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 output.logprobs.append(entry.logprobs)
         for output in by_row.values():
             if output.logprobs is not None and output.logprobs.end != len(output.ids):
-                end = output.logprobs.end
-                del output.ids[end:]  # Never deliver an id without the logprob that was asked for: ask again.
-                raise self._broken(f"logprobs end at {end}, tokens do not")
+                raise self._broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
 
     def _take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> None:
         output = self._running.get(prompt.handle)
@@ -302,6 +305,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if is_regular and output.state is OutputState.RUNNING and finished.num_output != len(output.ids):
             raise self._broken(f"finished after {finished.num_output} tokens, {len(output.ids)} came")
         self.release(output)
+        output.count_wait(was_accepted=True)
         error = MeshError.from_proto(finished.error) if finished.HasField("error") else None
         ending = Ending(
             reason=finished.reason,

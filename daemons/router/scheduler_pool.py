@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
+from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
+from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.runtime.errors import MeshError
@@ -49,9 +50,11 @@ class SchedulerPool(PeerPool):
         wait_s: float,
         migrate_after_s: float,
         fail: Callable[[Output, MeshError], None],
+        aliases: ModelAliases | None = None,
     ) -> None:
         self._make_link = make_link
         self._policy = policy
+        self._aliases = aliases or ModelAliases({})
         self._wait_s = wait_s
         self._migrate_after_s = migrate_after_s
         self._fail = fail
@@ -117,6 +120,15 @@ class SchedulerPool(PeerPool):
                 )
         return list(found.values())
 
+    def served(self, name: str) -> ServedModel | None:
+        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it."""
+        wanted = self._aliases.resolve(name)
+        return next((model for model in self.models() if wanted in ("", model.name)), None)
+
+    def aliases_of(self, name: str) -> list[str]:
+        """Further names under which a served model may be asked for."""
+        return self._aliases.of(name)
+
     async def find_model(self, name: str, timeout_s: float) -> ServedModel:
         """The model of that name, or the first where it is empty; waits while schedulers are still to be reached.
 
@@ -124,10 +136,9 @@ class SchedulerPool(PeerPool):
         """
         until = time.monotonic() + timeout_s
         while True:
+            if (found := self.served(name)) is not None:
+                return found
             models = self.models()
-            for model in models:
-                if name in ("", model.name):
-                    return model
             remaining = until - time.monotonic()
             are_all_known = bool(self._links) and all(link.has_ever_connected for link in self.links)
             if are_all_known or remaining <= 0:
@@ -151,8 +162,8 @@ class SchedulerPool(PeerPool):
         link = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else None
         if link is not None:
             self._waiting.pop(output, None)
-            if not output.num_rejections:
-                output.waiting_since = None
+            if output.waiting_since is None:
+                output.waiting_since = time.monotonic()
             link.submit(output)
             return
         if output.state is not OutputState.WAITING:
@@ -162,8 +173,13 @@ class SchedulerPool(PeerPool):
         self._waiting[output] = None
 
     def place_anew(self, output: Output) -> None:
-        """As place(), for an output that a scheduler had accepted: its wait begins now, whatever it waited before."""
-        _accepted(output)
+        """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait()."""
+        # Rejections from before count for nothing.
+        output.num_rejections = 0
+        if output.waiting_since is not None and time.monotonic() - output.waiting_since > self._wait_s:
+            # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
+            self._fail(output, self._nobody(output))
+            return
         self.place(output)
 
     def place_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
@@ -211,9 +227,9 @@ class SchedulerPool(PeerPool):
                 del self._waiting[output]
                 self._fail(output, self._nobody(output))
 
-    async def abort_everywhere(self, request_id: str) -> scheduler_pb2.AbortOutcome:
-        """Ends every attempt of a request on every scheduler; the best of what they found."""
-        asked = [asyncio.ensure_future(link.abort_all(request_id)) for link in self.links if link.is_connected]
+    async def abort_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
+        asked = [asyncio.ensure_future(link.abort_all(request_id, tenant)) for link in self.links if link.is_connected]
         if not asked:
             return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
         done, late = await asyncio.wait(asked, timeout=_ABORT_TIMEOUT_S)
@@ -222,11 +238,11 @@ class SchedulerPool(PeerPool):
         found = [task.result() for task in done if task.exception() is None]
         return min((outcome for outcome in found if outcome), default=scheduler_pb2.ABORT_OUTCOME_UNKNOWN)
 
-    def abort_older(self, request_id: str, below_attempt: int) -> None:
+    def abort_older(self, request: Request, below_attempt: int) -> None:
         """Ends attempts below that one on every scheduler."""
         for link in self.links:
             if link.is_connected:
-                link.abort(request_id, below_attempt=below_attempt)
+                link.abort(request, below_attempt=below_attempt)
 
     def _migrate(self, now: float) -> None:
         for link in self.links:
@@ -242,10 +258,11 @@ class SchedulerPool(PeerPool):
 
     def _take_from(self, link: SchedulerLink, output: Output) -> None:
         """The output leaves link, which is told, and waits."""
-        link.abort(output.request.request_id, below_attempt=output.attempt + 1, index=output.index)
+        link.abort(output.request, below_attempt=output.attempt + 1, index=output.index)
         link.release(output)
         if output.state is OutputState.RUNNING:
-            _accepted(output)
+            output.count_wait(was_accepted=True)
+            output.num_rejections = 0
             output.move_to(OutputState.WAITING)
             self._waiting[output] = None
 
@@ -286,9 +303,3 @@ class SchedulerPool(PeerPool):
         model = output.request.resolved.model
         message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
         return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
-
-
-def _accepted(output: Output) -> None:
-    """Rejections from before it ran count for nothing."""
-    output.num_rejections = 0
-    output.waiting_since = None

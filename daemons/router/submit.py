@@ -37,6 +37,23 @@ def submit_of(output: Output, handle: int, sequence: int) -> scheduler_pb2.Submi
     return submit
 
 
+def sibling_of(output: Output, handle: int, sequence: int, shares_with: int) -> scheduler_pb2.Submit:
+    """As submit_of(), but for what the submit of handle `shares_with`, of the same request and frame, says already."""
+    request = output.request
+    submit = scheduler_pb2.Submit(
+        handle=handle,
+        index=output.index,
+        attempt=output.attempt,
+        sequence=sequence,
+        resumed_output_ids=output.ids.tobytes(),
+        logprobs_start=_logprobs_start(output),
+        shares_with=shares_with,
+    )
+    submit.sampling.seed = request.resolved.seeds[output.index]
+    submit.sampling.prompt_logprobs = output.index == 0 and request.are_prompt_logprobs_due
+    return submit
+
+
 def _logprobs_start(output: Output) -> int:
     request = output.request
     if output.index == 0 and request.prompt_logprobs is not None and request.are_prompt_logprobs_due:

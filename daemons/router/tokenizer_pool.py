@@ -1,4 +1,7 @@
-"""The tokenizers: any replica answers any call, so a call that fails or hangs is asked of another."""
+"""The tokenizers: any replica answers any call, so a call that fails or hangs is asked of another.
+
+A replica that works on a call is left to it: asking a second one would double the work when there is most of it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import asyncio
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.name_watch import PeerPool
@@ -21,7 +25,15 @@ _T = TypeVar("_T")
 
 _MIN_PAUSE_S = 0.03
 _MAX_PAUSE_S = 0.25
-_CALL_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 0.5
+# A replica that works may take longer than one that says nothing: seconds beyond wait_s, times wait_s.
+_WORKING_FACTOR = 6
+# Calls of a replica that leaves may still end.
+_LEAVE_S = 5.0
+# Bytes of the texts of one call: its ids, four bytes each, have to fit one message.
+MAX_CALL_BYTES = 12 << 20
+# Bytes of large calls that a router has at its tokenizers; what they take is a multiple of it.
+_MAX_BYTES_AT_ONCE = 24 << 20
 # What another replica, or the same one later, may do better.
 # UNIMPLEMENTED: a daemon of another kind has got the address of a replica that left.
 _RETRIED_STATUSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
@@ -46,6 +58,10 @@ class TokenizerReplica(ABC):
         """Asks it once. Raises MeshError."""
 
     @abstractmethod
+    async def is_working(self, timeout_s: float) -> bool:
+        """It answers, and says that what it has to do gets done. Raises nothing."""
+
+    @abstractmethod
     async def close(self) -> None:
         """Ends the connection."""
 
@@ -55,10 +71,11 @@ _Ask = Callable[[TokenizerReplica, float], Awaitable[_T]]
 
 
 class TokenizerPool(PeerPool):
-    """Asks replicas in turn; a second one as well if the first is slow, the next at once if one fails.
+    """Asks replicas in turn; a second one as well if the first hangs, the next at once if one fails.
 
-    wait_s: bound of a call. hedge_s: silence after which another replica is asked too. is_expected: whether there will
-    be replicas, if there are none yet.
+    wait_s: bound of a call while no replica says that it works on it. hedge_s: silence after which replicas are asked
+    for their health, and, if that is not well, another one for the answer. is_expected: whether there will be replicas,
+    if there are none yet.
     """
 
     def __init__(
@@ -70,6 +87,7 @@ class TokenizerPool(PeerPool):
         self._hedge_s = hedge_s
         self._is_expected = is_expected
         self._turn = itertools.count()
+        self._turns = TokenizerTurns(_MAX_BYTES_AT_ONCE)
         self._leaving: set[asyncio.Task[None]] = set()
 
     def add(self, address: str) -> None:
@@ -93,44 +111,61 @@ class TokenizerPool(PeerPool):
             await replica.close()
 
     async def encode(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
-        """Raises what a replica says of the request, or NO_REPLICA when none has answered within wait_s."""
-        return await self._call(lambda replica, timeout_s: replica.encode(request, timeout_s))
+        """Raises what a replica says of the request, or NO_REPLICA when none has answered in time, TOO_LARGE."""
+        return await self._call(lambda replica, timeout_s: replica.encode(request, timeout_s), request)
 
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
         """Raises what encode() does."""
-        return await self._call(lambda replica, timeout_s: replica.decode(request, timeout_s))
+        return await self._call(lambda replica, timeout_s: replica.decode(request, timeout_s), request)
 
     async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
         """Raises what encode() does."""
         return await self._call(lambda replica, timeout_s: replica.vocabulary(timeout_s))
 
-    async def _call(self, ask: _Ask[_T]) -> _T:
+    async def _call(
+        self, ask: _Ask[_T], request: tokenizer_pb2.EncodeRequest | tokenizer_pb2.DecodeRequest | None = None
+    ) -> _T:
         if not self._replicas and not self._is_expected:
             message = "this router knows no tokenizer: send prompt_ids, or start it with --tokenizers"
             raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "tokenizer"})
-        until = time.monotonic() + self._wait_s
+        if request is None:
+            return await self._ask(ask)
+        num_bytes = request.ByteSize()
+        if num_bytes > MAX_CALL_BYTES:
+            message = (
+                f"texts of {num_bytes} bytes in one call are more than the {MAX_CALL_BYTES} that a tokenizer takes"
+            )
+            metadata = {"size": str(num_bytes), "max": str(MAX_CALL_BYTES)}
+            raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, f"{message}: send less at once", metadata)
+        async with self._turns.turn(request.tenant, num_bytes):
+            return await self._ask(ask)
+
+    async def _ask(self, ask: _Ask[_T]) -> _T:
         asked: dict[asyncio.Future[_T], TokenizerReplica] = {}
+        begin = time.monotonic()
         try:
-            return await self._ask(ask, next(self._turn), asked, until)
+            return await self._ask_until_answered(
+                ask, asked, begin + self._wait_s, begin + self._wait_s * _WORKING_FACTOR
+            )
         finally:
             for task in asked:
                 task.cancel()
 
-    async def _ask(
-        self, ask: _Ask[_T], turn: int, asked: dict[asyncio.Future[_T], TokenizerReplica], until: float
+    async def _ask_until_answered(
+        self, ask: _Ask[_T], asked: dict[asyncio.Future[_T], TokenizerReplica], until: float, last: float
     ) -> _T:
-        num_failed, pause_s = 0, _MIN_PAUSE_S
+        turn, num_failed, pause_s = next(self._turn), 0, _MIN_PAUSE_S
+        is_working = False
         while (remaining := until - time.monotonic()) > 0:
             # Read anew in every round: replicas come and go.
             replicas = tuple(self._replicas.values())
-            if replicas:
+            if replicas and not is_working:
                 replica = replicas[turn % len(replicas)]
                 turn += 1
                 if replica not in asked.values():
-                    timeout_s = min(remaining, _CALL_TIMEOUT_S)
-                    asked[asyncio.ensure_future(ask(replica, timeout_s))] = replica
+                    asked[asyncio.ensure_future(ask(replica, last - time.monotonic()))] = replica
             if asked:
-                patience = remaining if len(asked) >= len(replicas) else min(self._hedge_s, remaining)
+                patience = min(self._hedge_s, remaining)
                 done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     replica = asked.pop(task)
@@ -141,6 +176,9 @@ class TokenizerPool(PeerPool):
                         raise error
                     log.info("tokenizer_failed", address=replica.address, error=str(error))
                     num_failed += 1
+                is_working = not done and await _is_any_working(asked)
+                if is_working:
+                    until = min(time.monotonic() + self._wait_s, last)
             if not asked and num_failed >= len(replicas):
                 # All have failed, or there is none: the next round waits for one to come back.
                 await asyncio.sleep(min(pause_s, max(0.0, until - time.monotonic())))
@@ -149,12 +187,28 @@ class TokenizerPool(PeerPool):
         raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "tokenizer"})
 
 
+async def _is_any_working(asked: Mapping[asyncio.Future[_T], TokenizerReplica]) -> bool:
+    """Looks until one says so, or an answer is there."""
+    looks = [asyncio.ensure_future(replica.is_working(_HEALTH_TIMEOUT_S)) for replica in asked.values()]
+    waiting: set[asyncio.Future[_T] | asyncio.Future[bool]] = {*looks, *asked}
+    try:
+        while not any(task.done() for task in asked) and not all(look.done() for look in looks):
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if any(look.done() and look.result() for look in looks):
+                return True
+            waiting.difference_update([look for look in looks if look.done()])
+        return any(look.done() and look.result() for look in looks)
+    finally:
+        for look in looks:
+            look.cancel()
+
+
 def _can_retry(error: MeshError) -> bool:
     return error.status in _RETRIED_STATUSES and error.reason not in _FINAL_REASONS
 
 
 async def _close_later(replica: TokenizerReplica) -> None:
     try:
-        await asyncio.sleep(_CALL_TIMEOUT_S)
+        await asyncio.sleep(_LEAVE_S)
     finally:
         await replica.close()

@@ -13,28 +13,42 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from .caller import Caller
 from .errors import MeshError
 from .logs import get_logger
+from .trusted_files import read_trusted
 
 log = get_logger(__name__)
 
 MIN_KEY_CHARS = 16
+# As long as a request's own tenant may be.
+MAX_TENANT_BYTES = 256
+ANY_TENANT = "*"
+"""In a tenant's place: who has the key says whose a request is, as a gateway does for its users."""
 _SCHEME = "bearer"
 # How often the file is looked at, at most: a burst of calls does not become one of stat().
 _LOOK_S = 1.0
+# Some ten thousand keys. It is read on the event loop, and every call is compared with each key.
+_MAX_FILE_BYTES = 1 << 20
+_MAX_FAULTS = 20
+_BOM = b"\xef\xbb\xbf"
 
 
 class ApiKeys:
     """The keys of a file. A line is `key` or `key tenant`; blank lines and those that begin with # count for nothing.
 
-    Raises MeshError INVALID_ARGUMENT for a file that cannot be read, has no key, one twice, or one that is too short.
-    Once it was read, a file that is broken later keeps the keys that it had. clock: seconds, for tests.
+    What of the file can be read is in force, from the next look on; every other line is reported in the log by its
+    number. A file that is gone, unreadable, or that others may write holds no key: nobody comes in until it is mended.
+    Raises MeshError INVALID_ARGUMENT for a file that holds no key to begin with. clock: seconds, for tests.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
         self._clock = clock
+        # Before the file is read: what changes meanwhile is seen by the next look.
         self._stamp = _stamp_of(path)
-        self._keys = _read(path)
         self._looked_s = clock()
+        self._keys, faults = _read(path)
+        if not self._keys:
+            raise _invalid("; ".join((f"{path} has no API key that counts: nobody could come in", *faults[:3])))
+        self._report(faults)
 
     def find(self, key: str) -> Caller | None:
         """Who has this key; None = nobody. Takes as long for a wrong key as for a right one."""
@@ -55,12 +69,17 @@ class ApiKeys:
         if stamp == self._stamp:
             return
         self._stamp = stamp
-        try:
-            self._keys = _read(self._path)
-        except MeshError as error:
-            log.error("api_keys_not_reloaded", error=str(error))
-        else:
-            log.info("api_keys_reloaded", num_keys=len(self._keys))
+        self._keys, faults = _read(self._path)
+        log.info("api_keys_reloaded", file=self._path, num_keys=len(self._keys))
+        self._report(faults)
+
+    def _report(self, faults: tuple[str, ...]) -> None:
+        if not self._keys:
+            log.error("api_keys_none", file=self._path, error="no key is in force: every call is refused")
+        for fault in faults[:_MAX_FAULTS]:
+            log.error("api_key_ignored", error=fault)
+        if len(faults) > _MAX_FAULTS:
+            log.error("api_key_ignored", error=f"{len(faults) - _MAX_FAULTS} more lines of {self._path}")
 
 
 def bearer_key(authorization: str | None) -> str:
@@ -76,26 +95,48 @@ def unauthenticated(message: str) -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_UNAUTHENTICATED, message)
 
 
-def _read(path: Path) -> tuple[tuple[bytes, Caller], ...]:
+def _read(path: Path) -> tuple[tuple[tuple[bytes, Caller], ...], tuple[str, ...]]:
+    """The keys that count, and what is wrong with the rest: never a line itself, which would be in the log then."""
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise _invalid(f"the API keys in {path} cannot be read ({error})") from error
+        content = read_trusted(path, max_bytes=_MAX_FILE_BYTES)
+    except (OSError, ValueError) as error:
+        return (), (f"the API keys in {path} cannot be read ({error})",)
+    if b"\0" in content:
+        return (), (f"{path} is no text of one byte a character: save it as UTF-8",)
     keys: dict[bytes, Caller] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    faults: list[str] = []
+    repeated: set[bytes] = set()
+    for number, line in enumerate(content.removeprefix(_BOM).splitlines(), start=1):
         words = line.split()
-        if not words or words[0].startswith("#"):
+        if not words or words[0].startswith(b"#"):
             continue
-        if len(words) > 2 or len(words[0]) < MIN_KEY_CHARS:
-            # Never the line itself: it would be in the log.
-            raise _invalid(f"line {number} of {path}: write a key of {MIN_KEY_CHARS} characters or more, then a tenant")
-        digest = _digest(words[0])
-        if digest in keys:
-            raise _invalid(f"line {number} of {path} repeats a key: each stands once")
-        keys[digest] = Caller(words[1] if len(words) > 1 else "")
-    if not keys:
-        raise _invalid(f"{path} has no API key: nobody could come in")
-    return tuple(keys.items())
+        try:
+            key, caller = _entry(words)
+        except ValueError as error:
+            faults.append(f"line {number} of {path}: {error}")
+            continue
+        if key in keys:
+            repeated.add(key)
+            faults.append(f"line {number} of {path} repeats a key: none of its lines counts")
+        keys[key] = caller
+    return tuple((key, caller) for key, caller in keys.items() if key not in repeated), tuple(faults)
+
+
+def _entry(words: list[bytes]) -> tuple[bytes, Caller]:
+    """Digest and rights of one line. Raises ValueError."""
+    key = words[0]
+    if len(key) < MIN_KEY_CHARS:
+        raise ValueError(f"write a key of {MIN_KEY_CHARS} characters or more, then a tenant")
+    # A header carries nothing else: such a key could never be sent.
+    if not all(0x21 <= byte <= 0x7E for byte in key):
+        raise ValueError("a key has printable ASCII characters only")
+    if len(words) > 2:
+        raise ValueError("write a key, then one word for its tenant")
+    tenant = words[1].decode() if len(words) == 2 else ""
+    if not tenant.isprintable() or len(tenant.encode()) > MAX_TENANT_BYTES:
+        raise ValueError(f"a tenant has printable characters only, {MAX_TENANT_BYTES} bytes at most")
+    caller = Caller(may_name_tenant=True) if tenant == ANY_TENANT else Caller(tenant)
+    return _digest(key.decode()), caller
 
 
 def _digest(key: str) -> bytes:
@@ -103,12 +144,13 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int]:
+def _stamp_of(path: Path) -> tuple[int, ...]:
     try:
         status = path.stat()
     except OSError:
-        return (0, 0, 0)
-    return (status.st_mtime_ns, status.st_size, status.st_ino)
+        return ()
+    # ctime: who may write the file changes it, too.
+    return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_mode, status.st_uid)
 
 
 def _invalid(message: str) -> MeshError:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """tenant: named beside the key; empty = none is."""
+    """tenant: named beside the key, empty = none is; None = the request itself says whose it is: no key was asked for,
+    or the key may name any tenant (may_name_tenant).
+    """
 
-    tenant: str = ""
+    tenant: str | None = None
+    may_name_tenant: bool = False
 
 
 _NOBODY = Caller()
@@ -24,5 +27,5 @@ def set_caller(caller: Caller) -> None:
 
 
 def current_caller() -> Caller:
-    """The bound caller; one without a tenant where no key was asked for."""
+    """The bound caller; one that may be anybody's where no key was asked for."""
     return _caller.get()

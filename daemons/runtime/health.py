@@ -5,34 +5,37 @@ Only SERVING answers SERVING; LOADING, STALLED and DRAINING answer NOT_SERVING (
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
+
+from .errors import MeshError
+from .health_watches import HealthWatches
 from .progress import Progress, State
 
 __all__ = ["HealthService", "Progress", "State"]
 
 _Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
 _Status = health_pb2.HealthCheckResponse
+_MAX_REQUEST_BYTES = 1_024
+_SHOWN_CHARS = 128
 
 
 class HealthService(health_pb2_grpc.HealthServicer):
     """grpc.health.v1 over one Progress: all services of a daemon share its state.
 
     Watch speaks first with the current status, then once per change; it ends with OK when the server closes. A slow
-    reader misses intermediate states, never the last one.
+    reader misses intermediate states, never the last one. Both verbs need no API key: what they cost is bounded here.
     """
 
-    def __init__(self, progress: Progress, *, poll_s: float = 0.25) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self.poll_s = min(poll_s, progress.stall_s / 4)
-        """How often watches look for what only time brings about."""
         self._services: set[str] = {""}
         self._is_closed = False
-        self._watchers: set[asyncio.Event] = set()
+        self.watches = HealthWatches(progress)
 
     def add_service(self, name: str) -> None:
         """Makes the service known to probes."""
@@ -41,12 +44,11 @@ class HealthService(health_pb2_grpc.HealthServicer):
     def close(self) -> None:
         """Ends all watches after their last update, so that they do not hold up the server's stop."""
         self._is_closed = True
-        for changed in self._watchers:
-            changed.set()
+        self.watches.notify()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: _Context) -> health_pb2.HealthCheckResponse:
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:_SHOWN_CHARS]!r} here")
         # Tells a supervisor loading and draining, which it must let be, from stalled, which it must end.
         context.set_trailing_metadata((("radixmesh-state", self._progress.state.value),))
         return _response(self._status_of(request.service))
@@ -54,10 +56,11 @@ class HealthService(health_pb2_grpc.HealthServicer):
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        changed = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        unsubscribe = self._progress.subscribe(lambda: _set_from_any_thread(loop, changed))
-        self._watchers.add(changed)
+        # A watch keeps its request for as long as it lasts, fields that nobody knows included.
+        if (num_bytes := request.ByteSize()) > _MAX_REQUEST_BYTES:
+            message = f"the request has {num_bytes} bytes, a service's name at most {_MAX_REQUEST_BYTES}"
+            raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, {"max_bytes": str(_MAX_REQUEST_BYTES)})
+        changed = self.watches.open(context.peer())
         last: int | None = None
         try:
             while True:
@@ -69,10 +72,9 @@ class HealthService(health_pb2_grpc.HealthServicer):
                     yield _response(status)
                 if is_last:
                     return
-                await _wait(changed, self.poll_s)
+                await changed.wait()
         finally:
-            self._watchers.discard(changed)
-            unsubscribe()
+            self.watches.close(changed)
 
     def _status_of(self, service: str) -> int:
         if service not in self._services:
@@ -84,15 +86,3 @@ def _response(status: int) -> health_pb2.HealthCheckResponse:
     response = _Status()
     response.status = status
     return response
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
-
-
-def _set_from_any_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(event.set)

@@ -10,7 +10,9 @@ from .errors import MeshError
 from .fingerprint import ModelIdentity
 
 MIN_CONTRACT_VERSION = 1
-MAX_CONTRACT_VERSION = 1
+MAX_CONTRACT_VERSION = 2
+# From this version on outputs of one request share what they have in common: Submit.shares_with, Open.shares_with.
+SHARING_VERSION = 2
 
 
 def make_hello(instance_id: str, daemon: str, model: common_pb2.ModelIdentity | None = None) -> common_pb2.Hello:

@@ -122,6 +122,13 @@ class Progress:
 
         return unsubscribe
 
+    def stalls_in_s(self) -> float | None:
+        """Seconds until pending work counts as stalled unless something completes; None: nothing pends, or it does."""
+        with self._lock:
+            if self._num_pending == 0 or self._is_stalled():
+                return None
+            return self._since + self._patience_s - self._clock()
+
     def _is_stalled(self) -> bool:
         return self._num_pending > 0 and self._clock() - self._since >= self._patience_s
 

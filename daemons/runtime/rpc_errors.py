@@ -19,6 +19,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 
 from .errors import MeshError, reason_of
 from .logs import get_logger, set_request
+from .wire_bounds import scan_of
 
 log = get_logger(__name__)
 
@@ -76,6 +77,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             _Handler, handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         )
         deserialize = cast("_Deserializer", handler.request_deserializer or bytes)
+        scan = None if handler.request_streaming or handler.request_deserializer is None else scan_of(method)
 
         async def call(raw: object, context: _Context) -> object:
             if request_id:
@@ -84,7 +86,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 request = (
                     _TypedRequests(cast("AsyncIterator[bytes]", raw), deserialize)
                     if handler.request_streaming
-                    else _deserialized(deserialize, cast(bytes, raw))
+                    else _deserialized(deserialize, cast(bytes, raw), scan)
                 )
                 if handler.response_streaming:
                     await _drive(behaviour(request, context), context)
@@ -177,7 +179,9 @@ def _as_mesh_error(error: Exception, method: str) -> MeshError:
     )
 
 
-def _deserialized(deserialize: _Deserializer, raw: bytes) -> object:
+def _deserialized(deserialize: _Deserializer, raw: bytes, scan: Callable[[bytes], None] | None = None) -> object:
+    if scan is not None:
+        scan(raw)
     try:
         return deserialize(raw)
     except DecodeError as error:

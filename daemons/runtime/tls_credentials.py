@@ -32,27 +32,30 @@ class _FollowedFiles:
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._stamp = files.stamp()
+        self._configuration = self._read()
+        self._asks_clients = files.client_ca_file is not None
 
     def credentials(self) -> grpc.ServerCredentials:
-        asks_clients = self._files.client_ca_file is not None
         # The stub of grpc does not know that None is an answer.
-        return grpc.dynamic_ssl_server_credentials(self._configuration(), self._changed, asks_clients)  # type: ignore[arg-type]
+        return grpc.dynamic_ssl_server_credentials(self._configuration, self._next, self._asks_clients)  # type: ignore[arg-type]
 
-    def _changed(self) -> grpc.ServerCertificateConfiguration | None:
+    def _next(self) -> grpc.ServerCertificateConfiguration | None:
         """None = as before. Files that are half replaced stay unused until they fit each other."""
         stamp = self._files.stamp()
-        if stamp == self._stamp:
-            return None
-        try:
-            configuration = self._configuration()
-        except (MeshError, OSError) as error:
-            log.warning("certificates_not_reloaded", error=str(error))
-            return None
-        self._stamp = stamp
-        log.info("certificates_reloaded", cert_file=self._files.cert_file)
-        return configuration
+        if stamp != self._stamp:
+            try:
+                self._configuration = self._read()
+            except (MeshError, OSError) as error:
+                log.warning("certificates_not_reloaded", error=str(error))
+            else:
+                self._stamp = stamp
+                log.info("certificates_reloaded", cert_file=self._files.cert_file)
+                return self._configuration
+        # A session that is resumed shows no certificate: it would outlive the certificate, and its authority here. grpc
+        # has no switch for it, but sessions of one configuration mean nothing to the next.
+        return self._configuration if self._asks_clients else None
 
-    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+    def _read(self) -> grpc.ServerCertificateConfiguration:
         files = self._files
         files.server_context()  # Checks them, and that they belong together.
         assert files.cert_file is not None and files.key_file is not None

@@ -83,12 +83,16 @@ class TlsFiles:
         if self.client_ca_file is not None:
             context.verify_mode = ssl.CERT_REQUIRED
             _load_authorities(context, self.client_ca_file)
+            # A session that is resumed shows no certificate: it would outlive the certificate, and its authority here.
+            context.num_tickets = 0
+            context.options |= ssl.OP_NO_TICKET
         return context
 
     def client_context(self) -> ssl.SSLContext:
         """For HTTP clients. Raises MeshError naming the file that cannot be used."""
         assert self.ca_file is not None
-        context = ssl.create_default_context()
+        # Not ssl.create_default_context(), which also believes the authorities of the system.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         _load_authorities(context, self.ca_file)
         if self.cert_file is not None and self.key_file is not None:
             _load_chain(context, self.cert_file, self.key_file)

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.step import StepPlan
 from radixmesh.daemons.scheduler.epoch_state import EpochState
 from radixmesh.worker.v1 import worker_pb2
 
+# Each waits in a call of its own.
+_MAX_WISHES = 64
+
 
 class FlushWish:
-    """Wished for, planned, done. While it is wanted nothing is admitted; the end of an epoch starts it over."""
+    """One caller's wish for an empty cache: wanted, planned, done.
+
+    A flush that was planned before the wish does not fulfil it: what ran between the two may be cached again.
+    """
 
     def __init__(self) -> None:
-        self.is_wanted = False
-        self.num_done = 0
+        self.is_done = False
         self.flushed_pages = 0
-        """Pages that the last flush freed."""
+        """Pages that the flush freed, once it is done."""
+
+
+class CacheFlush:
+    """The wishes of all who wait. While one is wanted nothing is admitted; the end of an epoch starts it over."""
+
+    def __init__(self) -> None:
+        self.num_done = 0
+        """Flushes that took place."""
+        self._wanted: set[FlushWish] = set()
+        self._planned: set[FlushWish] = set()
+        self._flushed_pages = 0
         self._step_id = 0
 
-    def wish(self) -> None:
-        self.is_wanted = True
+    @property
+    def is_wanted(self) -> bool:
+        return bool(self._wanted)
 
-    def cancel(self) -> None:
-        """Nobody waits for it any more; one that was sent takes place all the same."""
-        self.is_wanted = False
+    def wish(self) -> FlushWish:
+        """A new wish, which holds up admission until it is planned or withdrawn. Raises OVERLOADED at 64 of them."""
+        if len(self._wanted) + len(self._planned) >= _MAX_WISHES:
+            message = f"{_MAX_WISHES} callers wait for a flush of the cache: retry when those are done"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000"})
+        wish = FlushWish()
+        self._wanted.add(wish)
+        return wish
+
+    def withdraw(self, wish: FlushWish) -> None:
+        """Its caller waits no more, done or not. The others' wishes stay; a flush that was sent takes place."""
+        self._wanted.discard(wish)
+        self._planned.discard(wish)
 
     def may_run(self, state: EpochState) -> bool:
         """Whether no slot is held, at the worker neither (a barrier op comes before its plan's releases), and no plan
@@ -33,9 +62,10 @@ class FlushWish:
         """The plan that flushes. The scheduler's side is empty from now on."""
         state.decode_set.update()
         state.is_decode_set_unsent = False
-        self.is_wanted = False
+        self._planned |= self._wanted
+        self._wanted.clear()
         self._step_id = state.next_step_id
-        self.flushed_pages = state.pages.flush()
+        self._flushed_pages = state.pages.flush()
         return StepPlan(
             epoch=state.epoch,
             step_id=state.next_step_id,
@@ -50,9 +80,12 @@ class FlushWish:
         if self._step_id and step_id >= self._step_id:
             self._step_id = 0
             self.num_done += 1
+            for wish in self._planned:
+                wish.is_done, wish.flushed_pages = True, self._flushed_pages
+            self._planned.clear()
 
     def interrupted(self) -> None:
-        """The epoch ended."""
-        if self._step_id:
-            self._step_id = 0
-            self.is_wanted = True
+        """The epoch ended: those who still wait for a flush that was sent wish again."""
+        self._step_id = 0
+        self._wanted |= self._planned
+        self._planned.clear()

@@ -79,21 +79,24 @@ class Intake:
     def _attach(self, submission: Submission, state: EpochState | None, outputs: Outputs) -> bool:
         """The same attempt comes by another stream: rows go there, from where that stream's journal ends.
 
-        False if there is nothing to attach to, or the submit has to replace it: a higher attempt, or it knows more
-        tokens than we have, or wants them drawn in another way (a client that got no answer sent its request once more:
-        it has another seed now). Raises DUPLICATE_REQUEST if it is another request of that name.
+        The stream that had them is told SUPERSEDED: it may be open still, since a router that died and one whose client
+        asks elsewhere once more look alike from here. False if there is nothing to attach to, or the submit has to
+        replace it: a higher attempt, or it knows more tokens than we have, or wants them drawn in another way (a client
+        that got no answer sent its request once more: it has another seed now). Raises DUPLICATE_REQUEST if it is
+        another request of that name.
         """
         live = self._submissions.get(submission.key)
-        if live is None or live.submission.attempt != submission.attempt:
+        if live is None:
             return False
         check_same_prompt(live, submission)
-        if not is_continued_alike(live, submission):
+        if live.submission.attempt != submission.attempt or not is_continued_alike(live, submission):
             return False
         if state is not None:
             state.settle(live)
         known, output = submission.resumed_output_ids, live.output_ids()
         if len(known) > len(output) or (output[: len(known)] != known).any():
             return False
+        outputs.finished.append(Finished.of(live, Ending(FinishReason.ABORT), _superseded(), None))
         self._submissions.attach(live, submission.owner, submission.handle)
         if live.slot >= 0 and state is not None:
             state.table.owner[live.slot] = submission.owner
@@ -117,8 +120,7 @@ class Intake:
         check_submission(submission, group)
         live = self._submissions.get(submission.key)
         if live is not None:
-            error = MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one")
-            self._finish(live, Ending(FinishReason.ABORT), error)
+            self._finish(live, Ending(FinishReason.ABORT), _superseded())
         elif self._submissions.was_aborted(submission):
             outputs.finished.append(_ended_before(submission))
             return
@@ -147,6 +149,10 @@ def aborted_error(request_id: str, below_attempt: int | None) -> MeshError:
     if below_attempt is not None:
         return MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "a higher attempt took over: drop this one", details)
     return MeshError(ErrorReason.ERROR_REASON_ABORTED, "the request was aborted", details)
+
+
+def _superseded() -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "another attempt or stream took over: drop this one")
 
 
 def _ended_before(submission: Submission) -> Finished:

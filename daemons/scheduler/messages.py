@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
 
 from radixmesh.common.v1 import common_pb2
@@ -16,17 +19,35 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.worker.v1 import worker_pb2
 
 _MAX_INDEX = 2**31 - 1
+# They travel on, with every admit: names have an end.
+_MAX_NAME_BYTES = 1024
+_NAMES = ("request_id", "model", "cache_salt", "tenant", "trace_context")
 
 
-def submission_from_proto(message: scheduler_pb2.Submit, *, owner: int, router: str, now: float) -> Submission:
-    """Checks and converts what can be told without knowing the group. Raises typed errors naming the field."""
+def submission_from_proto(
+    message: scheduler_pb2.Submit,
+    *,
+    owner: int,
+    router: str,
+    now: float,
+    earlier: Mapping[int, Submission] | None = None,
+) -> Submission:
+    """Checks and converts what can be told without knowing the group. Raises typed errors naming the field.
+
+    earlier: submissions of the same frame by handle, for those that share what they have in common.
+    """
+    _check_numbers(message)
+    if message.HasField("shares_with"):
+        return _sibling_of(message, (earlier or {}).get(message.shares_with))
     if not message.request_id:
         raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "set request_id", {"field": "request_id"})
-    if message.index > _MAX_INDEX or message.attempt < 0:
-        name = "index" if message.index > _MAX_INDEX else "attempt"
-        raise MeshError(
-            ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"{name} must be >= 0 and below 2^31", {"field": name}
-        )
+    for field in _NAMES:
+        size = len(getattr(message, field).encode())
+        if size > _MAX_NAME_BYTES:
+            text = f"{field} has {size} bytes: send at most {_MAX_NAME_BYTES}"
+            raise MeshError(
+                ErrorReason.ERROR_REASON_INVALID_ARGUMENT, text, {"field": field, "max": str(_MAX_NAME_BYTES)}
+            )
     try:
         task = Task(message.task)
     except ValueError as error:
@@ -34,7 +55,7 @@ def submission_from_proto(message: scheduler_pb2.Submit, *, owner: int, router: 
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set task: generate, embed or score", {"field": "task"}
         ) from error
     return Submission(
-        key=RequestKey(message.request_id, message.index),
+        key=RequestKey(message.request_id, message.index, message.tenant),
         attempt=message.attempt,
         owner=owner,
         handle=message.handle,
@@ -52,6 +73,32 @@ def submission_from_proto(message: scheduler_pb2.Submit, *, owner: int, router: 
         deadline_s=now + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None,
         unsupported=_unsupported_in(message),
         trace_context=message.trace_context,
+    )
+
+
+def _check_numbers(message: scheduler_pb2.Submit) -> None:
+    if message.index > _MAX_INDEX or message.attempt < 0:
+        name = "index" if message.index > _MAX_INDEX else "attempt"
+        raise MeshError(
+            ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"{name} must be >= 0 and below 2^31", {"field": name}
+        )
+
+
+def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None) -> Submission:
+    """Another output of the request of `other`, with the same objects: 128 outputs keep one prompt."""
+    if other is None:
+        text = f"shares_with names {message.shares_with}, which is no earlier submit of this frame that could be read"
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, text, {"field": "shares_with"})
+    seed = message.sampling.seed if message.sampling.HasField("seed") else None
+    return replace(
+        other,
+        key=replace(other.key, index=message.index),
+        attempt=message.attempt,
+        handle=message.handle,
+        resumed_output_ids=unpack_ints(message.resumed_output_ids, "resumed_output_ids"),
+        sampling=replace(other.sampling, seed=seed, prompt_logprobs=message.sampling.prompt_logprobs),
+        logprobs_start=min(message.logprobs_start, _MAX_INDEX),
+        unsupported=_unsupported_in(message) or other.unsupported,
     )
 
 

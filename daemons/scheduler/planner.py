@@ -16,7 +16,7 @@ from radixmesh.daemons.scheduler.cache_feed import CacheFeed
 from radixmesh.daemons.scheduler.deadlines import Deadlines
 from radixmesh.daemons.scheduler.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
-from radixmesh.daemons.scheduler.flush import FlushWish
+from radixmesh.daemons.scheduler.flush import CacheFlush
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
 from radixmesh.daemons.scheduler.intake import Intake, aborted_error
@@ -65,7 +65,7 @@ class Planner:
         self._deadlines = Deadlines()
         self._blame = Blame()
         self.cache_feed = CacheFeed(first_revision=first_revision)
-        self.flush = FlushWish()
+        self.flush = CacheFlush()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
         self._intake = Intake(
@@ -144,9 +144,11 @@ class Planner:
         """Queues a request, or rejects it: the outputs say which. Equal submits are taken once."""
         self._intake.submit(submission, self._group, self._state, self._stop_watch, self._outputs)
 
-    def abort(self, request_id: str, index: int | None = None, below_attempt: int | None = None) -> AbortOutcome:
-        """Ends live requests, whoever submitted them."""
-        found = self._submissions.find(request_id, index, below_attempt)
+    def abort(
+        self, request_id: str, index: int | None = None, below_attempt: int | None = None, tenant: str | None = None
+    ) -> AbortOutcome:
+        """Ends live requests, whichever router submitted them. tenant None: of any tenant."""
+        found = self._submissions.find(request_id, index, below_attempt, tenant)
         for request in found:
             # Whoever submitted it need not be who aborts it: the finish says why.
             self._finish(request, Ending(FinishReason.ABORT), aborted_error(request_id, below_attempt))
@@ -154,7 +156,7 @@ class Planner:
                 self._submissions.aborted(request)
         if found:
             return AbortOutcome.FOUND
-        is_known = self._submissions.has_ended(request_id, index)
+        is_known = self._submissions.has_ended(request_id, index, tenant)
         return AbortOutcome.FINISHED if is_known else AbortOutcome.UNKNOWN
 
     def abort_owner(self, owner: int) -> int:

@@ -30,10 +30,11 @@ class Lifecycle(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """What submits, attempts and aborts name."""
+    """One output of a request. Ids are names within a tenant: two tenants may use the same one at once."""
 
     request_id: str
     index: int
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

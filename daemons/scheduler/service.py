@@ -22,6 +22,7 @@ from radixmesh.daemons.scheduler.messages import submission_from_proto
 from radixmesh.daemons.scheduler.outbox import rejected_to_proto
 from radixmesh.daemons.scheduler.outputs import Rejected
 from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
+from radixmesh.daemons.scheduler.request import Submission
 from radixmesh.daemons.scheduler.router_streams import RouterStream
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -98,19 +99,20 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         planner = self._engine.planner
         if planner.group is None or "flush_cache" not in planner.group.barrier_ops:
             raise _unsupported("flush_cache")
-        before = planner.flush.num_done
-        planner.flush.wish()
-        self._engine.notify()
         timeout_s = request.timeout_ms / 1000 if request.timeout_ms else _FLUSH_TIMEOUT_S
+        wish = planner.flush.wish()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._engine.until(lambda: planner.flush.num_done > before)
-        except TimeoutError as error:
-            planner.flush.cancel()
             self._engine.notify()
+            async with asyncio.timeout(timeout_s):
+                await self._engine.until(lambda: wish.is_done)
+        except TimeoutError as error:
             message = f"{planner.num_running} requests still run after {timeout_s:g} s: drain first, or wait longer"
             raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
-        return scheduler_pb2.FlushCacheResponse(flushed_pages=planner.flush.flushed_pages)
+        finally:
+            # A caller that hung up as well: what it leaves behind would stop admission for ever.
+            planner.flush.withdraw(wish)
+            self._engine.notify()
+        return scheduler_pb2.FlushCacheResponse(flushed_pages=wish.flushed_pages)
 
     async def JoinGroup(
         self, request: scheduler_pb2.JoinGroupRequest, context: _Context
@@ -150,10 +152,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         if stream.closed_by is not None:
             raise stream.closed_by
         planner, now = self._engine.planner, time.monotonic()
+        earlier: dict[int, Submission] = {}
         for submit in request.submits:
             try:
+                submission = submission_from_proto(
+                    submit, owner=stream.owner, router=stream.router, now=now, earlier=earlier
+                )
+                if not submit.HasField("shares_with"):
+                    earlier[submit.handle] = submission
                 self._require_open()
-                planner.submit(submission_from_proto(submit, owner=stream.owner, router=stream.router, now=now))
+                planner.submit(submission)
             except MeshError as error:
                 _reject(stream, submit, error)
             except Exception as bug:
@@ -169,6 +177,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 abort.request_id,
                 abort.index if abort.HasField("index") else None,
                 abort.below_attempt if abort.HasField("below_attempt") else None,
+                abort.tenant if abort.HasField("tenant") else None,
             )
             if abort.abort_id:
                 result = scheduler_pb2.AbortResult(abort_id=abort.abort_id, outcome=int(outcome))  # type: ignore[arg-type]

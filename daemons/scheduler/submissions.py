@@ -28,21 +28,18 @@ class _Ended(NamedTuple):
     handle: int
 
 
-class _Aborted(NamedTuple):
-    attempt: int
-    seed: int
-
-
 class Submissions:
     """Live requests by (request id, index) and by (owner, handle); ended keys are remembered, a bounded number."""
 
     def __init__(self, max_ended: int = _MAX_ENDED) -> None:
         self._live: dict[RequestKey, Request] = {}
         self._by_handle: dict[tuple[int, int], Request] = {}
-        self._indexes: dict[str, set[int]] = {}
+        self._by_id: dict[str, set[RequestKey]] = {}
         self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
-        self._ended_ids: dict[str, int] = {}
-        self._aborted: OrderedDict[RequestKey, _Aborted] = OrderedDict()
+        # (tenant, None = any; request id) -> outputs in _ended.
+        self._ended_ids: dict[tuple[str | None, str], int] = {}
+        # Key -> seed of the request that was aborted.
+        self._aborted: OrderedDict[RequestKey, int] = OrderedDict()
         self._max_ended = max_ended
 
     def __len__(self) -> int:
@@ -64,10 +61,10 @@ class Submissions:
         return ended == _Ended(submission.attempt, submission.owner, submission.handle)
 
     def check_attempt(self, submission: Submission) -> None:
-        """Raises STALE_ATTEMPT if a higher attempt is live or has ended."""
-        live, ended = self._live.get(submission.key), self._ended.get(submission.key)
-        current = live.submission.attempt if live is not None else ended.attempt if ended is not None else None
-        if current is not None and submission.attempt < current:
+        """Raises STALE_ATTEMPT if a higher attempt is live. Ended ones do not count: the id is free again."""
+        live = self._live.get(submission.key)
+        current = live.submission.attempt if live is not None else 0
+        if submission.attempt < current:
             raise MeshError(
                 ErrorReason.ERROR_REASON_STALE_ATTEMPT,
                 f"attempt {submission.attempt} of {submission.key.request_id} is over, {current} took over: drop it",
@@ -90,7 +87,7 @@ class Submissions:
         self._aborted.pop(request.key, None)
         self._live[request.key] = request
         self._by_handle[request.owner, request.handle] = request
-        self._indexes.setdefault(request.key.request_id, set()).add(request.key.index)
+        self._by_id.setdefault(request.key.request_id, set()).add(request.key)
 
     def attach(self, request: Request, owner: int, handle: int) -> None:
         """Rows of a live request go to another stream or handle from now on."""
@@ -103,46 +100,53 @@ class Submissions:
         key = request.key
         del self._live[key]
         self._by_handle.pop((request.owner, request.handle), None)
-        indexes = self._indexes[key.request_id]
-        indexes.discard(key.index)
-        if not indexes:
-            del self._indexes[key.request_id]
+        keys = self._by_id[key.request_id]
+        keys.discard(key)
+        if not keys:
+            del self._by_id[key.request_id]
         self._remember(key, _Ended(request.submission.attempt, request.owner, request.handle))
 
     def aborted(self, request: Request) -> None:
         """A live request was ended by an abort of all its attempts."""
-        self._aborted[request.key] = _Aborted(request.submission.attempt, _seed_of(request.submission))
+        self._aborted[request.key] = _seed_of(request.submission)
         while len(self._aborted) > self._max_ended:
             self._aborted.popitem(last=False)
 
     def was_aborted(self, submission: Submission) -> bool:
-        """Whether this is a later attempt of a request that was aborted: of a router that has not heard of it.
+        """Whether this is an attempt of a request that was aborted: of a router that has not heard of it.
 
         Whoever uses the id for another request begins with attempt 0, and draws another seed.
         """
-        aborted = self._aborted.get(submission.key)
-        return aborted is not None and submission.attempt > aborted.attempt and _seed_of(submission) == aborted.seed
+        return submission.attempt > 0 and self._aborted.get(submission.key) == _seed_of(submission)
 
-    def find(self, request_id: str, index: int | None, below_attempt: int | None) -> list[Request]:
-        """Live requests that an abort names."""
-        indexes = sorted(self._indexes.get(request_id, ())) if index is None else [index]
-        found = (self._live.get(RequestKey(request_id, i)) for i in indexes)
-        return [r for r in found if r is not None and (below_attempt is None or r.submission.attempt < below_attempt)]
+    def find(self, request_id: str, index: int | None, below_attempt: int | None, tenant: str | None) -> list[Request]:
+        """Live requests that an abort names, in order of index."""
+        keys = [
+            key
+            for key in self._by_id.get(request_id, ())
+            if index in (None, key.index) and tenant in (None, key.tenant)
+        ]
+        found = [self._live[key] for key in sorted(keys, key=lambda key: (key.tenant, key.index))]
+        return [r for r in found if below_attempt is None or r.submission.attempt < below_attempt]
 
-    def has_ended(self, request_id: str, index: int | None) -> bool:
-        """Whether such an output is remembered to have ended."""
-        return request_id in self._ended_ids if index is None else RequestKey(request_id, index) in self._ended
+    def has_ended(self, request_id: str, index: int | None, tenant: str | None) -> bool:
+        """Whether such an output is remembered to have ended. tenant None: of any, where index is None too."""
+        if index is None:
+            return (tenant, request_id) in self._ended_ids
+        return RequestKey(request_id, index, tenant or "") in self._ended
 
     def _remember(self, key: RequestKey, ended: _Ended) -> None:
         if key not in self._ended:
-            self._ended_ids[key.request_id] = self._ended_ids.get(key.request_id, 0) + 1
+            for name in ((key.tenant, key.request_id), (None, key.request_id)):
+                self._ended_ids[name] = self._ended_ids.get(name, 0) + 1
         self._ended[key] = ended
         self._ended.move_to_end(key)
         while len(self._ended) > self._max_ended:
             old, _ = self._ended.popitem(last=False)
-            self._ended_ids[old.request_id] -= 1
-            if not self._ended_ids[old.request_id]:
-                del self._ended_ids[old.request_id]
+            for name in ((old.tenant, old.request_id), (None, old.request_id)):
+                self._ended_ids[name] -= 1
+                if not self._ended_ids[name]:
+                    del self._ended_ids[name]
 
 
 def _seed_of(submission: Submission) -> int:

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 
 JsonObject = Mapping[str, object]
+
+# Of all JSON of one chat: a value takes up to 100 bytes of memory for the two or three that it is written in.
+MAX_JSON_VALUES = 100_000
+MAX_JSON_CHARS = 4 << 20
+# What any tokenizer takes at most, whatever its --max-messages.
+MAX_MESSAGES = 1 << 14
 
 # What the renderer itself hands to templates.
 _RESERVED_ARGS = ("messages", "tools", "add_generation_prompt")
@@ -65,6 +72,26 @@ def read_tools(text: str) -> Sequence[JsonObject] | None:
 def invalid_chat(message: str, field_name: str | None = None) -> MeshError:
     metadata = {} if field_name is None else {"field": field_name}
     return MeshError(ErrorReason.ERROR_REASON_INVALID_CHAT, message, metadata)
+
+
+def check_chat_size(num_messages: int, json_texts: Iterable[str]) -> None:
+    """Looks at a chat before objects are made of it. Raises MeshError TOO_LARGE."""
+    if num_messages > MAX_MESSAGES:
+        _refuse(f"a chat of {num_messages} messages", num_messages, MAX_MESSAGES)
+    num_chars = num_values = 0
+    for text in json_texts:
+        num_chars += len(text)
+        # Every value but the first of its array or object stands behind a comma. Those inside strings count too.
+        num_values += text.count(",") + text.count("[") + text.count("{")
+    if num_chars > MAX_JSON_CHARS:
+        _refuse(f"a chat with {num_chars} characters of JSON", num_chars, MAX_JSON_CHARS)
+    if num_values > MAX_JSON_VALUES:
+        _refuse(f"a chat whose JSON has {num_values} commas and brackets", num_values, MAX_JSON_VALUES)
+
+
+def _refuse(what: str, size: int, limit: int) -> NoReturn:
+    message = f"{what} is more than the {limit} that a tokenizer takes: send less"
+    raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, {"size": str(size), "max": str(limit)})
 
 
 def _read_json(text: str, name: str) -> object:

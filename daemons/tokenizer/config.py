@@ -19,10 +19,13 @@ class TokenizerSettings(CommonSettings):
     max_messages: int = setting(4096, "messages of one chat")
     num_threads: int = setting(2, "batches that are worked on at once")
     max_queued: int = setting(1024, "calls that wait or run at once before others are refused")
+    max_queued_bytes: int = setting(
+        48 << 20, "bytes of the calls that wait or run at once; one call may have more alone"
+    )
 
     def __post_init__(self) -> None:
         # A slotted dataclass is made anew: super() without arguments would look for the class before that.
         CommonSettings.__post_init__(self)
-        for name in ("max_items", "max_text_bytes", "max_messages", "num_threads", "max_queued"):
+        for name in ("max_items", "max_text_bytes", "max_messages", "num_threads", "max_queued", "max_queued_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

@@ -20,7 +20,12 @@ class TokenizerDaemon(Daemon):
     def __init__(self, runtime: Runtime, settings: TokenizerSettings) -> None:
         self._settings = settings
         self._codec: TextCodec | None = None
-        self._queue = WorkQueue(runtime.progress, num_threads=settings.num_threads, max_queued=settings.max_queued)
+        self._queue = WorkQueue(
+            runtime.progress,
+            num_threads=settings.num_threads,
+            max_queued=settings.max_queued,
+            max_bytes=settings.max_queued_bytes,
+        )
         runtime.server.add(
             tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
             TokenizerService(self._loaded_codec, self._queue, runtime.metrics, runtime.tracer),

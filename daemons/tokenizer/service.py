@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import grpc
 
@@ -14,9 +14,16 @@ from radixmesh.daemons.runtime.hello import identity_to_proto
 from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.token_bytes import token_bytes
 from radixmesh.daemons.runtime.tracing import Attributes, Tracer, current_context
-from radixmesh.daemons.tokenizer.chat import Chat, invalid_chat, read_message, read_template_args, read_tools
-from radixmesh.daemons.tokenizer.text_codec import Encoded, TextCodec, TextItem
-from radixmesh.daemons.tokenizer.work_queue import WorkQueue
+from radixmesh.daemons.tokenizer.chat import (
+    Chat,
+    check_chat_size,
+    invalid_chat,
+    read_message,
+    read_template_args,
+    read_tools,
+)
+from radixmesh.daemons.tokenizer.text_codec import Encoded, Steps, TextCodec, TextItem
+from radixmesh.daemons.tokenizer.work_queue import WorkQueue, in_one_step
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
 
@@ -35,7 +42,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         context: grpc.aio.ServicerContext[tokenizer_pb2.EncodeRequest, tokenizer_pb2.EncodeResponse],
     ) -> tokenizer_pb2.EncodeResponse:
         since_s, context_of_caller = time.monotonic(), current_context()
-        answer = await self._queue.run(lambda: _encode(self._codec(), request))
+        answer = await self._queue.run(
+            _encode(self._codec, request), tenant=request.tenant, num_bytes=request.ByteSize()
+        )
         end_s, num_tokens = time.monotonic(), sum(len(item.ids) for item in answer.items) // 4
         self._metrics.encode_seconds.observe(end_s - since_s)
         self._metrics.encoded_tokens.inc(num_tokens)
@@ -49,7 +58,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         request: tokenizer_pb2.DecodeRequest,
         context: grpc.aio.ServicerContext[tokenizer_pb2.DecodeRequest, tokenizer_pb2.DecodeResponse],
     ) -> tokenizer_pb2.DecodeResponse:
-        return await self._queue.run(lambda: _decode(self._codec(), request))
+        work = in_one_step(lambda: _decode(self._codec(), request))
+        return await self._queue.run(work, tenant=request.tenant, num_bytes=request.ByteSize())
 
     async def CompileGrammar(
         self,
@@ -67,13 +77,18 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         request: tokenizer_pb2.GetVocabularyRequest,
         context: grpc.aio.ServicerContext[tokenizer_pb2.GetVocabularyRequest, tokenizer_pb2.GetVocabularyResponse],
     ) -> tokenizer_pb2.GetVocabularyResponse:
-        return await self._queue.run(lambda: _describe(self._codec()))
+        return await self._queue.run(in_one_step(lambda: _describe(self._codec())))
 
 
-def _encode(codec: TextCodec, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
+def _encode(
+    codec_of: Callable[[], TextCodec], request: tokenizer_pb2.EncodeRequest
+) -> Steps[tokenizer_pb2.EncodeResponse]:
+    codec = codec_of()
     codec.check_num_items(len(request.items))
+    # Read one by one as they are encoded: a chat's objects are gone before the next one's are made.
+    encoded = yield from codec.encode_steps(map(_read_item, request.items), request.max_tokens)
     return tokenizer_pb2.EncodeResponse(
-        items=[_encoded_item(encoded) for encoded in codec.encode([_read_item(item) for item in request.items])],
+        items=[_encoded_item(item) for item in encoded],
         tokenizer_fingerprint=codec.vocabulary.fingerprint,
     )
 
@@ -113,6 +128,7 @@ def _read_item(item: tokenizer_pb2.EncodeItem) -> TextItem | Chat | MeshError:
 def _read_chat(chat: tokenizer_pb2.ChatInput) -> Chat:
     if chat.continue_final_message and chat.HasField("add_generation_prompt") and chat.add_generation_prompt:
         raise invalid_chat("continue_final_message excludes add_generation_prompt: leave one of them out")
+    check_chat_size(len(chat.messages), _json_texts(chat))
     return Chat(
         messages=[read_message(message.role, message.content, message.extra_json) for message in chat.messages],
         tools=read_tools(chat.tools_json),
@@ -122,6 +138,13 @@ def _read_chat(chat: tokenizer_pb2.ChatInput) -> Chat:
         ),
         continue_final_message=chat.continue_final_message,
     )
+
+
+def _json_texts(chat: tokenizer_pb2.ChatInput) -> Iterator[str]:
+    yield chat.tools_json
+    yield chat.template_args_json
+    for message in chat.messages:
+        yield message.extra_json
 
 
 def _encoded_item(encoded: Encoded) -> tokenizer_pb2.EncodedItem:

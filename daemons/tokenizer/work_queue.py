@@ -1,11 +1,19 @@
-"""Work off the event loop: a few threads, a bounded number of calls, progress told to health."""
+"""Work off the event loop, in steps: a few threads, turns by tenant, a bounded number of calls, progress for health.
+
+A call is a generator. Each of its steps runs in a thread; between steps another call may go first, and a call whose
+client went away ends. The tenant that was served least so far goes next, and of its calls the one that was served
+least: a short text overtakes any number of long ones. A step yields the bytes that the next one works on.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import itertools
+import time
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -13,31 +21,75 @@ from radixmesh.daemons.runtime.progress import Progress
 
 _T = TypeVar("_T")
 
+# Encoding takes about 140 bytes of memory per byte of text: of steps beyond this only one runs at a time.
+HEAVY_STEP_BYTES = 256 << 10
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Call:
+    """served_s: thread time so far. next_bytes: what its next step works on."""
+
+    steps: Generator[int, None, object]
+    tenant: str
+    num_bytes: int
+    number: int
+    future: asyncio.Future[object]
+    served_s: float = 0.0
+    next_bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Tenant:
+    """calls: those that wait for their next step. num_calls: with those that run. served_s: as far as turns go."""
+
+    served_s: float
+    num_calls: int = 0
+    calls: list[_Call] = field(default_factory=list)
+
 
 class WorkQueue:
-    """Runs functions in threads, first come first served."""
+    """Runs generators in threads, step by step. max_queued, max_bytes: of all calls at once."""
 
-    def __init__(self, progress: Progress, *, num_threads: int, max_queued: int) -> None:
+    def __init__(self, progress: Progress, *, num_threads: int, max_queued: int, max_bytes: int = 1 << 62) -> None:
         self._progress = progress
         self._max_queued = max_queued
-        self._num_queued = 0
+        self._max_bytes = max_bytes
+        self._num_queued = self._num_bytes = 0
+        self._num_running = self._num_heavy = 0
+        self._num_threads = num_threads
+        self._tenants: dict[str, _Tenant] = {}
+        self._numbers = itertools.count()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
-    async def run(self, work: Callable[[], _T]) -> _T:
-        """work's result, or what it raises. Raises MeshError OVERLOADED when too many calls wait, NOT_SERVING.
+    async def run(self, steps: Generator[int, None, _T], *, tenant: str = "", num_bytes: int = 0) -> _T:
+        """The generator's result, or what it raises. Raises MeshError OVERLOADED when too much waits, NOT_SERVING.
 
-        A call whose client went away keeps its place until its work is done: threads cannot be interrupted.
+        Cancelled: the step that runs is the last one.
         """
-        self._progress.require_serving()
-        if self._num_queued >= self._max_queued:
-            message = f"{self._num_queued} calls wait already: retry later, or on another replica"
-            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
-        self._count(1)
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        future.add_done_callback(lambda _: self._count(-1))
-        return await asyncio.shield(future)
+        try:
+            self._progress.require_serving()
+            self._require_room(num_bytes)
+        except MeshError:
+            steps.close()
+            raise
+        call = _Call(
+            steps=cast("Generator[int, None, object]", steps),
+            tenant=tenant,
+            num_bytes=num_bytes,
+            number=next(self._numbers),
+            future=asyncio.get_running_loop().create_future(),
+        )
+        self._enter(call)
+        self._start_steps()
+        try:
+            return cast(_T, await call.future)
+        finally:
+            waiting = self._tenants[tenant].calls if tenant in self._tenants else []
+            if call.future.cancelled() and call in waiting:
+                waiting.remove(call)
+                self._end(call)
 
     async def wait_until_idle(self) -> None:
         await self._is_idle.wait()
@@ -46,12 +98,107 @@ class WorkQueue:
         """Takes no more work and does not wait for what runs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _count(self, change: int) -> None:
-        self._num_queued += change
+    def _require_room(self, num_bytes: int) -> None:
+        is_full = self._num_queued >= self._max_queued
+        if is_full or (self._num_queued and self._num_bytes + num_bytes > self._max_bytes):
+            waiting = f"{self._num_queued} calls of {self._num_bytes} bytes wait already"
+            message = f"{waiting}: retry later, or on another replica"
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+
+    def _enter(self, call: _Call) -> None:
+        tenant = self._tenants.get(call.tenant)
+        if tenant is None:
+            # As one that was there all the time: neither debts nor savings from before.
+            served_s = min((known.served_s for known in self._tenants.values()), default=0.0)
+            tenant = self._tenants[call.tenant] = _Tenant(served_s)
+        tenant.num_calls += 1
+        tenant.calls.append(call)
+        self._num_queued += 1
+        self._num_bytes += call.num_bytes
         self._progress.work_pending(self._num_queued)
-        if change < 0:
-            self._progress.completed()
-        if self._num_queued:
-            self._is_idle.clear()
-        else:
+        self._is_idle.clear()
+
+    def _end(self, call: _Call) -> None:
+        call.steps.close()
+        self._leave(call)
+
+    def _leave(self, call: _Call) -> None:
+        tenant = self._tenants[call.tenant]
+        tenant.num_calls -= 1
+        if not tenant.num_calls:
+            del self._tenants[call.tenant]
+        self._num_queued -= 1
+        self._num_bytes -= call.num_bytes
+        self._progress.work_pending(self._num_queued)
+        if not self._num_queued:
             self._is_idle.set()
+
+    def _start_steps(self) -> None:
+        while self._num_running < self._num_threads and (call := self._take_next()) is not None:
+            self._num_running += 1
+            self._num_heavy += call.next_bytes > HEAVY_STEP_BYTES
+            try:
+                step = asyncio.get_running_loop().run_in_executor(self._threads, _step, call.steps)
+            except RuntimeError as error:  # The daemon closes.
+                step = asyncio.get_running_loop().create_future()
+                step.set_exception(error)
+            step.add_done_callback(lambda done, call=call: self._ran(call, done))  # type: ignore[misc]
+
+    def _take_next(self) -> _Call | None:
+        for tenant in sorted(self._tenants.values(), key=lambda tenant: tenant.served_s):
+            able = (call for call in tenant.calls if call.next_bytes <= HEAVY_STEP_BYTES or not self._num_heavy)
+            call = min(able, key=lambda call: (call.served_s, call.number), default=None)
+            if call is not None:
+                tenant.calls.remove(call)
+                return call
+        return None
+
+    def _ran(self, call: _Call, step: asyncio.Future[_Step]) -> None:
+        self._num_running -= 1
+        self._num_heavy -= call.next_bytes > HEAVY_STEP_BYTES
+        self._progress.completed()
+        error = None if step.cancelled() else step.exception()
+        if call.future.done():
+            self._end(call)
+        elif step.cancelled() or error is not None:
+            self._leave(call)
+            call.future.set_exception(error or _closing())
+        else:
+            done = step.result()
+            call.served_s += done.took_s
+            self._tenants[call.tenant].served_s += done.took_s
+            if done.next_bytes is None:
+                self._leave(call)
+                call.future.set_result(done.result)
+            else:
+                call.next_bytes = done.next_bytes
+                self._tenants[call.tenant].calls.append(call)
+        self._start_steps()
+
+
+@dataclass(slots=True, frozen=True)
+class _Step:
+    """next_bytes: None = the call is done, with result."""
+
+    took_s: float
+    next_bytes: int | None
+    result: object = None
+
+
+def in_one_step(work: Callable[[], _T]) -> Generator[int, None, _T]:
+    """A function as a call for the queue."""
+    yield from ()
+    return work()
+
+
+def _step(steps: Generator[int, None, object]) -> _Step:
+    since_s = time.monotonic()
+    try:
+        next_bytes = next(steps)
+    except StopIteration as end:
+        return _Step(time.monotonic() - since_s, None, end.value)
+    return _Step(time.monotonic() - since_s, next_bytes)
+
+
+def _closing() -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "this daemon stops: retry on another replica", {})

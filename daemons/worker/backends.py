@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
@@ -67,7 +67,7 @@ def _load_cpu(settings: WorkerSettings) -> LoadedModel:
         max_total_len=settings.max_total_len,
         embed_pooling=settings.embed_pooling,
     )
-    return _loaded(folder, runner, model_fingerprint(folder))
+    return _loaded(settings, folder, runner, model_fingerprint(folder))
 
 
 def _load_cuda(settings: WorkerSettings) -> LoadedModel:
@@ -104,12 +104,12 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
     if settings.quantization not in ("auto", "none"):
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
-    return _loaded(folder, runner, fingerprint)
+    return _loaded(settings, folder, runner, fingerprint)
 
 
-def _loaded(folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:
+def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:
     identity = identity_to_proto(
-        read_model_identity(folder),
+        _named(settings, read_model_identity(folder)),
         model_fingerprint=fingerprint,
         tokenizer_fingerprint=_tokenizer_fingerprint(folder),
         sampler_version=SAMPLER_VERSION,
@@ -153,13 +153,17 @@ def _load_simulated(settings: WorkerSettings) -> LoadedModel:
 
 def _simulated_identity(settings: WorkerSettings) -> ModelIdentity:
     if settings.model is not None:
-        return read_model_identity(settings.model)
+        return _named(settings, read_model_identity(settings.model))
     return ModelIdentity(
-        name="simulated",
+        name=settings.served_model_name or "simulated",
         vocab_size=settings.simulated_vocab_size,
         max_total_len=_SIMULATED_MAX_TOTAL_LEN,
         eos_ids=tuple(sorted(int(text) for text in settings.simulated_eos_ids)),
     )
+
+
+def _named(settings: WorkerSettings, model: ModelIdentity) -> ModelIdentity:
+    return replace(model, name=settings.served_model_name or model.name)
 
 
 def _tokenizer_fingerprint(folder: Path | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,6 +28,7 @@ class WorkerSettings(CommonSettings):
 
     backend: Backend = setting(Backend.CPU, "what computes: cpu, simulated (made-up tokens, a latency model) or cuda")
     model: Path | None = setting(None, "folder of the model in Hugging Face format; a simulated worker needs none")
+    served_model_name: str = setting("", "name by which clients ask for the model; empty: that of its folder")
     page_size: int = setting(1, "tokens per KV page")
     num_pages: int | None = setting(None, "KV pages; none: as many as fit the memory (simulated: 262144 tokens)")
     num_slots: int = setting(256, "requests that can hold a slot at a time")
@@ -37,9 +37,8 @@ class WorkerSettings(CommonSettings):
     max_plans_in_flight: int = setting(4, "plans taken ahead of the running one, itself included")
     max_blob_bytes: int = setting(32 * _MIB, "largest blob")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
-    dump_folder: Path = setting(
-        Path(tempfile.gettempdir()) / "radixmesh", "folder for plans of died steps and for profiler traces"
-    )
+    dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
+        "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
     record_plans: Path | None = setting(None, "file that every plan is written to, for sending them again (bench/gpu)")
     cpu_threads: int | None = setting(None, "threads per operation of the CPU backend; none: one a core")
     deterministic: bool | None = setting(None, "a token depends on neither batch nor chunking, which costs "

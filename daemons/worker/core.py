@@ -42,14 +42,14 @@ _UNKNOWN_STEP_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
-    """What a worker is apart from its model. `dump_folder` gets the plans of died steps and profiler traces; the file
-    `record_plans`, if one is named, every plan."""
+    """What a worker is apart from its model. `dump_folder` (None: see PrivateFolder) gets the plans of died steps and
+    profiler traces; the file `record_plans`, if one is named, every plan."""
 
     backend: str
     max_plans_in_flight: int
     max_blob_bytes: int
     blob_store_bytes: int
-    dump_folder: Path
+    dump_folder: Path | None
     record_plans: Path | None = None
 
 

@@ -5,32 +5,48 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
+from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.worker.private_folder import PrivateFolder
 from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+_PREFIX = "plan-"
+# Of the plans of all workers that share the folder. A container's /tmp, where they may land, has 64 MiB.
+_MAX_BYTES = 32 << 20
+_MAX_TEXT_BYTES = 64 << 10
 
 
 class PlanDump:
-    """Writes plans of died steps into a folder, which keeps the last `max_dumps`: a crash loop must not fill a disk."""
+    """Writes plans of died steps into a private folder, which keeps the last ones: a crash loop must not fill a disk.
 
-    def __init__(self, folder: Path, instance_id: str, max_dumps: int = 16) -> None:
-        self._folder = folder
+    folder None: see PrivateFolder. A plan holds users' prompts as token ids.
+    """
+
+    def __init__(self, folder: Path | None, instance_id: str, max_dumps: int = 16, max_bytes: int = _MAX_BYTES) -> None:
+        self._folder = PrivateFolder(folder)
         self._instance_id = instance_id
-        self._max_dumps = max_dumps
+        self._max_files = 2 * max_dumps
+        self._max_bytes = max_bytes
+        if folder is not None and folder.exists():
+            try:
+                self._folder.open()
+            except OSError as error:  # Said while there is time to cure it: the step that dies is not repeated.
+                log.warning("dump_folder_refused", error=str(error))
 
     def write(self, plan: worker_pb2.StepPlan, error: BaseException) -> str:
         """Path of the written plan (bytes of a StepPlan; the traceback lies beside it as .txt), "" if it was not."""
-        name = f"plan-{self._instance_id[:8]}-{plan.header.epoch}-{plan.header.step_id}"
-        path = self._folder / f"{name}.bin"
+        name = f"{_PREFIX}{self._instance_id[:8]}-{plan.header.epoch}-{plan.header.step_id}"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(plan.SerializeToString())
-            path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)))
-            self._forget_old()
-        except OSError:
-            return ""  # A full disk must not hide why the step died.
-        return str(path)
-
-    def _forget_old(self) -> None:
-        dumps = sorted(self._folder.glob("plan-*.bin"), key=lambda path: path.stat().st_mtime)
-        for old in dumps[: -self._max_dumps]:
-            old.unlink(missing_ok=True)
-            old.with_suffix(".txt").unlink(missing_ok=True)
+            data = plan.SerializeToString()
+            text = "".join(traceback.format_exception(error)).encode("utf-8", "replace")[-_MAX_TEXT_BYTES:]
+            if len(data) + len(text) > self._max_bytes:
+                raise OSError(f"a plan of {len(data)} bytes is more than the {self._max_bytes} that are kept of all")
+            left = self._max_bytes - len(data) - len(text)
+            self._folder.make_room(_PREFIX, max_files=self._max_files - 2, max_bytes=left)
+            self._folder.write(f"{name}.txt", text)
+            return str(self._folder.write(f"{name}.bin", data))
+        except OSError as reason:
+            # A full disk, or a folder that others can read, must not hide why the step died.
+            log.warning("plan_not_dumped", error=str(reason))
+            return ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.worker.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -21,6 +22,10 @@ _log = get_logger(__name__)
 # Of one trace at most: while a trace is written no step runs, and a worker that is silent for 5 s counts as dead. Steps
 # of a GPU are some 300 kernels each, of 11 us to write; those of a CPU are more operations, of 50 us.
 _MOST_STEPS_GPU, _MOST_STEPS_CPU = 400, 100
+
+_PREFIX = "steps-"
+# Kept in the folder, in number and bytes: whoever asks for traces must not fill a disk.
+_MAX_TRACES, _MAX_TRACE_BYTES = 8, 1 << 30
 
 
 class StepProfiler(ABC):
@@ -58,10 +63,12 @@ class NoProfiler(StepProfiler):
 
 class TorchProfiler(StepProfiler):
     """Chrome traces by torch.profiler, for runners that loaded torch. `folder`: where they are written, as
-    steps-NAME-1.json and so on."""
+    steps-NAME-1.json and so on, the last ones kept; None: see PrivateFolder."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self._folder = PrivateFolder(folder)
+        self._path = Path()
+        """The folder, once it was found to be usable."""
         self._name = name
         self._profile: profile | None = None
         self._steps_left = 0
@@ -107,7 +114,7 @@ class TorchProfiler(StepProfiler):
         running, self._profile = self._profile, None
         assert running is not None
         self._num_traces += 1
-        path = self._folder / f"steps-{self._name}-{self._num_traces}.json"
+        path = self._path / f"{_PREFIX}{self._name}-{self._num_traces}.json"
         try:
             running.stop()
             running.export_chrome_trace(str(path))
@@ -116,20 +123,21 @@ class TorchProfiler(StepProfiler):
                 raise OSError("nothing was written")
         except (OSError, RuntimeError) as error:
             _log.warning("trace_not_written", path=str(path), error=repr(error))
-            self._ended = _unwritten(path, error)
+            self._ended = _unwritten(error, path)
         else:
             self._ended = str(path)
 
     def _check_folder(self) -> None:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self._folder):
+            self._path = self._folder.open()
+            self._folder.make_room(_PREFIX, max_files=_MAX_TRACES - 1, max_bytes=_MAX_TRACE_BYTES)
+            with tempfile.TemporaryFile(dir=self._path):
                 pass
         except OSError as error:
-            raise _unwritten(self._folder, error) from error
+            raise _unwritten(error) from error
 
 
-def make_profiler(folder: Path, name: str) -> StepProfiler:
+def make_profiler(folder: Path | None, name: str) -> StepProfiler:
     """A torch profiler if the runner brought torch in, else none: torch is never imported for it alone."""
     return TorchProfiler(folder, name) if "torch" in sys.modules else NoProfiler()
 
@@ -138,8 +146,9 @@ def _unsupported() -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, "this backend has no profiler", {"feature": "profile"})
 
 
-def _unwritten(path: Path, error: Exception) -> MeshError:
-    return _invalid("dump_folder", f"no trace can be written to {path} ({error}): choose another --dump-folder")
+def _unwritten(error: Exception, path: Path | None = None) -> MeshError:
+    where = f" to {path}" if path is not None else ""
+    return _invalid("dump_folder", f"no trace can be written{where} ({error}): choose another --dump-folder")
 
 
 def _invalid(field: str, message: str, most: int | None = None) -> MeshError:

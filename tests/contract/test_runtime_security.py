@@ -14,11 +14,15 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from support.certificates import make_certificates, tls_of
 from support.runtime_servicers import serving
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.grpc_peers import GrpcTokenizer
+from radixmesh.daemons.router.http.connection import ConnectionLimits
+from radixmesh.daemons.router.http.server import HttpServer
 from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.runtime.api_keys import ApiKeys
 from radixmesh.daemons.runtime.channel import check_health, open_channel
@@ -120,10 +124,8 @@ async def test_certificates_are_renewed_in_place(ours: Path, theirs: Path, tmp_p
 async def test_https_follows_its_files_too(ours: Path, theirs: Path, tmp_path: Path) -> None:
     live = Rotating(tmp_path / "live", ours)
 
-    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"in")
-        await writer.drain()
-        writer.close()
+    async def greet(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(b"in", headers={"connection": "close"})(scope, receive, send)
 
     async def get(folder: Path) -> bytes:
         try:
@@ -131,21 +133,28 @@ async def test_https_follows_its_files_too(ours: Path, theirs: Path, tmp_path: P
                 reader, writer = await asyncio.open_connection(
                     "127.0.0.1", port, ssl=tls_of(folder, "client").client_context()
                 )
+                writer.write(b"GET / HTTP/1.1\r\n\r\n")
                 try:
-                    return await reader.read()
+                    return (await reader.read())[-2:]
                 finally:
                     writer.close()
         except (ssl.SSLError, ConnectionError):
             return b"out"
 
-    context = FollowedContext(tls_of(live.folder, "router", asks_clients=True)).context
-    async with await asyncio.start_server(greet, "127.0.0.1", 0, ssl=context) as server:
-        port = server.sockets[0].getsockname()[1]
+    tls = FollowedContext(tls_of(live.folder, "router", asks_clients=True))
+    limits = ConnectionLimits(head_s=60, idle_s=60, stall_s=60, max_connections=8)
+    server = HttpServer(greet, "127.0.0.1:0", limits=limits, tls=tls)
+    port = int(server.bind().rpartition(":")[2])
+    serving_http = asyncio.ensure_future(server.serve())
+    try:
         assert (await get(ours), await get(theirs)) == (b"in", b"out")
         live.install(theirs, "router.pem")
         assert await get(ours) == b"in"
         live.install(theirs, "router.key", "ca.pem")
         assert (await get(ours), await get(theirs)) == (b"out", b"in")
+    finally:
+        server.stop()
+        await serving_http
 
 
 async def test_a_lasting_channel_follows_its_files(ours: Path, theirs: Path, tmp_path: Path) -> None:

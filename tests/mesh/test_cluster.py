@@ -144,6 +144,37 @@ async def test_a_stopped_process_is_killed_after_the_window_and_restarted(make_c
         assert cluster.status("router").restarts == 0
 
 
+def starve(pid, cpu):
+    """Leaves a process next to nothing of one CPU, once others compute there."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {cpu})
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+    group = Path(f"/proc/{pid}/autogroup")  # Where the kernel shares CPUs by session, priorities are of sessions.
+    if group.exists():
+        group.write_text("19")
+
+
+async def test_a_process_without_a_cpu_is_left_alone(make_cluster, journal):
+    cpu = min(os.sched_getaffinity(0))
+    busy = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"]
+    others = []
+    async with make_cluster(hang_window_s=1.5) as cluster:
+        await cluster.wait_healthy(60)
+        pid = cluster.pids["worker-1"]
+        starve(pid, cpu)
+        others = [subprocess.Popen(busy) for _ in range(2)]
+        try:
+            await asyncio.sleep(5.0)  # Two thirds of what it takes to be found hung: all checks unanswered.
+            assert cluster.pids.get("worker-1") == pid, journal.states
+        finally:
+            for process in others:
+                process.kill()
+                process.wait()
+        async with asyncio.timeout(60):
+            await cluster.wait_until("worker", lambda status: status.state is ProcessState.HEALTHY)
+        assert cluster.status("worker").restarts == 0
+
+
 async def test_a_stall_is_blamed_on_its_root_alone(make_cluster, tmp_path):
     """Router and worker both stop making progress; only the worker, on which the router waits, is killed."""
     worker_stall, router_stall = tmp_path / "worker", tmp_path / "router"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -29,6 +30,7 @@ async def mesh() -> AsyncIterator[Mesh]:
     router = {
         "client_stall_s": STALL_S,
         "http_idle_s": IDLE_S,
+        "http_head_s": IDLE_S,
         "http_body_s": BODY_S,
         "http_body_bytes": MAX_BODY,
         "journal_bytes": 4 << 20,
@@ -69,6 +71,8 @@ COMPLETIONS, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/generat
 USER = [{"role": "user", "content": "hello"}]
 BARD = [{"role": "bard", "content": "x"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
+STOP_IDS = "stop_token_ids"
+ANY_JSON = {"type": "json_object"}
 BIASES = {str(i): 1 for i in range(2000)}
 
 
@@ -126,16 +130,16 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("unknown role, streamed", CHAT, {"messages": BARD, "stream": True}, 400, "INVALID_CHAT", None),
     ("an image", CHAT, {"messages": IMAGE}, 400, "UNSUPPORTED", "messages.0.content"),
     ("alternatives of nothing", CHAT, {"messages": USER, "top_logprobs": 2}, 400, "INVALID_ARGUMENT", "top_logprobs"),
-    ("a schema", CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "UNSUPPORTED", "response_format"),
+    ("a schema", CHAT, {"messages": USER, "response_format": ANY_JSON}, 400, "UNSUPPORTED", "response_format"),
     ("a misspelt field", COMPLETIONS, {"prompt": "x", "temprature": 0}, 400, "UNSUPPORTED", "temprature"),
     ("a key of 200 KB", COMPLETIONS, {"prompt": "x", "y" * 200_000: 1}, 400, "UNSUPPORTED", None),
     ("65 levels", CHAT, {"messages": USER, "tools": [deep(65)]}, 400, "MALFORMED_MESSAGE", None),
     ("300 fields", COMPLETIONS, {"prompt": "x", **{f"f{i}": 1 for i in range(300)}}, 413, "TOO_LARGE", None),
     ("5,000 messages", CHAT, {"messages": USER * 5000}, 413, "TOO_LARGE", "messages"),
     ("100,000 values", CHAT, {"messages": USER, "tools": [{"x": [1] * 100_000}]}, 413, "TOO_LARGE", "tools"),
-    ("300 stop ids", COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 300}, 400, "TOO_MANY_STOPS", "stop_token_ids"),
+    ("300 stop ids", COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 300}, 400, "TOO_MANY_STOPS", STOP_IDS),
     ("2,000 biases", COMPLETIONS, {"prompt": "x", "logit_bias": BIASES}, 400, "INVALID_ARGUMENT", "logit_bias"),
-    ("a stop id outside", COMPLETIONS, {"prompt": "x", "stop_token_ids": [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", "stop_token_ids"),
+    ("a stop id outside", COMPLETIONS, {"prompt": "x", STOP_IDS: [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", STOP_IDS),
     ("a number of 5,000 digits", COMPLETIONS, b'{"prompt":"x","n":' + b"9" * 5000 + b"}", 400, "INVALID_ARGUMENT", "n"),
     ("a number beyond floats", COMPLETIONS, b'{"prompt":"x","top_p":1e999}', 400, "INVALID_ARGUMENT", "top_p"),
     ("Infinity", COMPLETIONS, b'{"prompt":"x","top_p":Infinity}', 400, "MALFORMED_MESSAGE", None),
@@ -145,7 +149,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("4,097 texts", "/tokenize", {"prompt": ["a"] * 4097}, 413, "TOO_LARGE", "prompt"),
     ("2 million ids", "/detokenize", {"tokens": [[7] * 1_000] * 2_000}, 413, "TOO_LARGE", None),
     ("top_k in full", COMPLETIONS, {"prompt": "x", "top_k": 2**31}, 400, "INVALID_ARGUMENT", "top_k"),
-    ("an inner name", NATIVE, {"text": "x", "sampling_params": {"max_new_tokens": 0}}, 400, "INVALID_ARGUMENT", "sampling_params.max_new_tokens"),
+    ("an inner name", NATIVE, {"text": "x", "sampling_params": {"n": 0}}, 400, "INVALID_ARGUMENT", "sampling_params.n"),
     ("neither text nor ids", NATIVE, {}, 400, "MISSING_FIELD", "text"),
     ("text and ids", NATIVE, {"text": "x", "input_ids": [1]}, 400, "MISSING_FIELD", "text"),
     ("2 params", NATIVE, {"text": "x", "sampling_params": [{}, {}]}, 400, "INVALID_ARGUMENT", "sampling_params"),
@@ -249,6 +253,24 @@ async def test_who_reads_nothing_is_bounded_and_dropped(mesh: Mesh) -> None:
                     await reader.readexactly(1 << 16)
 
 
+@pytest.mark.parametrize("num_prompts", [1, 8])
+async def test_who_reads_slowly_and_steadily_is_served(mesh: Mesh, num_prompts: int) -> None:
+    """The longest time without a byte read is far below the stall; the connection is never writable for longer."""
+    async with raw_connection(mesh) as (reader, writer):
+        # Little room in both kernels: what the client has not read holds up the router's writes.
+        connection = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        params = {"max_new_tokens": 2000, "ignore_eos": True}
+        body = {"text": ["The Tyger"] * num_prompts, "stream": True, "return_logprob": True, "top_logprobs_num": 20}
+        writer.write(post(NATIVE, {**body, "sampling_params": params, "rid": f"steady-{num_prompts}"}))
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        slow_until = time.monotonic() + 4 * STALL_S
+        while time.monotonic() < slow_until:
+            assert await reader.read(1 << 16), "cut off"
+            await asyncio.sleep(STALL_S / 10)
+        assert not [line for line in mesh.cluster.recent_lines("router") if f"steady-{num_prompts}" in line]
+
+
 async def test_a_body_too_large_is_refused_unread(mesh: Mesh) -> None:
     size = 100 << 20
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: mesh\r\nContent-Length: {size}\r\n\r\n".encode()
@@ -298,7 +320,7 @@ async def test_a_thousand_connections_that_send_nothing(mesh: Mesh, http: httpx.
         assert time.monotonic() - start < 30.0
         async with asyncio.timeout(IDLE_S + 60):
             ends = await asyncio.gather(*(reader.read() for reader, _ in idle))
-        assert not any(ends)
+        assert b"HEAD_TOO_SLOW" in ends[0] and not any(ends[1:])
     finally:
         for _, writer in idle:
             writer.transport.abort()

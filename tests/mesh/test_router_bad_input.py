@@ -69,7 +69,10 @@ BAD = [
     Bad("another task", "UNSUPPORTED", {"task": 99}),
     Bad("several embeddings of one prompt", "INVALID_ARGUMENT", {"task": common_pb2.TASK_EMBED, "n": 2}),
     Bad("a grammar", "UNSUPPORTED", {"grammar": common_pb2.Grammar(regex="a+")}),
-    Bad("a request id of 1 KB", "INVALID_ARGUMENT", {"request_id": "x" * 1024}),
+    Bad("a request id of 1 KB", "INVALID_ARGUMENT", {"request_id": "x" * 1024}, "request_id"),
+    Bad("a request id for a terminal", "INVALID_ARGUMENT", {"request_id": "\x1b[2J"}, "request_id"),
+    Bad("a tenant of two lines", "INVALID_ARGUMENT", {"tenant": "a\nb"}, "tenant"),
+    Bad("a model for a terminal", "INVALID_ARGUMENT", {"model": "\x1b[2J"}, "model"),
     Bad("a chat without messages", "INVALID_CHAT", {"prompt_ids": None, "chat": tokenizer_pb2.ChatInput()}),
     Bad("a resume of nothing", "INVALID_RESUME", {"resume": router_pb2.Resume(resumption=1)}),
 ]

@@ -290,6 +290,46 @@ async def test_flush_drain_and_rendezvous() -> None:
         assert (await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=3000))).num_remaining == 0
 
 
+@asynccontextmanager
+async def slow_mesh() -> AsyncIterator[str]:
+    """Steps of 20 ms: an output of 900 tokens outlasts whatever a test does beside it."""
+    settings = worker_settings(simulated_base_us=20_000.0)
+    async with running(WorkerDaemon, settings) as worker, scheduler(worker.address) as address:
+        yield address
+
+
+async def test_each_of_two_flushes_waits_for_itself() -> None:
+    async with slow_mesh() as address, serve_client(address) as client, open_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        long = await client.submit(PROMPT, max_tokens=900)
+        await client.until(lambda: len(client.seen[long].tokens) > 0)
+        patient = stub.FlushCache(scheduler_pb2.FlushCacheRequest(timeout_ms=120_000))
+        with pytest.raises(grpc.aio.AioRpcError) as late:
+            await stub.FlushCache(scheduler_pb2.FlushCacheRequest(timeout_ms=100))
+        assert mesh_error_from_rpc(late.value).reason == common_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+        assert await client.abort(f"a-{long}") == scheduler_pb2.ABORT_OUTCOME_FOUND
+        async with asyncio.timeout(60):
+            assert (await patient).flushed_pages >= len(PROMPT)
+        assert (await state_of(address)).load.cached_pages == 0
+
+
+async def test_a_cancelled_flush_leaves_admission_as_it_was() -> None:
+    async with slow_mesh() as address, serve_client(address) as client, open_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        long = await client.submit(PROMPT, max_tokens=900)
+        await client.until(lambda: len(client.seen[long].tokens) > 0)
+        flush = stub.FlushCache(scheduler_pb2.FlushCacheRequest(timeout_ms=600_000))
+        held_up = await client.submit(PROMPT[:7], max_tokens=3)
+        state = await state_of(address)
+        async with asyncio.timeout(60):
+            while not state.load.num_waiting:
+                state = await state_of(address)
+        flush.cancel()
+        (seen,) = await client.over(held_up)
+        assert seen.tokens == expected(PROMPT[:7], 3) and not client.seen[long].is_over
+        assert await client.abort(f"a-{long}") == scheduler_pb2.ABORT_OUTCOME_FOUND
+
+
 async def test_garbage_is_answered_with_types_and_hurts_nobody() -> None:
     async with mesh() as address, serve_client(address) as healthy, open_channel(address) as channel:
         running_handle = await healthy.submit(PROMPT, max_tokens=100)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
@@ -47,6 +47,12 @@ async def tokenizer(folder: Path) -> AsyncIterator[Running[TokenizerDaemon]]:
 async def stub(tokenizer: Running[TokenizerDaemon]) -> AsyncIterator[Stub]:
     async with open_channel(tokenizer.address) as channel:
         yield tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+
+
+async def until(is_so: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not is_so():
+            await asyncio.sleep(0.01)
 
 
 async def refusal(call: grpc.aio.UnaryUnaryCall[object, object]) -> tuple[str, dict[str, str]]:
@@ -188,17 +194,18 @@ async def test_loading_and_draining_daemons_take_nothing_new(folder: Path) -> No
 
 
 async def test_a_client_that_goes_away_frees_its_place(folder: Path) -> None:
-    settings = TokenizerSettings(model=folder, num_threads=1, max_queued=1)
+    settings = TokenizerSettings(model=folder, num_threads=1, max_queued=1, max_text_bytes=64 << 20)
     async with running(TokenizerDaemon, settings) as daemon, open_channel(daemon.address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
-        call = stub.Encode(pb.EncodeRequest(items=[pb.EncodeItem(text="many words " * 100_000)]))
-        await asyncio.sleep(0.1)
-        call.cancel()
-        await asyncio.sleep(0.05)
-        # Its thread still works: until then the place is taken, or cancelled calls would pile up.
+        # Half a minute of encoding, which goes on part by part.
+        long = pb.EncodeRequest(items=[pb.EncodeItem(text="many words " * 4_000_000)])
+        call = stub.Encode(long)
+        await until(lambda: daemon.runtime.progress.num_completed > 2)
         small_request = pb.EncodeRequest(items=[pb.EncodeItem(text="a")])
         assert (await refusal(stub.Encode(small_request)))[0] == "OVERLOADED"
-        await asyncio.wait_for(daemon.daemon.drain(), 60)
+        call.cancel()
+        # The part that is being encoded is the last one.
+        await asyncio.wait_for(daemon.daemon.drain(), 10)
         assert (await stub.Encode(small_request)).items[0].ids
 
 

@@ -113,8 +113,10 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _read(self, serving: Serving, frames: AsyncIterator[scheduler_pb2.ServeRequest]) -> None:
         async for frame in frames:
+            earlier: dict[int, scheduler_pb2.Submit] = {}
             for submit in frame.submits:
-                self._submit(serving, submit)
+                earlier[submit.handle] = whole = whole_submit(submit, earlier)
+                self._submit(serving, whole)
             for stop in frame.stops:
                 self.stops.append(stop)
                 run = serving.runs.get(stop.handle)
@@ -234,6 +236,19 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         return scheduler_pb2.Load(
             submit_sequence=serving.sequence, num_running=self.num_running, group=self.group, epoch=1
         )
+
+
+def whole_submit(submit: scheduler_pb2.Submit, earlier: dict[int, scheduler_pb2.Submit]) -> scheduler_pb2.Submit:
+    """The submit with what it shares with an earlier one of its frame."""
+    if not submit.HasField("shares_with"):
+        return submit
+    whole = scheduler_pb2.Submit()
+    whole.CopyFrom(earlier[submit.shares_with])
+    for own in ("resumed_output_ids", "logprobs_start", "index", "attempt"):
+        whole.ClearField(own)  # type: ignore[arg-type]
+    whole.MergeFrom(submit)
+    whole.ClearField("shares_with")
+    return whole
 
 
 def token_of(model: common_pb2.ModelIdentity, submit: scheduler_pb2.Submit, output_index: int) -> int:

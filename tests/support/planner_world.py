@@ -234,7 +234,7 @@ def new_executor(
 
 def submission(handle: int, prompt: list[int], **changes: object) -> Submission:
     base = Submission(
-        key=RequestKey(f"r{handle}", 0),
+        key=RequestKey(f"r{handle}", 0, str(changes.get("tenant", ""))),
         owner=1,
         handle=handle,
         prompt_ids=np.array(prompt, np.int32),

@@ -54,7 +54,9 @@ async def running(make: Callable[[Runtime, S], D], settings: S, *, load: bool = 
 
 
 @asynccontextmanager
-async def process_of(module: str, argv: Sequence[str], address_file: Path) -> AsyncIterator[tuple[str, float]]:
+async def process_of(
+    module: str, argv: Sequence[str], address_file: Path, pid_file: Path | None = None
+) -> AsyncIterator[tuple[str, float]]:
     """Runs a daemon's module; yields its address and the seconds from start to its listening."""
     start = time.monotonic()
     process = await asyncio.create_subprocess_exec(
@@ -66,6 +68,8 @@ async def process_of(module: str, argv: Sequence[str], address_file: Path) -> As
         str(address_file),
         env={**os.environ, "PYTHONPATH": str(SOURCES)},
     )
+    if pid_file is not None:
+        pid_file.write_text(str(process.pid))
     try:
         while not address_file.exists():
             assert process.returncode is None, f"{module} left with {process.returncode}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextvars import copy_context
 from pathlib import Path
 
@@ -36,45 +37,110 @@ def test_a_file_names_keys_and_their_tenants(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("content", "said"),
     [
-        ("", "no API key"),
-        ("# only a comment\n", "no API key"),
-        ("short\n", "line 1"),
-        (f"{ALICE}\n{BOB} b o b\n", "line 2"),
-        (f"{ALICE}\n{ALICE} again\n", "repeats"),
+        (b"", "no API key"),
+        (b"# only a comment\n", "no API key"),
+        (b"short\n", "line 1"),
+        (ALICE.encode() + b" b o b\n", "line 1"),
+        (f"{ALICE}\n{ALICE} again\n".encode(), "repeats"),
+        ("ключ-из-шестнадцати-знаков".encode(), "ASCII"),
+        (ALICE.encode("utf-16"), "UTF-8"),
+        (ALICE.encode() + b" \x1b[2J\n", "printable"),
+        (ALICE.encode() + b" \xff\n", "line 1"),
+        (b"x" * (2 << 20), "more than"),
     ],
 )
-def test_a_file_that_cannot_be_meant_is_refused_without_quoting_it(tmp_path: Path, text: str, said: str) -> None:
+def test_a_file_without_a_key_that_counts_is_refused_and_not_quoted(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "keys").write_bytes(content)
     with pytest.raises(MeshError, match=said) as refused:
-        ApiKeys(key_file(tmp_path, text))
+        ApiKeys(tmp_path / "keys")
     assert ALICE not in str(refused.value) and "short" not in str(refused.value)
     with pytest.raises(MeshError, match="cannot be read"):
         ApiKeys(tmp_path / "nowhere")
 
 
-def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path) -> None:
+def test_what_can_be_read_counts_and_the_rest_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One bad line neither shuts out the good ones nor passes in silence; a byte order mark is no part of a key."""
+    path = tmp_path / "keys"
+    path.write_bytes(
+        b"\xef\xbb\xbf" + f"{ALICE} alice\nshort\nключ-ключ-ключ-ключ\n{BOB} bob\n{ADMIN}\n{ADMIN} x\n".encode()
+    )
+    keys = ApiKeys(path)
+    assert keys.find(ALICE) == Caller("alice") and keys.find(BOB) == Caller("bob")
+    assert keys.find("ключ-ключ-ключ-ключ") is None
+    assert keys.find(ADMIN) is None, "which of two lines is meant is not for us to guess"
+    reported = [record.radixmesh_fields["error"] for record in caplog.records]  # type: ignore[attr-defined]
+    assert [re.search(r"line (\d)", text)[1] for text in reported] == ["2", "3", "6"]  # type: ignore[index]
+    assert "short" not in str(reported)
+
+
+def test_a_key_with_a_star_says_itself_whose_requests_are(tmp_path: Path) -> None:
+    assert ApiKeys(key_file(tmp_path, f"{ALICE} *\n")).find(ALICE) == Caller(may_name_tenant=True)
+
+
+def test_a_changed_file_counts_at_once_whatever_is_left_of_it(tmp_path: Path) -> None:
     now = 100.0
     path = key_file(tmp_path, f"{ALICE}\n")
     keys = ApiKeys(path, clock=lambda: now)
 
     def replace(text: str, mtime_s: int) -> None:
+        nonlocal now
         key_file(tmp_path, text, "new").replace(path)
         os.utime(path, (mtime_s, mtime_s))
+        now += 1.5
 
-    replace(f"{BOB} bob\n", 1000)
+    key_file(tmp_path, f"{BOB} bob\n", "new").replace(path)
     assert keys.find(BOB) is None, "the file is looked at once a second"
-    now += 1.5
+    replace(f"{BOB} bob\n", 1000)
     assert keys.find(BOB) == Caller("bob") and keys.find(ALICE) is None
     replace("broken\n", 2000)
-    now += 1.5
+    assert keys.find(BOB) is None, "a key that was taken away opens nothing, even where the rest is broken"
+    replace(f"{BOB} bob\n", 3000)
+    assert keys.find(BOB) == Caller("bob")
+    replace("", 4000)
+    assert keys.find(BOB) is None
+    replace(f"{BOB} bob\n", 5000)
     assert keys.find(BOB) == Caller("bob")
     path.unlink()
     now += 1.5
-    assert keys.find(BOB) == Caller("bob")
-    replace(f"{ALICE}\n", 3000)
-    now += 1.5
+    assert keys.find(BOB) is None
+    replace(f"{ALICE}\n", 6000)
     assert keys.find(BOB) is None and keys.find(ALICE) == Caller("")
+
+
+def test_a_file_that_others_can_write_holds_no_key(tmp_path: Path) -> None:
+    now = 100.0
+    path = key_file(tmp_path, f"{ALICE}\n")
+    keys = ApiKeys(path, clock=lambda: now)
+    path.chmod(0o646)
+    now += 1.5
+    assert keys.find(ALICE) is None
+    with pytest.raises(MeshError, match="everybody may write"):
+        ApiKeys(path)
+    path.chmod(0o660)
+    now += 1.5
+    assert keys.find(ALICE) == Caller(""), "a group is somebody's choice"
+    tmp_path.chmod(0o777)
+    with pytest.raises(MeshError, match="folder"):
+        ApiKeys(path)
+    tmp_path.chmod(0o1777)  # As /tmp, or the folder of a Kubernetes secret.
+    assert ApiKeys(path).find(ALICE) == Caller("")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(MeshError, match="regular"):
+        ApiKeys(tmp_path / "pipe")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_file_of_another_user_holds_no_key(tmp_path: Path) -> None:
+    path = key_file(tmp_path, f"{ALICE}\n")
+    os.chown(path, 65534, 65534)
+    with pytest.raises(MeshError, match="belongs to user 65534"):
+        ApiKeys(path)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(MeshError, match="belongs to user 65534"):
+        ApiKeys(link)
 
 
 def test_a_bearer_header_is_taken_apart() -> None:
@@ -115,7 +181,8 @@ def test_what_a_key_opens(tmp_path: Path) -> None:
         assert got == expected, (key, is_admin)
 
 
-def test_a_tenant_beside_a_key_overrides_what_requests_say() -> None:
+def opened(message: GenerateRequest, caller: Caller, **settings: bool) -> GenerateRequest:
+    """The request as the router takes it from this caller."""
     progress = Progress()
     progress.loaded()
     parts = {
@@ -126,16 +193,40 @@ def test_a_tenant_beside_a_key_overrides_what_requests_say() -> None:
         "progress": progress,
         "metrics": Metrics(),
     }
-    router = Router(RouterSettings(), **parts)  # type: ignore[arg-type]
+    router = Router(RouterSettings(**settings), **parts)  # type: ignore[arg-type]
 
-    def opened(message: GenerateRequest, caller: Caller) -> GenerateRequest:
-        def open_as() -> GenerateRequest:
-            set_caller(caller)
-            return router.open(message).message
+    def open_as() -> GenerateRequest:
+        set_caller(caller)
+        return router.open(message).message
 
-        return copy_context().run(open_as)
+    return copy_context().run(open_as)
 
-    assert opened(GenerateRequest(text="x", tenant="mallory"), Caller("alice")).tenant == "alice"
-    assert opened(GenerateRequest(text="x", tenant="bob"), Caller()).tenant == "bob"
+
+def test_the_key_says_whose_a_request_is() -> None:
+    alice, nobody, gateway = Caller("alice"), Caller(""), Caller(may_name_tenant=True)
+    assert opened(GenerateRequest(text="x", tenant="mallory"), alice).tenant == "alice"
+    assert opened(GenerateRequest(text="x", tenant="alice"), nobody).tenant == "", "a key without a tenant claims none"
+    assert opened(GenerateRequest(text="x", tenant="bob"), gateway).tenant == "bob"
+    assert opened(GenerateRequest(text="x", tenant="bob"), Caller()).tenant == "bob", "no key was asked for"
     resume = Resume(resolved=Resolved(request_id="r", tenant="mallory"), resumption=1)
-    assert opened(GenerateRequest(resume=resume), Caller("alice")).resume.resolved.tenant == "alice"
+    assert opened(GenerateRequest(resume=resume), alice).resume.resolved.tenant == "alice"
+
+
+def test_tenants_share_no_cached_prefix_unless_the_operator_wants_it() -> None:
+    def salt_of(caller: Caller, salt: str, tenant: str = "", **settings: bool) -> str:
+        return opened(GenerateRequest(text="x", cache_salt=salt, tenant=tenant), caller, **settings).cache_salt
+
+    alice, bob, nobody, gateway = Caller("alice"), Caller("bob"), Caller(""), Caller(may_name_tenant=True)
+    salts = [salt_of(caller, salt) for caller in (alice, bob, nobody) for salt in ("", "s", "s" * 256)]
+    assert len(set(salts)) == len(salts) and "" not in salts
+    assert all(len(salt.encode()) <= 256 for salt in salts), "what was within the bound still is"
+    assert salt_of(alice, "s") == salt_of(alice, "s") == salt_of(gateway, "s", tenant="alice")
+    # A name space is reached by its own tenant alone, whatever is sent.
+    theirs = salt_of(alice, "s")
+    assert not salt_of(bob, theirs).startswith(theirs) and not salt_of(nobody, theirs).startswith(theirs)
+    # A resumed request brings the salt that its first router made.
+    for sender, is_same in ((alice, True), (bob, False)):
+        resume = Resume(resolved=Resolved(request_id="r", cache_salt=theirs), resumption=1)
+        assert (opened(GenerateRequest(resume=resume), sender).resume.resolved.cache_salt == theirs) is is_same
+    assert salt_of(Caller(), "s") == salt_of(bob, "s", share_cache_across_tenants=True) == "s"
+    assert salt_of(alice, "s" * 257) == "s" * 257, "refused by the check of the request, with its own length"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from radixmesh.cli.access import Access
 from radixmesh.cli.chat_commands import NAMES, ChatState, run_command
 from radixmesh.cli.chat_conversation import Conversation
 from radixmesh.cli.chat_input import default_history_file
@@ -99,8 +100,8 @@ def test_every_command_of_the_help_is_one() -> None:
 
 def test_routers_are_those_named_then_those_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RADIXMESH_ROUTER", "c:3, d:4")
-    assert find_routers(["a:1,b:2", "e:5"], None) == ["a:1", "b:2", "e:5"]
-    assert find_routers([], None) == ["c:3", "d:4"]
+    assert find_routers(["a:1,b:2", "e:5"], None, Access()) == ["a:1", "b:2", "e:5"]
+    assert find_routers([], None, Access()) == ["c:3", "d:4"]
 
 
 def test_history_lies_in_the_state_folder(monkeypatch: pytest.MonkeyPatch) -> None:

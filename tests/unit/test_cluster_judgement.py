@@ -1,11 +1,18 @@
 """When a process counts as hung, and how soon it is started again."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from radixmesh.daemons.cluster.backoff import RestartBackoff
 from radixmesh.daemons.cluster.compose import HealthCheck
+from radixmesh.daemons.cluster.cpu_starvation import CpuStarvation
 from radixmesh.daemons.cluster.hang_detector import HangDetector, ProbeAnswer, Verdict
 
 SERVING, NOT_SERVING = ProbeAnswer.SERVING, ProbeAnswer.NOT_SERVING
@@ -58,6 +65,56 @@ def test_a_pause_of_the_supervisor_is_not_one_of_the_process():
     detector = make_detector()
     detector.observe(SERVING, elapsed_s=1.0, excused=False)
     assert detector.observe(SILENT, elapsed_s=3600.0, excused=False) is Verdict.UNWELL
+
+
+@pytest.mark.parametrize(
+    ("starved_s", "expected"),
+    [
+        (0.0, 5),
+        (0.5, 10),
+        (0.75, 20),
+        (1.0, 25),  # What hangs while it computes waits for a CPU too, and is found in the end.
+        (7.0, 25),
+    ],
+)
+def test_time_without_a_cpu_does_not_count(starved_s, expected):
+    detector = make_detector()
+    detector.observe(SERVING, elapsed_s=1.0, excused=False)
+    num_checks = 1
+    while detector.observe(SILENT, elapsed_s=1.0, excused=False, starved_s=starved_s) is not Verdict.HUNG:
+        num_checks += 1
+    assert num_checks in (expected, expected + 1), "sums of floats"
+
+
+def test_a_busy_process_without_a_cpu_starves_and_a_stopped_one_does_not():
+    cpu = min(os.sched_getaffinity(0))
+    endless = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, {{{cpu}}})\nwhile True: pass"]
+    processes = [subprocess.Popen(endless) for _ in range(3)]
+    try:
+        starved = CpuStarvation(processes[0].pid)
+        stopped = CpuStarvation(processes[1].pid)
+        started = time.monotonic()
+        while starved.take_s() < 0.05:  # Until they run at all.
+            assert time.monotonic() - started < 60
+            time.sleep(0.1)
+        processes[1].send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        stopped.take_s()
+        started, starved_s = time.monotonic(), starved.take_s()
+        time.sleep(1.0)
+        starved_s, waited_s = starved.take_s(), time.monotonic() - started
+        assert 0.1 * waited_s < starved_s < 1.2 * waited_s
+        assert stopped.take_s() == 0.0
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_a_process_that_is_gone_does_not_starve():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert CpuStarvation(process.pid).take_s() == 0.0
 
 
 def test_backoff_doubles_to_its_limit_and_starts_over_after_a_stable_run():

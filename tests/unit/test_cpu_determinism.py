@@ -176,17 +176,3 @@ def test_tiles_cover_all_rows_with_their_sizes_only(sizes: set[int], num_rows: i
     x = torch.arange(tiles.padded(num_rows))
     (mapped,) = tiles.map(lambda inputs: (inputs[0] * 2,), (x,))
     assert torch.equal(mapped, x * 2)
-
-
-def test_rows_are_computed_one_by_one_where_nothing_can_be_verified(
-    load: Load, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = _one_by_one(load("tiny", 1), ids := _ids(load("tiny", 1), 3, 20))
-    monkeypatch.setattr("radixmesh.daemons.worker.cpu.determinism.agreeing_sizes", lambda *_: ())
-    runner = load_cpu_runner(TINY_LLAMA, num_pages=64, threads=1)
-    assert isinstance(runner, CpuRunner)
-    assert "row_tiles_not_verified" in caplog.text
-    stream = Stream(0, ids, np.arange(20, dtype=np.int32))
-    (whole,) = runner.logits([stream.segment(20, 1, samples=False)])
-    assert _same_bits(whole, _one_by_one(runner, ids))
-    assert np.abs(whole - expected).max() < 1e-4

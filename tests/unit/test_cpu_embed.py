@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from support.llama_folders import TINY_LLAMA
 from support.model_folders import random_model, save_model
 from support.plans import admit
+from support.rounding import model_tolerance
 from support.segments import scattered_pages
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -26,7 +27,6 @@ from radixmesh.daemons.worker.executor import StepExecutor
 from radixmesh.daemons.worker.runner import SampleInput, Segment
 
 _SHAPES = ("llama", "qwen3_late_windows", "mixtral")
-_TOLERANCE = 1e-5
 
 Load = Callable[[str], CpuRunner]
 
@@ -86,6 +86,10 @@ def _hidden(folder: Path, ids: IntArray) -> np.ndarray:
         return model.model(torch.from_numpy(ids).long()[None]).last_hidden_state[0].numpy()
 
 
+def _config(folder: Path) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("shape", [*_SHAPES, "tiny"])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 1), (150, 150), (150, 7), (400, 128)])
 def test_the_mean_equals_that_of_transformers(
@@ -94,7 +98,8 @@ def test_the_mean_equals_that_of_transformers(
     ids = _ids(runner := load(shape), length)
     hidden = _hidden(folders[shape], ids)
     assert hidden.std() > 0.5
-    assert np.abs(_embed(runner, ids, chunk) - hidden.mean(axis=0, dtype=np.float64)).max() <= _TOLERANCE
+    tolerance = model_tolerance(_config(folders[shape]), length, np.abs(hidden).max())
+    assert np.abs(_embed(runner, ids, chunk) - hidden.mean(axis=0, dtype=np.float64)).max() <= tolerance
 
 
 @pytest.mark.parametrize("chunk", [150, 7])
@@ -102,7 +107,9 @@ def test_the_last_state_equals_that_of_transformers(folders: dict[str, Path], ch
     runner = load_cpu_runner(folders["llama"], num_pages=200, threads=1, embed_pooling="last")
     assert isinstance(runner, CpuRunner)
     ids = _ids(runner, 150)
-    assert np.abs(_embed(runner, ids, chunk) - _hidden(folders["llama"], ids)[-1]).max() <= 10 * _TOLERANCE
+    hidden = _hidden(folders["llama"], ids)
+    tolerance = model_tolerance(_config(folders["llama"]), len(ids), np.abs(hidden).max())
+    assert np.abs(_embed(runner, ids, chunk) - hidden[-1]).max() <= tolerance
 
 
 def test_another_pooling_is_refused_with_the_known_ones() -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from support.fp8_folders import FP8, Form, dequantised_model, edit, quantization_config, write_fp8
 from support.llama_folders import TINY_LLAMA, random_llama, save_llama
+from support.rounding import model_tolerance
 from support.segments import Stream
+from transformers import AutoConfig
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
@@ -46,10 +48,15 @@ def _wanted(folder: Path) -> torch.Tensor:
     return logits
 
 
+def _assert_near(got: torch.Tensor, wanted: torch.Tensor, folder: Path) -> None:
+    tolerance = model_tolerance(AutoConfig.from_pretrained(folder), len(_IDS), float(wanted.abs().max()))
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize("form", Form)
 def test_logits_are_those_of_the_dequantised_weights(tmp_path: Path, form: Form) -> None:
     folder = _random_folder(tmp_path, form)
-    torch.testing.assert_close(_logits(folder), _wanted(folder), rtol=1e-4, atol=1e-4)
+    _assert_near(_logits(folder), _wanted(folder), folder)
 
 
 @pytest.mark.parametrize("form", [Form.BLOCK, Form.TENSOR, Form.COMPRESSED_CHANNEL])
@@ -57,12 +64,12 @@ def test_a_model_that_was_taught_texts_gives_the_same_greedy_tokens(tmp_path: Pa
     folder = write_fp8(TINY_LLAMA, tmp_path / "fp8", form)
     got, want = _logits(folder), _wanted(folder)
     assert got.argmax(-1).tolist() == want.argmax(-1).tolist()
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    _assert_near(got, want, folder)
 
 
 def test_modules_that_stayed_as_they_were_are_read_as_they_are(tmp_path: Path) -> None:
     folder = _random_folder(tmp_path, Form.TENSOR, kept=("layers.1.self_attn.o_proj", "down_proj"))
-    torch.testing.assert_close(_logits(folder), _wanted(folder), rtol=1e-4, atol=1e-4)
+    _assert_near(_logits(folder), _wanted(folder), folder)
 
 
 def test_a_shard_may_hold_the_scales_of_anothers_weight(tmp_path: Path) -> None:
@@ -78,7 +85,7 @@ def test_a_shard_may_hold_the_scales_of_anothers_weight(tmp_path: Path) -> None:
         save_file({tensor: tensors[tensor] for tensor in names}, folder / name)
     weight_map = {tensor: name for name, names in parts.items() for tensor in names}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    torch.testing.assert_close(_logits(folder), wanted, rtol=1e-4, atol=1e-4)
+    _assert_near(_logits(folder), wanted, folder)
 
 
 def _error(folder: Path, reason: str = "BAD_CHECKPOINT") -> MeshError:

@@ -175,7 +175,8 @@ def test_equal_attempt_on_another_stream_attaches_where_that_stream_stands() -> 
     world.run(2)
     assert len(old.tokens) == num_old
     assert new.tokens == world.expected(new.submission)
-    assert old.finished is None and new.finished is not None
+    assert old.finished is not None and old.finished.error is not None and new.finished is not None
+    assert old.finished.error.reason == common_pb2.ERROR_REASON_SUPERSEDED, "its stream may be open still"
     other = world.submit([9, 9], key=old.submission.key, attempt=0)
     assert other.rejected is None, "an ended attempt on a new handle runs again"
 
@@ -261,6 +262,46 @@ def test_flush_empties_both_caches_once_idle() -> None:
     world.run()
     assert again.tokens == late.tokens
     world.check_clean()
+
+
+def test_wishes_for_a_flush_are_apart() -> None:
+    world = World()
+    flush = world.planner.flush
+    first, second = flush.wish(), flush.wish()
+    flush.withdraw(first)
+    late = world.submit(list(range(2, 30)), stop=Stop(max_tokens=4))
+    assert flush.is_wanted
+    world.plan()
+    assert not flush.is_wanted, "it is on its way"
+    third = flush.wish()  # What runs from here on may be cached: that flush does not do for it.
+    world.run()
+    assert second.is_done and third.is_done and not first.is_done and flush.num_done == 2
+    assert late.tokens == world.expected(late.submission)
+    withdrawn = flush.wish()
+    flush.withdraw(withdrawn)
+    assert not flush.is_wanted
+    world.check_clean()
+
+
+def test_a_lost_epoch_repeats_a_flush_for_those_who_still_wait() -> None:
+    world = World()
+    flush = world.planner.flush
+    waits, gave_up = flush.wish(), flush.wish()
+    world.plan()
+    flush.withdraw(gave_up)
+    world.planner.end_epoch()
+    assert flush.is_wanted and not waits.is_done
+    flush.withdraw(waits)
+    assert not flush.is_wanted
+
+
+def test_waiting_flushes_are_bounded_in_number() -> None:
+    flush = World().planner.flush
+    wishes = [flush.wish() for _ in range(64)]
+    with pytest.raises(MeshError, match="64 callers"):
+        flush.wish()
+    flush.withdraw(wishes[0])
+    flush.wish()
 
 
 def test_new_epoch_readopts_and_continues_where_results_ended() -> None:

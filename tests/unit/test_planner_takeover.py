@@ -40,7 +40,44 @@ def test_the_same_attempt_on_another_stream_gets_the_tokens_that_are_there() -> 
     second = world.send(again(world, first))
     world.run()
     assert second.tokens == world.expected(second.submission)
-    assert first.finished is None, "its stream is not told: the rows go elsewhere"
+    assert first.finished is not None and first.finished.reason is FinishReason.ABORT, "nobody waits for ever"
+    assert first.finished.error is not None and first.finished.error.reason_name == "SUPERSEDED"
+    assert first.finished.num_output == len(first.tokens) < len(second.tokens)
+    world.check_clean()
+
+
+def test_a_higher_attempt_with_another_prompt_is_another_request() -> None:
+    world = World(eos_rate=0.0)
+    first = running(world)
+    other = world.send(replace(world.submission([9, 9]), key=first.submission.key, attempt=1 << 16, owner=2))
+    assert other.rejected is not None and other.rejected.error.reason_name == "DUPLICATE_REQUEST"
+    world.run()
+    assert first.tokens == world.expected(first.submission)
+
+
+def test_an_id_whose_resumed_request_has_ended_can_be_used_again() -> None:
+    world = World(eos_rate=0.0)
+    first = world.submit(PROMPT, stop=Stop(max_tokens=4), attempt=3 << 16)
+    world.run()
+    assert first.finished is not None and first.finished.reason is FinishReason.LENGTH
+    for wanted in (again(world, first, attempt=0), again(world, first, attempt=0, prompt_ids=np.array([8], np.int32))):
+        record = world.send(wanted)
+        world.run()
+        assert record.rejected is None
+        assert record.tokens == world.expected(record.submission)
+    world.check_clean()
+
+
+def test_a_stale_attempt_of_an_aborted_request_stays_aborted() -> None:
+    """The resumed stream was aborted; the first router, which has not heard of either, submits again."""
+    world = World(eos_rate=0.0)
+    first = running(world, attempt=1 << 16)
+    world.planner.abort(first.submission.key.request_id)
+    world.collect()
+    stale = world.send(again(world, first, attempt=1, resumed_output_ids=np.array(first.tokens[:2], np.int32)))
+    assert stale.finished is not None and stale.finished.reason is FinishReason.ABORT
+    world.run()
+    world.check_clean()
 
 
 def test_a_request_sent_once_more_with_another_seed_gets_tokens_of_that_seed() -> None:
@@ -100,6 +137,26 @@ def test_an_abort_of_older_attempts_says_nothing_about_later_ones() -> None:
     second = world.send(again(world, first, attempt=1, resumed_output_ids=np.array(first.tokens, np.int32)))
     world.run()
     assert second.tokens == world.expected(second.submission)
+
+
+def test_ids_are_names_within_a_tenant() -> None:
+    """What another tenant submits, resumes or aborts under the same id changes nothing, and tells nothing."""
+    world = World(eos_rate=0.0)
+    hers = running(world, tenant="alice")
+    key = hers.submission.key
+    assert key.tenant == "alice"
+    his = world.send(
+        replace(world.submission([9, 9]), key=replace(key, tenant="bob"), tenant="bob", attempt=9 << 16, owner=2)
+    )
+    assert world.planner.abort(key.request_id, tenant="carol") is AbortOutcome.UNKNOWN
+    assert world.planner.abort(key.request_id, below_attempt=1 << 30, tenant="bob") is AbortOutcome.FOUND
+    world.run()
+    assert his.finished is not None and his.finished.reason is FinishReason.ABORT
+    assert hers.tokens == world.expected(hers.submission)
+    assert world.planner.abort(key.request_id, tenant="carol") is AbortOutcome.UNKNOWN
+    assert world.planner.abort(key.request_id, tenant="alice") is AbortOutcome.FINISHED
+    assert world.planner.abort(key.request_id) is AbortOutcome.FINISHED
+    world.check_clean()
 
 
 def test_plans_stay_messages_that_a_worker_takes() -> None:

@@ -5,7 +5,13 @@ import pytest
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.fingerprint import ModelIdentity
-from radixmesh.daemons.runtime.hello import check_peer, identity_to_proto, make_hello
+from radixmesh.daemons.runtime.hello import (
+    MAX_CONTRACT_VERSION,
+    MIN_CONTRACT_VERSION,
+    check_peer,
+    identity_to_proto,
+    make_hello,
+)
 
 
 def _hello(**changes):
@@ -45,8 +51,8 @@ def test_a_difference_is_named(field, value, reason):
 @pytest.mark.parametrize("field", ["model_fingerprint", "tokenizer_fingerprint", "vocab_size", "sampler_version"])
 def test_what_a_peer_leaves_open_is_not_compared(field):
     empty = type(getattr(_hello().model, field))()
-    assert check_peer(_hello(), _hello(**{field: empty})) == 1
-    assert check_peer(_hello(), make_hello("i", "router")) == 1
+    assert check_peer(_hello(), _hello(**{field: empty})) == MAX_CONTRACT_VERSION
+    assert check_peer(_hello(), make_hello("i", "router")) == MAX_CONTRACT_VERSION
 
 
 def test_no_common_version_is_refused():
@@ -55,7 +61,7 @@ def test_no_common_version_is_refused():
     with pytest.raises(MeshError) as caught:
         check_peer(_hello(), theirs)
     assert caught.value.reason_name == "VERSION_MISMATCH"
-    assert caught.value.metadata == {"ours": "1-1", "theirs": "8-9"}
+    assert caught.value.metadata == {"ours": f"{MIN_CONTRACT_VERSION}-{MAX_CONTRACT_VERSION}", "theirs": "8-9"}
 
 
 def test_an_empty_hello_is_refused():

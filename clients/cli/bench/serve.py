@@ -42,7 +42,7 @@ def run(arguments: list[str]) -> int:
 
 
 async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    address = options.target or "grpc://" + ",".join(find_routers([], options.project))
+    address = options.target or "grpc://" + ",".join(find_routers([], options.project, access_of(options)))
     best = oracle_of(plain_turns(options)).hit_rate if options.oracle else None
     async with open_target(address, _target_options(options, address)) as target:
         vocab_size = await target.prepare()

@@ -8,6 +8,7 @@ from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.body import BodyReader
 from radixmesh.daemons.router.http.body_budget import BodyBudget
+from radixmesh.daemons.router.http.connection import ConnectionLimits
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.key_check import KeyCheck
 from radixmesh.daemons.router.http.parser_pool import ParserPool
@@ -49,8 +50,11 @@ def make_http_server(
     return HttpServer(
         app if guard.is_open else KeyCheck(app, guard, runtime.metrics),
         address,
-        idle_s=settings.http_idle_s,
-        stall_s=settings.client_stall_s + _CUT_AFTER_S,
-        max_connections=settings.http_connections,
+        limits=ConnectionLimits(
+            head_s=settings.http_head_s,
+            idle_s=settings.http_idle_s,
+            stall_s=settings.client_stall_s + _CUT_AFTER_S,
+            max_connections=settings.http_connections,
+        ),
         tls=FollowedContext(settings.tls) if settings.tls.has_server else None,
     )

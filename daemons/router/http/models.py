@@ -18,23 +18,27 @@ class ModelsEndpoint:
         self._context = context
 
     async def __call__(self, request: Request) -> Response:
-        models = self._context.router.schedulers.models()
+        schedulers = self._context.router.schedulers
+        models = schedulers.models()
         name = request.path_params.get("name")
         if name is None:
-            return JSONResponse({"object": "list", "data": [self._entry(model) for model in models]})
-        for model in models:
-            if model.name == name:
-                return JSONResponse(self._entry(model))
+            named = [(model, id) for model in models for id in (model.name, *schedulers.aliases_of(model.name))]
+            return JSONResponse({"object": "list", "data": [self._entry(model, id) for model, id in named]})
+        found = schedulers.served(name)
+        if found is not None:
+            return JSONResponse(self._entry(found, name))
         served = ", ".join(model.name for model in models) or "none"
         message = f"no scheduler serves {name!r}: choose one of {served}"
         raise MeshError(ErrorReason.ERROR_REASON_UNKNOWN_MODEL, message, {"model": str(name)})
 
-    def _entry(self, model: ServedModel) -> dict[str, object]:
+    def _entry(self, model: ServedModel, id: str) -> dict[str, object]:
+        """One model under its own name or an alias, which `root` leads back to the name."""
         return {
-            "id": model.name,
+            "id": id,
             "object": "model",
             "created": self._context.created,
             "owned_by": "radixmesh",
+            "root": model.name,
             "parent": model.base_model or None,
             "max_model_len": model.identity.max_total_len,
             "vocab_size": model.identity.vocab_size,

@@ -19,6 +19,7 @@ from radixmesh.daemons.router.http.field_decoders import MaybeRaw, check_entries
 from radixmesh.daemons.router.http.json_shape import Bytes
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.request_ids import HTTP_REQUEST_ID_PATTERN
 from radixmesh.daemons.runtime.sampling import (
     MAX_LOGIT_BIASES,
     MAX_STOP_IDS,
@@ -35,7 +36,8 @@ Milliseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # Texts that travel with every message of a request.
 Name = Annotated[str, Meta(max_length=256)]
 # It comes back as a header, and names the request in logs.
-RequestId = Annotated[str, Meta(pattern=r"\A[!-~]{1,200}\Z")]
+# `$` would let a last line break pass.
+RequestId = Annotated[str, Meta(pattern=HTTP_REQUEST_ID_PATTERN.removesuffix("$") + r"\Z")]
 
 _MAX_U64 = (1 << 64) - 1
 _INT = msgspec.json.Decoder(int)

@@ -13,7 +13,7 @@ import msgspec
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.field_decoders import invalid, list_of, text_of
-from radixmesh.daemons.router.http.json_shape import Bytes, shape_of
+from radixmesh.daemons.router.http.json_shape import Bytes, bound_of_values, shape_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
@@ -66,19 +66,22 @@ def split_prompts(raw: Bytes, field: str, most: int = MAX_PROMPTS) -> RawPrompts
 
 def ids_of(raw: Bytes, field: str, max_ids: int = MAX_IDS) -> array[int]:
     """A list of ids. Raises INVALID_ARGUMENT, and PROMPT_TOO_LONG for max_ids or more."""
-    whole = bytes(raw)
-    num = whole.count(b",") + 1
-    # Commas of texts are none between ids: such a list is refused below, for what it is.
-    if num >= max_ids and shape_of(whole).num_entries == num:
+    num = bound_of_values(raw)
+    # Of anything but ids it would be a bound: such a list is refused below, for what it is.
+    if num > max_ids and (num := shape_of(raw).num_entries) >= max_ids:
         raise prompt_too_long(num, max_ids)
     ids: array[int] = array("i")
-    start, end = 1, len(whole) - 1
+    view = memoryview(raw)
+    start, end = 1, len(view) - 1
     while start < end:
-        stop = whole.rfind(b",", start, start + _SLICE_BYTES) if end - start > _SLICE_BYTES else end
-        if stop < 0:
-            raise no_form(field)
-        ids.extend(_slice_of_ids(whole[start:stop], field))
-        start = stop + 1
+        part = bytes(view[start : min(end, start + _SLICE_BYTES)])
+        if start + _SLICE_BYTES < end:
+            cut = part.rfind(b",")
+            if cut < 0:  # A number as long as that, or so many spaces.
+                raise no_form(field)
+            part = part[:cut]
+        ids.extend(_slice_of_ids(part, field))
+        start += len(part) + 1
     return ids
 
 
@@ -96,6 +99,7 @@ def requests_of(
         request = router_pb2.GenerateRequest()
         request.CopyFrom(template)
         set_prompt(request, prompt)
+        del prompt  # While the request is sent on, its text is there once.
         yield request
 
 

@@ -28,6 +28,7 @@ class RequestGroup:
         # One place: a pump waits, and its delivery merges, until the consumer has taken what is there.
         self._queue: asyncio.Queue[GroupMessage | BaseException | None] = asyncio.Queue(1)
         self._num_open = len(requests)
+        self._being_written: RequestStream | None = None
         try:
             for request in requests:
                 stream = router.open(request)
@@ -41,8 +42,12 @@ class RequestGroup:
         """The next message of any request, None after the last. May be cancelled and called again, once every request
         has said its first. Raises MeshError when one fails."""
         if len(self._streams) == 1:
-            message = await self._streams[0].take()
+            (self._being_written,) = self._streams
+            message = await self._being_written.take()
             return None if message is None else (0, message)
+        if self._being_written is not None:
+            self._being_written.delivery.stop_writing()
+            self._being_written = None
         if not self._pumps:
             self._pumps = [asyncio.ensure_future(self._pump(i, stream)) for i, stream in enumerate(self._streams)]
         while self._num_open:
@@ -50,9 +55,16 @@ class RequestGroup:
             if isinstance(item, BaseException):
                 raise item
             if item is not None:
+                self._being_written = self._streams[item[0]]
+                self._being_written.delivery.start_writing()
                 return item
             self._num_open -= 1
         return None
+
+    def progressed(self) -> None:
+        """The client has taken some of what is being written to it."""
+        if self._being_written is not None:
+            self._being_written.delivery.progressed()
 
     def close(self) -> None:
         """Ends what still runs. Idempotent."""
@@ -69,6 +81,8 @@ class RequestGroup:
         with suppress(asyncio.CancelledError):
             try:
                 while (message := await stream.take()) is not None:
+                    # It waits for the others' messages: that is no stall of the client's.
+                    stream.delivery.stop_writing()
                     await self._queue.put((place, message))
                 await self._queue.put(None)
             except Exception as error:

@@ -29,11 +29,10 @@ class TokenizeEndpoint:
             if item.HasField("error"):
                 raise MeshError.from_proto(item.error)
         ids = [unpack_ints(item.ids, "ids") for item in encoded]
-        models = self._context.router.schedulers.models()
-        identity = next((model.identity for model in models if body.model in (None, "", model.name)), None)
+        served = self._context.router.schedulers.served(body.model or "")
         fields = {
             "count": sum(map(len, ids)),
-            "max_model_len": identity.max_total_len if identity is not None else None,
+            "max_model_len": served.identity.max_total_len if served is not None else None,
         }
         return ids_answer(fields, "tokens", ids, body.ignored_headers(), is_list=body.is_batch)
 

@@ -12,18 +12,17 @@ log = get_logger(__name__)
 
 
 class FollowedContext:
-    """context: what the server is given. Every handshake goes on in a context of the files as they are then."""
+    """The context of the files as they are now, for the next handshake. A session of a former context is not resumed
+    in the next one."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises MeshError naming a file that cannot be used."""
         self._files = files
         self._stamp = files.stamp()
         self._current = files.server_context()
-        self.context = files.server_context()
-        # Called whether or not the client names a server.
-        self.context.sni_callback = self._choose
 
-    def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, first: ssl.SSLContext) -> None:
+    def current(self) -> ssl.SSLContext:
+        """Files that are half replaced stay unused until they fit each other."""
         stamp = self._files.stamp()
         if stamp != self._stamp:
             try:
@@ -33,4 +32,4 @@ class FollowedContext:
             else:
                 self._stamp = stamp
                 log.info("certificates_reloaded", cert_file=self._files.cert_file)
-        connection.context = self._current
+        return self._current

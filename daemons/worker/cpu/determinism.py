@@ -3,40 +3,75 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
 from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.worker.models.model import Model, RowProbe
-from radixmesh.daemons.worker.tiles import RowTiles, agreeing_sizes
+from radixmesh.daemons.worker.models.model import RowProbe
+from radixmesh.daemons.worker.tiles import RowTiles, agreeing_sizes, sizes_agree
 
 _log = get_logger(__name__)
 
 # One row alone is a matrix-vector product, which adds in another order and is not faster than two rows.
 _CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
-_PROBE_ROWS = 16
+# Another order of additions shows in many numbers of a row, but a row of a router's result may have two of them: as
+# many rows as give so many numbers, within limits.
+_PROBE_NUMBERS = 4096
+_PROBE_ROWS = (16, 512)
 
 
-def verified_tiles(model: Model, device: torch.device) -> RowTiles:
-    """Tiles that keep a row's bits, by trial of every kind of row function with the model's own weights.
+def verified_tiles(probes: Sequence[RowProbe], device: torch.device) -> RowTiles:
+    """Tiles that keep a row's bits, by trial of every row function of a model with the model's own weights.
 
-    Usually very tall tiles add in another order than the others. If no
-    set of sizes serves all functions, rows are computed one by one, with a warning: slow, and right by construction.
+    The first function of a name is tried in full, the others of that name (other layers, other experts) in the sizes
+    that are left. Usually very short and very tall tiles add in another order than the others. A function that no
+    set of sizes serves is run one row at a time, with a warning: slow, and right by construction.
     """
     started = time.monotonic()
-    candidates: tuple[int, ...] = _CANDIDATES
-    for probe in model.row_probes():
-        agreeing = agreeing_sizes(probe.function, _probe_rows(probe, device), candidates)
-        if not agreeing:
-            _log.warning("row_tiles_not_verified", function=probe.name, tried=candidates, fallback="one row at a time")
-            return RowTiles((1,))
-        candidates = agreeing
-    _log.info("row_tiles_verified", sizes=candidates, seconds=round(time.monotonic() - started, 3))
-    return RowTiles(candidates)
+    sizes: tuple[int, ...] = _CANDIDATES
+    row_by_row: list[RowProbe] = []
+    tried: set[str] = set()
+    for probe in probes:
+        rows = _probe_rows(probe, device)
+        if probe.name in tried and sizes_agree(probe.function, rows, sizes):
+            continue
+        tried.add(probe.name)
+        agreeing = agreeing_sizes(probe.function, rows, sizes)
+        if agreeing:
+            sizes = agreeing
+        else:
+            row_by_row.append(probe)
+    if row_by_row:
+        _log.warning(
+            "row_tiles_not_verified",
+            functions=sorted({probe.name for probe in row_by_row}),
+            num_functions=len(row_by_row),
+            tried=_CANDIDATES,
+            fallback="one row at a time",
+        )
+    if len(row_by_row) == len(probes):
+        return RowTiles((1,))
+    _log.info(
+        "row_tiles_verified",
+        sizes=sizes,
+        num_functions=len(probes) - len(row_by_row),
+        seconds=round(time.monotonic() - started, 3),
+    )
+    return RowTiles(sizes, [probe.function for probe in row_by_row])
 
 
 def _probe_rows(probe: RowProbe, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Distinct rows of ordinary magnitude, a power of two of them."""
+    least, most = _PROBE_ROWS
+    outputs = probe.function(_random_rows(probe, least, device))
+    numbers = sum(x[0].numel() for x in outputs if x.is_floating_point())
+    rows = least
+    while rows < most and rows * numbers < _PROBE_NUMBERS:
+        rows *= 2
+    return _random_rows(probe, rows, device)
+
+
+def _random_rows(probe: RowProbe, num_rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    return tuple(
-        torch.randn(_PROBE_ROWS, *shape, generator=generator).to(device, dtype) for shape, dtype in probe.inputs
-    )
+    return tuple(torch.randn(num_rows, *shape, generator=generator).to(device, dtype) for shape, dtype in probe.inputs)

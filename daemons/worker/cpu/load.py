@@ -62,7 +62,7 @@ def load_runner(
             built.model.attention_shape,
             AttentionPlacement(device=placement.device, dtype=placement.dtype, is_deterministic=is_deterministic),
         )
-        tiles = verified_tiles(built.model, placement.device) if is_deterministic else RowTiles(None)
+        tiles = verified_tiles(built.model.row_probes(), placement.device) if is_deterministic else RowTiles(None)
         pool = KvPool(layout, num_pages=num_pages, page_size=page_size, dtype=placement.dtype, device=placement.device)
     return CpuRunner(built.model, pool, attention, tiles, hidden_pool, max_total_len=length, num_threads=num_threads)
 

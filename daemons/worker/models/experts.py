@@ -62,6 +62,9 @@ class RoutedExperts:
         self._weights = weights
         self._router = router
         self._group = placement.group
+        num_experts = weights.w_down_EFD.shape[0]
+        # Made once: `RowTiles` knows a function again by equality, which a new partial does not have.
+        self._experts = tuple(partial(self._expert, index) for index in range(num_experts))
 
     def compute(self, x_TD: torch.Tensor, num_rows: int, tiles: RowTiles) -> torch.Tensor:
         """Sum over each row's experts of weight x MLP(row), [T, D] in the dtype of x; zeros in padding rows.
@@ -84,7 +87,7 @@ class RoutedExperts:
         hidden = RowInput((weight.shape[2],), weight.dtype)
         return (
             RowProbe("route", self._route, (hidden,)),
-            RowProbe("expert", partial(self._expert, 0), (hidden,)),
+            *(RowProbe("expert", expert, (hidden,)) for expert in self._experts),
         )
 
     def _route(self, inputs: Tensors) -> Tensors:
@@ -108,7 +111,7 @@ class RoutedExperts:
             # Padding places compute row 0 once more; nobody reads them.
             rows = pairs.new_zeros(tiles.padded(len(pairs)))
             rows[: len(pairs)] = pairs // num_picks
-            (result_RD,) = tiles.map(partial(self._expert, index), (x_TD.index_select(0, rows),))
+            (result_RD,) = tiles.map(self._experts[index], (x_TD.index_select(0, rows),))
             results_PD[pairs] = result_RD[: len(pairs)].float()
         return results_PD.view(num_rows, num_picks, -1)
 

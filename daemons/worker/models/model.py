@@ -94,7 +94,8 @@ class Model(ABC):
 
     @abstractmethod
     def row_probes(self) -> tuple[RowProbe, ...]:
-        """Every kind of function that this model gives to `RowTiles.map`, once per set of weight shapes."""
+        """Every function that this model gives to `RowTiles.map`: of each layer and each expert, so that no matrix is
+        left out. Functions of one name have inputs and weights of the same shapes."""
 
 
 class BuiltModel(NamedTuple):

@@ -17,7 +17,7 @@ from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.daemons.worker.models.row_maths import rms_norm
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
-from .block import Block, create_block
+from .block import create_block
 from .config import DecoderConfig
 from .weights import DecoderWeights
 
@@ -75,13 +75,9 @@ class DecoderModel(Model):
         hidden = RowInput((config.hidden_size,), dtype)
         angles = RowInput((1, config.head_dim // 2), torch.float32)
         heads = RowInput((config.num_heads, config.head_dim), dtype)
-        # A block of each kind: those of a kind have the same shapes.
-        blocks: dict[type[Block], Block] = {}
-        for block in self._blocks:
-            blocks.setdefault(type(block), block)
         return (
-            RowProbe("project", self._blocks[0].attention.project, (hidden, angles, angles)),
-            *(probe for block in blocks.values() for probe in block.row_probes(hidden, heads)),
+            *(RowProbe("project", block.attention.project, (hidden, angles, angles)) for block in self._blocks),
+            *(probe for block in self._blocks for probe in block.row_probes(hidden, heads)),
             RowProbe("head", self._head, (hidden,)),
             RowProbe("final", self._final, (hidden,)),
         )

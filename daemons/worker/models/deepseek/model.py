@@ -66,16 +66,12 @@ class DeepseekModel(Model):
         hidden = RowInput((config.hidden_size,), dtype)
         angles = RowInput((1, config.rope_dim // 2), torch.float32)
         summed = RowInput((config.num_heads, config.latent_dim), dtype)
-        probes = [
-            RowProbe("project", self._blocks[0].attention.project, (hidden, angles, angles)),
+        return (
+            *(RowProbe("project", block.attention.project, (hidden, angles, angles)) for block in self._blocks),
+            *(probe for block in self._blocks for probe in block.row_probes(hidden, summed)),
             RowProbe("head", self._head, (hidden,)),
             RowProbe("final_norm", self._final, (hidden,)),
-        ]
-        for kind in (_DenseBlock, _MoeBlock):
-            block = next((block for block in self._blocks if isinstance(block, kind)), None)
-            if block is not None:
-                probes += block.row_probes(hidden, summed)
-        return tuple(probes)
+        )
 
     def _final(self, inputs: Tensors) -> Tensors:
         return (rms_norm(inputs[0], self._weights.final_norm_D, self._config.norm_eps).float(),)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from radixmesh.common.v1 import common_pb2 as radixmesh_dot_common_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*radixmesh/detokenizer/v1/detokenizer.proto\x12\x18radixmesh.detokenizer.v1\x1a radixmesh/common/v1/common.proto\"\xb9\x01\n\x11\x44\x65tokenizeRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12-\n\x05opens\x18\x02 \x03(\x0b\x32\x1e.radixmesh.detokenizer.v1.Open\x12\x33\n\x06tokens\x18\x03 \x01(\x0b\x32#.radixmesh.detokenizer.v1.TokenRows\x12\x15\n\rclose_handles\x18\x04 \x01(\x0c\"\xca\x01\n\x04Open\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x17\n\x0fprompt_tail_ids\x18\x03 \x01(\x0c\x12\x12\n\noutput_ids\x18\x04 \x01(\x0c\x12\x1a\n\x12\x65mitted_text_bytes\x18\x05 \x01(\x04\x12-\n\x04stop\x18\x06 \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12\x0f\n\x07\x65os_ids\x18\x07 \x01(\x0c\x12\x15\n\rtrace_context\x18\x08 \x01(\t\"g\n\tTokenRows\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x1c\n\x14\x66irst_output_indexes\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\x12\x0e\n\x06\x66inals\x18\x05 \x01(\x0c\"\xaa\x01\n\x12\x44\x65tokenizeResponse\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12/\n\x04rows\x18\x02 \x03(\x0b\x32!.radixmesh.detokenizer.v1.TextRow\x12\x38\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32&.radixmesh.detokenizer.v1.EntryFailure\"\x95\x01\n\x07TextRow\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x13\n\x0btext_offset\x18\x02 \x01(\x04\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x31\n\x04stop\x18\x05 \x01(\x0b\x32#.radixmesh.detokenizer.v1.StopMatch\x12\x10\n\x08is_final\x18\x06 \x01(\x08\"-\n\tStopMatch\x12\x0c\n\x04stop\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"Z\n\x0c\x45ntryFailure\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0f\n\x07is_lost\x18\x02 \x01(\x08\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error2\x81\x01\n\x12\x44\x65tokenizerService\x12k\n\nDetokenize\x12+.radixmesh.detokenizer.v1.DetokenizeRequest\x1a,.radixmesh.detokenizer.v1.DetokenizeResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*radixmesh/detokenizer/v1/detokenizer.proto\x12\x18radixmesh.detokenizer.v1\x1a radixmesh/common/v1/common.proto\"\xb9\x01\n\x11\x44\x65tokenizeRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12-\n\x05opens\x18\x02 \x03(\x0b\x32\x1e.radixmesh.detokenizer.v1.Open\x12\x33\n\x06tokens\x18\x03 \x01(\x0b\x32#.radixmesh.detokenizer.v1.TokenRows\x12\x15\n\rclose_handles\x18\x04 \x01(\x0c\"\xf4\x01\n\x04Open\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x17\n\x0fprompt_tail_ids\x18\x03 \x01(\x0c\x12\x12\n\noutput_ids\x18\x04 \x01(\x0c\x12\x1a\n\x12\x65mitted_text_bytes\x18\x05 \x01(\x04\x12-\n\x04stop\x18\x06 \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12\x0f\n\x07\x65os_ids\x18\x07 \x01(\x0c\x12\x15\n\rtrace_context\x18\x08 \x01(\t\x12\x18\n\x0bshares_with\x18\t \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_shares_with\"g\n\tTokenRows\x12\x0f\n\x07handles\x18\x01 \x01(\x0c\x12\x1c\n\x14\x66irst_output_indexes\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\x12\x0e\n\x06\x66inals\x18\x05 \x01(\x0c\"\xaa\x01\n\x12\x44\x65tokenizeResponse\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.radixmesh.common.v1.Hello\x12/\n\x04rows\x18\x02 \x03(\x0b\x32!.radixmesh.detokenizer.v1.TextRow\x12\x38\n\x08\x66\x61ilures\x18\x03 \x03(\x0b\x32&.radixmesh.detokenizer.v1.EntryFailure\"\x95\x01\n\x07TextRow\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x13\n\x0btext_offset\x18\x02 \x01(\x04\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\nnum_tokens\x18\x04 \x01(\r\x12\x31\n\x04stop\x18\x05 \x01(\x0b\x32#.radixmesh.detokenizer.v1.StopMatch\x12\x10\n\x08is_final\x18\x06 \x01(\x08\"-\n\tStopMatch\x12\x0c\n\x04stop\x18\x01 \x01(\t\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\"Z\n\x0c\x45ntryFailure\x12\x0e\n\x06handle\x18\x01 \x01(\x05\x12\x0f\n\x07is_lost\x18\x02 \x01(\x08\x12)\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x1a.radixmesh.common.v1.Error2\x81\x01\n\x12\x44\x65tokenizerService\x12k\n\nDetokenize\x12+.radixmesh.detokenizer.v1.DetokenizeRequest\x1a,.radixmesh.detokenizer.v1.DetokenizeResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,17 +35,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DETOKENIZEREQUEST']._serialized_start=107
   _globals['_DETOKENIZEREQUEST']._serialized_end=292
   _globals['_OPEN']._serialized_start=295
-  _globals['_OPEN']._serialized_end=497
-  _globals['_TOKENROWS']._serialized_start=499
-  _globals['_TOKENROWS']._serialized_end=602
-  _globals['_DETOKENIZERESPONSE']._serialized_start=605
-  _globals['_DETOKENIZERESPONSE']._serialized_end=775
-  _globals['_TEXTROW']._serialized_start=778
-  _globals['_TEXTROW']._serialized_end=927
-  _globals['_STOPMATCH']._serialized_start=929
-  _globals['_STOPMATCH']._serialized_end=974
-  _globals['_ENTRYFAILURE']._serialized_start=976
-  _globals['_ENTRYFAILURE']._serialized_end=1066
-  _globals['_DETOKENIZERSERVICE']._serialized_start=1069
-  _globals['_DETOKENIZERSERVICE']._serialized_end=1198
+  _globals['_OPEN']._serialized_end=539
+  _globals['_TOKENROWS']._serialized_start=541
+  _globals['_TOKENROWS']._serialized_end=644
+  _globals['_DETOKENIZERESPONSE']._serialized_start=647
+  _globals['_DETOKENIZERESPONSE']._serialized_end=817
+  _globals['_TEXTROW']._serialized_start=820
+  _globals['_TEXTROW']._serialized_end=969
+  _globals['_STOPMATCH']._serialized_start=971
+  _globals['_STOPMATCH']._serialized_end=1016
+  _globals['_ENTRYFAILURE']._serialized_start=1018
+  _globals['_ENTRYFAILURE']._serialized_end=1108
+  _globals['_DETOKENIZERSERVICE']._serialized_start=1111
+  _globals['_DETOKENIZERSERVICE']._serialized_end=1240
 # @@protoc_insertion_point(module_scope)

@@ -20,7 +20,7 @@ class DetokenizeRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., opens: _Optional[_Iterable[_Union[Open, _Mapping]]] = ..., tokens: _Optional[_Union[TokenRows, _Mapping]] = ..., close_handles: _Optional[bytes] = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("handle", "request_id", "prompt_tail_ids", "output_ids", "emitted_text_bytes", "stop", "eos_ids", "trace_context")
+    __slots__ = ("handle", "request_id", "prompt_tail_ids", "output_ids", "emitted_text_bytes", "stop", "eos_ids", "trace_context", "shares_with")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TAIL_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class Open(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     EOS_IDS_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SHARES_WITH_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     prompt_tail_ids: bytes
@@ -37,7 +38,8 @@ class Open(_message.Message):
     stop: _common_pb2.StopParams
     eos_ids: bytes
     trace_context: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_tail_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ..., emitted_text_bytes: _Optional[int] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., eos_ids: _Optional[bytes] = ..., trace_context: _Optional[str] = ...) -> None: ...
+    shares_with: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_tail_ids: _Optional[bytes] = ..., output_ids: _Optional[bytes] = ..., emitted_text_bytes: _Optional[int] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., eos_ids: _Optional[bytes] = ..., trace_context: _Optional[str] = ..., shares_with: _Optional[int] = ...) -> None: ...
 
 class TokenRows(_message.Message):
     __slots__ = ("handles", "first_output_indexes", "counts", "ids", "finals")

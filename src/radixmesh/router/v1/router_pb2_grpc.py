@@ -75,7 +75,7 @@ class RouterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends a request, whichever router runs it.
+        """Abort ends a request, whichever router runs it: of the tenant that the API key names, or of any where no key was asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,7 @@ class RouterServiceStub:
       Cancelling the call aborts the request.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]
-    """Abort ends a request, whichever router runs it."""
+    """Abort ends a request, whichever router runs it: of the tenant that the API key names, or of any where no key was asked for."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]
     """Tokenize encodes texts and chats as Generate would."""
     GetModelInfo: _grpc.UnaryUnaryMultiCallable[_router_pb2.GetModelInfoRequest, _router_pb2.GetModelInfoResponse]
@@ -64,7 +64,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
       Cancelling the call aborts the request.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_router_pb2.AbortRequest, _router_pb2.AbortResponse]  # type: ignore[assignment]
-    """Abort ends a request, whichever router runs it."""
+    """Abort ends a request, whichever router runs it: of the tenant that the API key names, or of any where no key was asked for."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_router_pb2.TokenizeRequest, _router_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Tokenize encodes texts and chats as Generate would."""
     GetModelInfo: _aio.UnaryUnaryMultiCallable[_router_pb2.GetModelInfoRequest, _router_pb2.GetModelInfoResponse]  # type: ignore[assignment]
@@ -94,7 +94,7 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.AbortResponse, _abc.Awaitable[_router_pb2.AbortResponse]]:
-        """Abort ends a request, whichever router runs it."""
+        """Abort ends a request, whichever router runs it: of the tenant that the API key names, or of any where no key was asked for."""
 
     @_abc_1.abstractmethod
     def Tokenize(

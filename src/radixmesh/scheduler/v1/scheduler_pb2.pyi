@@ -47,7 +47,7 @@ class ServeRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., stops: _Optional[_Iterable[_Union[FinishedByStop, _Mapping]]] = ..., aborts: _Optional[_Iterable[_Union[Abort, _Mapping]]] = ..., reservations: _Optional[_Iterable[_Union[Reservation, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("handle", "request_id", "index", "attempt", "sequence", "model", "task", "prompt_ids", "resumed_output_ids", "sampling", "stop", "logprobs_start", "cache_salt", "priority", "deadline_ms", "tenant", "grammar_hash", "blobs", "transfer_id", "embeddings", "send_kv_to", "trace_context")
+    __slots__ = ("handle", "request_id", "index", "attempt", "sequence", "model", "task", "prompt_ids", "resumed_output_ids", "sampling", "stop", "logprobs_start", "cache_salt", "priority", "deadline_ms", "tenant", "grammar_hash", "blobs", "transfer_id", "embeddings", "send_kv_to", "trace_context", "shares_with")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +70,7 @@ class Submit(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     SEND_KV_TO_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SHARES_WITH_FIELD_NUMBER: _ClassVar[int]
     handle: int
     request_id: str
     index: int
@@ -92,7 +93,8 @@ class Submit(_message.Message):
     embeddings: _containers.RepeatedCompositeFieldContainer[_common_pb2.EmbeddingSpan]
     send_kv_to: TransferTarget
     trace_context: str
-    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_common_pb2.Blob, _Mapping]]] = ..., transfer_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., send_kv_to: _Optional[_Union[TransferTarget, _Mapping]] = ..., trace_context: _Optional[str] = ...) -> None: ...
+    shares_with: int
+    def __init__(self, handle: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., attempt: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., prompt_ids: _Optional[bytes] = ..., resumed_output_ids: _Optional[bytes] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., logprobs_start: _Optional[int] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., grammar_hash: _Optional[str] = ..., blobs: _Optional[_Iterable[_Union[_common_pb2.Blob, _Mapping]]] = ..., transfer_id: _Optional[str] = ..., embeddings: _Optional[_Iterable[_Union[_common_pb2.EmbeddingSpan, _Mapping]]] = ..., send_kv_to: _Optional[_Union[TransferTarget, _Mapping]] = ..., trace_context: _Optional[str] = ..., shares_with: _Optional[int] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("transfer_id", "num_tokens", "lease_ms")
@@ -131,16 +133,18 @@ class FinishedByStop(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("abort_id", "request_id", "index", "below_attempt")
+    __slots__ = ("abort_id", "request_id", "index", "below_attempt", "tenant")
     ABORT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     BELOW_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     abort_id: int
     request_id: str
     index: int
     below_attempt: int
-    def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ServeResponse(_message.Message):
     __slots__ = ("hello", "tokens", "prompt_logprobs", "vectors", "finished", "rejected", "abort_results", "load", "reservation_results")

@@ -8,10 +8,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("items",)
+    __slots__ = ("items", "max_tokens", "tenant")
     ITEMS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     items: _containers.RepeatedCompositeFieldContainer[EncodeItem]
-    def __init__(self, items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ...) -> None: ...
+    max_tokens: int
+    tenant: str
+    def __init__(self, items: _Optional[_Iterable[_Union[EncodeItem, _Mapping]]] = ..., max_tokens: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class EncodeItem(_message.Message):
     __slots__ = ("text", "chat", "add_special_tokens")
@@ -66,12 +70,14 @@ class EncodedItem(_message.Message):
     def __init__(self, ids: _Optional[bytes] = ..., rendered: _Optional[str] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("ids", "skip_special_tokens")
+    __slots__ = ("ids", "skip_special_tokens", "tenant")
     IDS_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[bytes]
     skip_special_tokens: bool
-    def __init__(self, ids: _Optional[_Iterable[bytes]] = ..., skip_special_tokens: bool = ...) -> None: ...
+    tenant: str
+    def __init__(self, ids: _Optional[_Iterable[bytes]] = ..., skip_special_tokens: bool = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class DecodeResponse(_message.Message):
     __slots__ = ("texts",)

@@ -1,0 +1,177 @@
+"""Runs the daily suite or that of the compose files, reruns what may be rerun, and says at the end what was missing.
+
+python tests/run_tests.py daily|compose [PYTEST-ARGUMENT...]
+
+The daily suite runs in two processes, for two cores, that take about as long: what computes, and what mostly waits.
+Only the first imports torch and transformers.
+
+Tests of real processes (tests/mesh, tests/compose) meet whatever machine there is: at most two that failed are run once
+more, alone. Any other test that fails, fails the run. Every first failure is written with its output to
+tests/.first-failures and printed at the end; tests/first_failures.json has those that are known, and the rule.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPUTING = (
+    "tests/unit",
+    "tests/kernels",
+    "tests/gpu",
+    "tests/contract",
+    "tests/mesh/test_vectors.py",
+    "tests/mesh/test_scheduler_service.py",
+)
+RERUN_FOLDERS = ("tests/mesh/", "tests/compose/")
+MOST_RERUN = 2
+REPORT = "RADIXMESH_TEST_REPORT"
+# What a skip's reason says is missing; programs are looked for besides, since some tests are not even collected.
+WANTS = {
+    "tmux": ("tmux",),
+    "prometheus": ("prometheus", "promtool"),
+    "npm": ("npm", "no node", "node_modules"),
+    "Docker": ("docker",),
+    "g++": ("g++", "C++ compiler"),
+    "openssl": ("openssl",),
+    "a GPU": ("CUDA", "GPU", "flashinfer", "compute capability"),
+}
+_NOTHING_SELECTED = 5
+
+
+class Failure(NamedTuple):
+    """A test that failed, and all that pytest has to say of it."""
+
+    test: str
+    output: str
+
+
+class Report(NamedTuple):
+    """One pytest run. skipped: (test, reason)."""
+
+    failures: list[Failure]
+    skipped: list[tuple[str, str]]
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        if not path.is_file():
+            return cls([], [])
+        loaded = json.loads(path.read_text())
+        return cls([Failure(*item) for item in loaded["failures"]], [(a, b) for a, b in loaded["skipped"]])
+
+
+def to_rerun(failures: Sequence[Failure]) -> list[str]:
+    """Tests to run once more: all that failed, or none if one of them must not be or there are too many."""
+    tests = sorted({failure.test for failure in failures})
+    is_allowed = all(test.startswith(RERUN_FOLDERS) for test in tests) and len(tests) <= MOST_RERUN
+    return tests if is_allowed else []
+
+
+def missing_lines(skipped: Sequence[tuple[str, str]], absent: Sequence[str] = ()) -> list[str]:
+    """A line for each thing that this machine lacks: the tests that were skipped for want of it."""
+    tests: dict[str, list[str]] = defaultdict(list)
+    for test, reason in skipped:
+        want = next((want for want, words in WANTS.items() if any(word in reason for word in words)), reason)
+        tests[want].append(test)
+    for want in absent:
+        tests.setdefault(want, [])
+    lines = []
+    for want, names in sorted(tests.items()):
+        files = sorted({name.split("::")[0] for name in names})
+        text = f"{len(names)} tests skipped: {', '.join(files)}" if names else "needed by tests that are run apart"
+        lines.append(f"{want}: {text}")
+    return lines
+
+
+def known_lines(failures: Sequence[Failure], known: dict[str, object]) -> list[str]:
+    """For each first failure, what the committed list says of it."""
+    entries = known["first_failures"]
+    assert isinstance(entries, list)
+    lines = []
+    for failure in failures:
+        runs = [entry["run"] for entry in entries if entry["test"] == failure.test]
+        lines.append(
+            f"{failure.test}: also first in {', '.join(runs)}: two of the last ten runs, a bug to be mended"
+            if runs
+            else f"{failure.test}: not known; add it to tests/first_failures.json"
+        )
+    return lines
+
+
+def main(suite: str, arguments: list[str]) -> int:
+    folder = Path(tempfile.mkdtemp())
+    try:
+        reports = [folder / "waiting.json", folder / "computing.json"]
+        code = _daily(reports, arguments) if suite == "daily" else _pytest(["tests/compose", *arguments], reports[0])
+        found = [Report.read(path) for path in reports]
+        failures = [failure for report in found for failure in report.failures]
+        again = to_rerun(failures) if code == 1 else []
+        if again:
+            print(f"=== {len(again)} failed at first, run once more: {' '.join(again)}", flush=True)
+            code = _pytest([*again, *_options(arguments)], folder / "again.json")
+        _say(failures, [skip for report in found for skip in report.skipped])
+        return code
+    finally:
+        shutil.rmtree(folder)
+
+
+def _daily(reports: Sequence[Path], arguments: list[str]) -> int:
+    with tempfile.TemporaryFile("w+") as output:
+        computing = _start([*COMPUTING, *arguments], reports[1], output)
+        try:
+            ignored = [f"--ignore={path}" for path in COMPUTING]
+            waited = _pytest(["tests", *ignored, *arguments], reports[0])
+            computed = computing.wait()
+        finally:
+            computing.kill()
+        output.seek(0)
+        print(f"\n=== {' '.join(COMPUTING)}\n{output.read()}", flush=True)
+    # One half may have had nothing to run.
+    codes = [code for code in (waited, computed) if code != _NOTHING_SELECTED]
+    return max(codes, default=_NOTHING_SELECTED)
+
+
+def _pytest(arguments: list[str], report: Path) -> int:
+    return _start(arguments, report, None).wait()
+
+
+def _start(arguments: list[str], report: Path, output: object) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pytest", "-m", "not full", "-p", "no:cacheprovider", *arguments]
+    stream = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, REPORT: str(report)}, text=True, **stream)  # type: ignore[call-overload, no-any-return]
+
+
+def _options(arguments: list[str]) -> list[str]:
+    """Without names of tests, which a rerun has of its own, and what selects among them."""
+    return [argument for argument in arguments if argument.startswith("-") and not argument.startswith(("-k", "-m"))]
+
+
+def _say(failures: Sequence[Failure], skipped: Sequence[tuple[str, str]]) -> None:
+    if failures:
+        folder = ROOT / "tests" / ".first-failures"
+        folder.mkdir(exist_ok=True)
+        artefact = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.txt"
+        artefact.write_text("\n".join(f"{'=' * 30} {failure.test}\n{failure.output}\n" for failure in failures))
+        print(f"=== first failures ({artefact.relative_to(ROOT)}), with their output:\n{artefact.read_text()}")
+        known = json.loads((ROOT / "tests" / "first_failures.json").read_text())
+        print("\n".join(f"=== first failure: {line}" for line in known_lines(failures, known)))
+    absent = [name for name, program in (("Docker", "docker"), ("tmux", "tmux"), ("npm", "npm"), ("prometheus",) * 2)
+              if shutil.which(program) is None]  # fmt: skip
+    for line in missing_lines(skipped, absent):
+        print(f"=== missing on this machine: {line}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in ("daily", "compose"):
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

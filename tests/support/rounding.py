@@ -1,0 +1,71 @@
+"""Tolerances that follow from the sizes of a computation and from the epsilon of its dtype, for any CPU.
+
+Source: Higham, Accuracy and Stability of Numerical Algorithms (2002), sections 3.1 and 3.4; the square root: Higham and
+Mary (2019). u is the unit roundoff, half of epsilon. A sum of n products is off by at most n x u times the sum of the
+terms' magnitudes, in whatever order a library adds.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeVar
+
+import torch
+from transformers import PreTrainedConfig
+
+# Roundings of one element on its way through a layer: norms, products, RoPE, softmax, gate, two additions.
+_ROUNDINGS_A_LAYER = 12
+# exp, tanh and their like are off by some units in the last place, and so is a division or a root.
+_FUNCTION_ROUNDINGS = 4
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """Largest relative error of rounding a number once."""
+    return float(torch.finfo(dtype).eps) / 2
+
+
+Magnitude = TypeVar("Magnitude", float, torch.Tensor)
+
+
+def sum_tolerance(num_terms: int, magnitude: Magnitude, dtype: torch.dtype = torch.float32) -> Magnitude:
+    """Largest absolute error of a sum of products. magnitude: of the terms together, the sum of |x| x |w|."""
+    n_u = (num_terms + _FUNCTION_ROUNDINGS) * unit_roundoff(dtype)
+    assert n_u < 0.5, f"{num_terms} terms in {dtype} have no digit to compare"
+    return magnitude * (n_u / (1 - n_u))
+
+
+def chain_tolerance(sizes: list[int], magnitude: float, dtype: torch.dtype = torch.float32) -> float:
+    """Absolute error of functions that follow one another, each a sum over so many terms of about `magnitude` together.
+
+    Errors of the first order add; norms between the functions keep them from growing otherwise.
+    """
+    return float(sum_tolerance(sum(size + _FUNCTION_ROUNDINGS for size in sizes), magnitude, dtype))
+
+
+def model_sizes(config: PreTrainedConfig, num_keys: int) -> list[int]:
+    """Numbers of terms of all sums between a token and its logits. num_keys: the longest context."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    latent = [getattr(config, name, None) or 0 for name in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim")]
+    picks = getattr(config, "num_experts_per_tok", None) or 0
+    mlp = max(config.intermediate_size, getattr(config, "moe_intermediate_size", None) or 0)
+    query = heads * max(head_dim, getattr(config, "v_head_dim", None) or 0)
+    norms = 3 * hidden
+    layer = [norms, hidden, *latent, head_dim, num_keys, num_keys, query, hidden, mlp, picks]
+    return layer * config.num_hidden_layers + [2 * hidden]
+
+
+def model_tolerance(config: PreTrainedConfig, num_keys: int, magnitude: float) -> float:
+    """Largest difference of two computations of a model in float32, each off by `chain_tolerance`.
+
+    magnitude: the largest of the values that are compared, e.g. of the logits.
+    """
+    return 2 * chain_tolerance(model_sizes(config, num_keys), magnitude)
+
+
+def typical_model_error(config: PreTrainedConfig, spread: float, dtype: torch.dtype) -> float:
+    """Mean absolute error, generously, of a model whose values are rounded to `dtype` and added in float32.
+
+    Errors of n roundings add like a random walk, to sqrt(n) x u. spread: standard deviation of what is compared.
+    """
+    return 2 * math.sqrt(_ROUNDINGS_A_LAYER * config.num_hidden_layers) * unit_roundoff(dtype) * spread

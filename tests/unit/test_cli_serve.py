@@ -1,0 +1,142 @@
+"""`radixmesh serve` before anything is started: where the model comes from, and whether it can be served here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.fake_hub import fake_hub
+
+from radixmesh.cli import serve
+from radixmesh.cli.model_check import CheckedModel, ModelCheckError, check_model, choose_cpu_dtype
+from radixmesh.cli.model_source import ModelSourceError, find_model_folder, served_name
+from radixmesh.daemons.router.model_aliases import ModelAliases
+
+TINY = Path(__file__).parents[2] / "compose/models/tiny-llama"
+GIB = 1 << 30
+
+
+def _folder(path: Path, architecture: str = "LlamaForCausalLM", *files: str) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"architectures": [architecture], "vocab_size": 8}))
+    for name in files:
+        (path / name).write_bytes(b"{}")
+    return path
+
+
+def test_a_folder_is_taken_as_it_is() -> None:
+    assert find_model_folder(str(TINY), revision=None, say=pytest.fail) == TINY
+    assert served_name(str(TINY), TINY) == "tiny-llama"
+    assert served_name("org/name", Path("/cache/snapshots/0123")) == "org/name"
+
+
+@pytest.mark.parametrize("named", ["/no/such/folder", "./nowhere", "justaname", "a/b/c"])
+def test_what_is_neither_folder_nor_hub_name_is_said(named: str) -> None:
+    with pytest.raises(ModelSourceError, match="no folder here"):
+        find_model_folder(named, revision=None, say=pytest.fail)
+
+
+def test_a_file_is_no_folder() -> None:
+    with pytest.raises(ModelSourceError, match="is a file"):
+        find_model_folder(str(TINY / "config.json"), revision=None, say=pytest.fail)
+
+
+def test_the_tiny_model_can_be_served() -> None:
+    assert check_model(TINY).architecture == "LlamaForCausalLM"
+
+
+def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "m", "Qwen4ForCausalLM")
+    with pytest.raises(ModelCheckError, match=r"Qwen4ForCausalLM is not supported.*nearest that is: Qwen3ForCausalLM"):
+        check_model(folder)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelCheckError, match=r"config\.json is missing"):
+        check_model(tmp_path)
+    with pytest.raises(ModelCheckError, match=r"has no tokenizer\.json"):
+        check_model(_folder(tmp_path / "a"))
+    with pytest.raises(ModelCheckError, match=r"only pytorch_model\.bin"):
+        check_model(_folder(tmp_path / "b", "LlamaForCausalLM", "tokenizer.json", "pytorch_model.bin"))
+
+
+def test_weights_are_narrowed_before_they_are_refused() -> None:
+    model = CheckedModel(architecture="LlamaForCausalLM", weights_bytes=4 * GIB)
+    assert choose_cpu_dtype(model, 9 * GIB) == "float32"
+    assert choose_cpu_dtype(model, 6 * GIB) == "bfloat16"
+    with pytest.raises(ModelCheckError, match=r"4\.0 GiB and 4\.5 GiB of memory are free"):
+        choose_cpu_dtype(model, int(4.5 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--tp", "2"], "several GPUs"), (["--gpu", "cuda"], "no NVIDIA GPU here")]
+)
+def test_what_this_machine_cannot_do_is_usage(
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "count_gpus", lambda: 0)
+    assert serve.run([str(TINY), *flags]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_a_model_of_the_hub_is_fetched_and_then_cached(tmp_path: Path) -> None:
+    with fake_hub({"org/tiny": TINY}) as endpoint:
+        folder = _find_in_a_process("org/tiny", endpoint, tmp_path)
+        assert (folder / "config.json").read_bytes() == (TINY / "config.json").read_bytes()
+        assert {file.name for file in folder.glob("*.safetensors")} == {
+            file.name for file in TINY.glob("*.safetensors")
+        }
+        assert "the hub has no org/other" in _error_of_a_process("org/other", endpoint, tmp_path)
+    # The hub is gone; the cache is not.
+    assert _find_in_a_process("org/tiny", endpoint, tmp_path) == folder
+
+
+def test_a_hub_out_of_reach_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # Not listening: every connection is refused.
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        assert "the hub cannot be reached" in _error_of_a_process("org/tiny", endpoint, tmp_path)
+
+
+_PROGRAM = """
+import sys
+from radixmesh.cli.model_source import ModelSourceError, find_model_folder
+try:
+    print(find_model_folder(sys.argv[1], revision=None, say=lambda line: None))
+except ModelSourceError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+def _run(name: str, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
+    # huggingface_hub reads its variables when it is imported.
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", _PROGRAM, name], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def _find_in_a_process(name: str, endpoint: str, home: Path) -> Path:
+    done = _run(name, endpoint, home)
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def _error_of_a_process(name: str, endpoint: str, home: Path) -> str:
+    done = _run(name, endpoint, home)
+    assert done.returncode == 1 and "refused: " in done.stderr, done.stderr
+    return done.stderr
+
+
+def test_aliases_lead_to_the_models_own_name() -> None:
+    aliases = ModelAliases.parse(["gpt=mine", "default=mine"])
+    assert [aliases.resolve(name) for name in ("gpt", "mine", "other", "")] == ["mine", "mine", "other", ""]
+    assert aliases.of("mine") == ["gpt", "default"]
+    for wrong in (["gpt"], ["=mine"], ["gpt="], ["a=b", "a=c"]):
+        with pytest.raises(ValueError, match="--model-aliases"):
+            ModelAliases.parse(wrong)

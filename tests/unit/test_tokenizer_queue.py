@@ -1,0 +1,129 @@
+"""The tokenizer's queue: turns by tenant, short before long, an end between steps, bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Generator
+
+import pytest
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.tokenizer.work_queue import HEAVY_STEP_BYTES, WorkQueue, in_one_step
+
+
+def new_queue(*, num_threads: int = 1, max_queued: int = 64, max_bytes: int = 1 << 30) -> WorkQueue:
+    progress = Progress()
+    progress.loaded()
+    return WorkQueue(progress, num_threads=num_threads, max_queued=max_queued, max_bytes=max_bytes)
+
+
+class Work:
+    """Calls that note their steps. Each step takes the same time."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.go = threading.Event()
+
+    def steps(self, name: str, num: int, *, num_bytes: int = 0) -> Generator[int, None, str]:
+        for _ in range(num - 1):
+            self._step(name)
+            yield num_bytes
+        self._step(name)
+        return name
+
+    def _step(self, name: str) -> None:
+        assert self.go.wait(60)
+        until = time.monotonic() + 0.002
+        while time.monotonic() < until:
+            pass
+        self.done.append(name)
+
+
+async def test_tenants_take_turns_whatever_each_has_waiting() -> None:
+    queue, work = new_queue(), Work()
+    greedy = [asyncio.ensure_future(queue.run(work.steps("a", 10), tenant="a")) for _ in range(8)]
+    await asyncio.sleep(0)
+    modest = asyncio.ensure_future(queue.run(work.steps("b", 5), tenant="b"))
+    await asyncio.sleep(0)
+    work.go.set()
+    assert await modest == "b"
+    # One of a's steps may have run before b came, and steps are not equally long to the microsecond.
+    assert work.done.count("a") <= 20, work.done
+    assert await asyncio.gather(*greedy) == ["a"] * 8
+
+
+async def test_a_short_call_overtakes_long_ones_of_its_own_tenant() -> None:
+    queue, work = new_queue(), Work()
+    long = [asyncio.ensure_future(queue.run(work.steps("long", 20))) for _ in range(6)]
+    await asyncio.sleep(0)
+    work.go.set()
+    while len(work.done) < 12:
+        await asyncio.sleep(0.001)
+    begun = len(work.done)
+    assert await queue.run(work.steps("short", 1)) == "short"
+    assert work.done.index("short") - begun <= 3
+    await asyncio.gather(*long)
+
+
+async def test_a_call_that_nobody_waits_for_ends_with_its_step() -> None:
+    queue, work = new_queue(max_queued=2), Work()
+    calls = [asyncio.ensure_future(queue.run(work.steps("gone", 1000), num_bytes=7)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(MeshError) as error:
+        await queue.run(work.steps("x", 1))
+    assert error.value.reason == ErrorReason.ERROR_REASON_OVERLOADED
+    for call in calls:
+        call.cancel()
+    work.go.set()
+    await asyncio.wait_for(queue.wait_until_idle(), 60)
+    assert len(work.done) <= 2
+    assert await queue.run(work.steps("x", 1)) == "x"
+
+
+async def test_bytes_that_wait_are_bounded_and_one_call_alone_may_have_more() -> None:
+    queue, work = new_queue(max_bytes=100), Work()
+    alone = asyncio.ensure_future(queue.run(work.steps("a", 1), num_bytes=500))
+    await asyncio.sleep(0)
+    with pytest.raises(MeshError) as error:
+        await queue.run(work.steps("b", 1), num_bytes=1)
+    assert error.value.reason == ErrorReason.ERROR_REASON_OVERLOADED
+    work.go.set()
+    assert await alone == "a"
+    assert await asyncio.gather(*(queue.run(work.steps("b", 1), num_bytes=50) for _ in range(2))) == ["b", "b"]
+
+
+async def test_one_heavy_step_at_a_time_and_light_ones_beside_it() -> None:
+    queue, work = new_queue(num_threads=2), Work()
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def heavy() -> Generator[int, None, None]:
+        nonlocal running, most
+        yield HEAVY_STEP_BYTES + 1
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.02)
+        with lock:
+            running -= 1
+
+    work.go.set()
+    calls = [queue.run(heavy()) for _ in range(4)]
+    await asyncio.gather(*calls, *(queue.run(work.steps("light", 3)) for _ in range(4)))
+    assert most == 1
+
+
+async def test_what_a_call_raises_is_its_own() -> None:
+    queue = new_queue()
+
+    def broken() -> int:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        await queue.run(in_one_step(broken))
+    assert await queue.run(in_one_step(lambda: 5)) == 5
+    await asyncio.wait_for(queue.wait_until_idle(), 10)

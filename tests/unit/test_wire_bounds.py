@@ -1,0 +1,90 @@
+"""Counting fields in the bytes of a message: exact, bounded in time, and left to the parser where they are none."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from google.protobuf.message import DecodeError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixmesh.daemons.runtime import wire_bounds
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.wire_bounds import MAX_COUNTS, check_counts, scan_of
+from radixmesh.router.v1 import router_pb2 as router
+from radixmesh.tokenizer.v1 import tokenizer_pb2 as tokenizer
+
+# Some 100 KiB, so that a message is looked at.
+PADDING = b"\x0a\x80\x80\x06" + bytes(6 << 14)
+
+
+def refusal(raw: bytes, message: type[router.GenerateRequest | router.TokenizeRequest]) -> MeshError | None:
+    try:
+        check_counts(raw, message.DESCRIPTOR)
+    except MeshError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("message", "unit", "name"),
+    [
+        (router.TokenizeRequest, b"\x12\x00", "radixmesh.router.v1.TokenizeRequest.items"),
+        (router.GenerateRequest, b"\x2a\x02\x0a\x00", "radixmesh.tokenizer.v1.ChatInput.messages"),
+        (router.GenerateRequest, b"\x7a\x02\x12\x00", "radixmesh.router.v1.Resume.outputs"),
+        (router.GenerateRequest, b"\x42\x02\x1a\x00", "radixmesh.common.v1.StopParams.stop"),
+    ],
+)
+def test_the_last_legal_count_passes_and_the_next_does_not(
+    message: type[router.GenerateRequest | router.TokenizeRequest], unit: bytes, name: str
+) -> None:
+    assert refusal(PADDING + unit * MAX_COUNTS[name], message) is None
+    error = refusal(PADDING + unit * (MAX_COUNTS[name] + 1), message)
+    assert error is not None and error.reason_name == ("TOO_MANY_STOPS" if name.endswith(".stop") else "TOO_LARGE")
+    assert error.metadata == {"field": name, "max": str(MAX_COUNTS[name])}
+
+
+@pytest.mark.parametrize("unit", [b"\x12\x00", b"\x9a\x06\x00", b"\x2a\x02\x0a\x00", b"\x18\x01", b"\x0a\x00"])
+def test_thirty_mebibytes_of_nothing_are_refused_soon(unit: bytes) -> None:
+    raw, since_s = unit * ((30 << 20) // len(unit)), time.thread_time()
+    # What is no bounded field of one message may be one of the other.
+    errors = [refusal(raw, router.TokenizeRequest), refusal(raw, router.GenerateRequest)]
+    assert all(error is not None for error in errors)
+    assert time.thread_time() - since_s < 2
+
+
+def test_a_long_text_is_skipped_and_counts_of_one_chat_in_pieces_add_up() -> None:
+    long = router.GenerateRequest(text="x" * (30 << 20)).SerializeToString()
+    since_s = time.thread_time()
+    assert refusal(long, router.GenerateRequest) is None
+    assert time.thread_time() - since_s < 0.5
+    half = tokenizer.ChatInput(messages=[tokenizer.ChatMessage(role="user")] * 10_000)
+    raw = router.GenerateRequest(chat=half).SerializeToString()
+    assert refusal(raw, router.GenerateRequest) is None and refusal(raw * 2, router.GenerateRequest) is not None
+
+
+@given(raw=st.binary(max_size=200))
+def test_bytes_that_are_no_message_are_the_parsers(raw: bytes) -> None:
+    with contextlib.suppress(DecodeError):
+        router.GenerateRequest.FromString(raw)
+    check = wire_bounds.UNSCANNED_BYTES
+    try:
+        wire_bounds.UNSCANNED_BYTES = 0
+        check_counts(raw, router.GenerateRequest.DESCRIPTOR)
+    finally:
+        wire_bounds.UNSCANNED_BYTES = check
+
+
+def test_only_verbs_with_bounded_fields_are_scanned() -> None:
+    assert scan_of("/radixmesh.router.v1.RouterService/Generate") is not None
+    assert scan_of("/radixmesh.tokenizer.v1.TokenizerService/Encode") is not None
+    for method in ("/radixmesh.router.v1.RouterService/Abort", "/grpc.health.v1.Health/Check", "/no.Such/Verb"):
+        assert scan_of(method) is None
+
+
+def test_every_bound_names_a_repeated_field_that_there_is() -> None:
+    from google.protobuf.descriptor_pool import Default
+
+    assert all(Default().FindFieldByName(name).is_repeated for name in MAX_COUNTS)
