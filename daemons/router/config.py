@@ -17,7 +17,11 @@ class RouterSettings(CommonSettings):
     tokenizers: tuple[str, ...] = setting((), "addresses of tokenizers: host:port or unix:/path, comma-separated")
     detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")
     schedulers: tuple[str, ...] = setting((), "addresses of schedulers, comma-separated; more can be added at run time")
-    policy: str = setting("round_robin", "how a scheduler is chosen: round_robin or least_load")
+    policy: str = setting("cache_aware", "how a scheduler is chosen: cache_aware, cache_threshold, least_load, "
+        "power_of_two, prefix_hash, random or round_robin")  # fmt: skip
+    view_bytes: int = setting(
+        128 << 20, "bytes of what is known of all schedulers' prefix caches; what is beyond is guessed"
+    )
     model_aliases: tuple[str, ...] = setting((), "further names that clients may ask for: ALIAS=NAME of a served model")
     journal_bytes: int = setting(1 << 30, "bytes of requests kept; past it new requests get JOURNAL_FULL")
     client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
@@ -40,10 +44,19 @@ class RouterSettings(CommonSettings):
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
     http_bodies_bytes: int = setting(128 << 20, "bytes of all HTTP request bodies that are read at once; more gets 503")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
+    http_min_body_rate: int = setting(8_192, "least bytes a second of an HTTP request body, after its first 5 s")
     http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
     http_idle_s: float = setting(60.0, "seconds after which an HTTP connection without a request is closed")
     http_connections: int = setting(
         16_384, "HTTP connections at once; past it those without a request give way, else further ones are refused"
+    )
+    http_allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names by which HTTP clients may call this router, beside IP addresses and names without a dot: host, *.domain "
+        "or * for any; empty: any, unless http_listen is a loopback address without TLS",
+    )
+    http_cors_origins: tuple[str, ...] = setting(
+        (), "origins whose web pages may use the HTTP port: https://host, or * for all; none by default"
     )
 
     def __post_init__(self) -> None:
@@ -51,15 +64,17 @@ class RouterSettings(CommonSettings):
         ModelAliases.parse(self.model_aliases)
         if self.journal_bytes <= 0:
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
-        positive = (
+        if self.view_bytes < 0:
+            raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
+        for name in (
             "http_body_bytes",
             "http_bodies_bytes",
             "http_body_s",
+            "http_min_body_rate",
             "http_head_s",
             "http_idle_s",
             "http_connections",
-        )
-        for name in positive:
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
         for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):

@@ -13,6 +13,7 @@ import numpy as np
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
 from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Grants, PageCopy, Release, StepPlan, Task
 from radixmesh.worker.v1 import worker_pb2
@@ -32,6 +33,13 @@ def encode_plan(plan: StepPlan) -> bytes:
     _fill_header(message.plan.header, plan)
     _fill_rank(message.plan.rank, plan)
     return message.SerializeToString()
+
+
+def admit_bytes(admit: Admit) -> int:
+    """About the bytes that an admit takes in a plan's message, never fewer; nothing is encoded for it."""
+    numbers = len(admit.prompt_ids) + len(admit.output_ids) + 2 * len(admit.cached_pages) + len(admit.suppressed_ids)
+    names = len(admit.request_id) + len(admit.cache_namespace) + len(admit.adapter) + len(admit.trace_context)
+    return 256 + 4 * numbers + 8 * len(admit.sampling.logit_bias) + 4 * names  # Characters of four bytes at most.
 
 
 def encode_header(plan: StepPlan) -> bytes:
@@ -181,6 +189,13 @@ def _admit(message: worker_pb2.Admit) -> Admit:
         )
     if not message.HasField("sampling"):
         raise missing_field("admits.sampling")
+    check_peer_names(
+        request_id=message.request_id,
+        cache_namespace=message.cache_namespace,
+        grammar_hash=message.grammar_hash,
+        adapter=message.adapter,
+        trace_context=message.trace_context,
+    )
     sampling = sampling_from_proto(message.sampling)
     if sampling.seed is None and not sampling.is_greedy:
         raise missing_field("admits.sampling.seed")
