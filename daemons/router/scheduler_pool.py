@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -13,6 +13,7 @@ from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState
 from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.served_models import ServedModel, pick_model, served_models
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -20,19 +21,6 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 _MIN_SHUN_S = 0.05
 _MAX_SHUN_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
-
-
-class ServedModel(NamedTuple):
-    """A model that is or was served. base_model: "" for a base model. num_schedulers: how many serve it now.
-
-    kv_tokens: tokens that the largest of their KV memories holds.
-    """
-
-    name: str
-    identity: common_pb2.ModelIdentity
-    base_model: str
-    num_schedulers: int
-    kv_tokens: int
 
 
 class SchedulerPool(PeerPool):
@@ -103,40 +91,33 @@ class SchedulerPool(PeerPool):
         await asyncio.gather(*(link.close() for link in self.links))
 
     def models(self) -> list[ServedModel]:
-        """Every model heard of, in the order of schedulers."""
-        found: dict[str, ServedModel] = {}
-        for link in sorted(self.links, key=lambda link: not link.is_connected):
-            for name in link.models:
-                assert link.identity is not None
-                known = found.get(name)
-                identity = common_pb2.ModelIdentity()
-                identity.CopyFrom(link.identity)
-                identity.name = name
-                base = "" if name == link.identity.name else link.identity.name
-                before = known or ServedModel(name, identity, base, 0, 0)
-                found[name] = before._replace(
-                    num_schedulers=before.num_schedulers + link.is_connected,
-                    kv_tokens=max(before.kv_tokens, link.kv_tokens),
-                )
-        return list(found.values())
+        """Every name heard of with the model that most serve under it, in the order of schedulers."""
+        named: dict[str, ServedModel] = {}
+        for model in served_models(self.links):
+            named.setdefault(model.name, model)
+        return list(named.values())
 
-    def served(self, name: str) -> ServedModel | None:
-        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it."""
-        wanted = self._aliases.resolve(name)
-        return next((model for model in self.models() if wanted in ("", model.name)), None)
+    def served(self, name: str, like: common_pb2.ModelIdentity | None = None) -> ServedModel | None:
+        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it.
+
+        like: preferred among several models of that name.
+        """
+        return pick_model(served_models(self.links), self._aliases.resolve(name), like)
 
     def aliases_of(self, name: str) -> list[str]:
         """Further names under which a served model may be asked for."""
         return self._aliases.of(name)
 
-    async def find_model(self, name: str, timeout_s: float) -> ServedModel:
-        """The model of that name, or the first where it is empty; waits while schedulers are still to be reached.
+    async def find_model(
+        self, name: str, timeout_s: float, like: common_pb2.ModelIdentity | None = None
+    ) -> ServedModel:
+        """As served(), but waits while schedulers are still to be reached.
 
         Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
         """
         until = time.monotonic() + timeout_s
         while True:
-            if (found := self.served(name)) is not None:
+            if (found := self.served(name, like)) is not None:
                 return found
             models = self.models()
             remaining = until - time.monotonic()
@@ -252,7 +233,7 @@ class SchedulerPool(PeerPool):
             if not is_standby and now - link.group_since < self._migrate_after_s:
                 continue
             for output in link.outputs():
-                if output.state is OutputState.RUNNING and self._serving(output):
+                if output.state is OutputState.RUNNING and self._is_served(output):
                     self._take_from(link, output)
             self.place_waiting()
 
@@ -266,18 +247,34 @@ class SchedulerPool(PeerPool):
             output.move_to(OutputState.WAITING)
             self._waiting[output] = None
 
-    def _serving(self, output: Output) -> list[SchedulerLink]:
-        resolved = output.request.resolved
-        return [
-            link for link in self.links if link.is_group_serving and link.takes(resolved.model, resolved.model_identity)
-        ]
+    def _fitting(self, output: Output) -> list[SchedulerLink]:
+        """Schedulers of its model that hold the whole output, those included that are away at the moment."""
+        resolved, wanted = output.request.resolved, output.request.max_total_len
+        same = (link for link in self.links if link.serves(resolved.model, resolved.model_identity))
+        return [link for link in same if link.max_request_len >= wanted]
+
+    def _candidates(self, output: Output) -> list[SchedulerLink]:
+        """As _fitting(); where no KV memory is large enough all with the context: their refusal says how much there is.
+
+        A shorter context is never a choice: it would end the output too early, as if that had been asked for.
+        """
+        resolved, wanted = output.request.resolved, output.request.max_total_len
+        same = (link for link in self.links if link.serves(resolved.model, resolved.model_identity))
+        return self._fitting(output) or [link for link in same if link.max_total_len >= wanted]
+
+    def _is_served(self, output: Output) -> bool:
+        return any(link.is_group_serving and link.takes_submits for link in self._candidates(output))
+
+    def fits_elsewhere(self, output: Output, link: SchedulerLink) -> bool:
+        """Whether another scheduler holds an output that is too large for link: then link is not asked again."""
+        output.shunned[link.address] = math.inf
+        return any(output.shunned.get(other.address) != math.inf for other in self._fitting(output))
 
     def _pick(self, output: Output) -> SchedulerLink | None:
         request = output.request
         resolved = request.resolved
-        able = self._serving(output)
-        if not able:
-            able = [link for link in self.links if link.takes(resolved.model, resolved.model_identity)]
+        able = [link for link in self._candidates(output) if link.takes_submits]
+        able = [link for link in able if link.is_group_serving] or able
         now = time.monotonic()
         able = [link for link in able if output.shunned.get(link.address, 0.0) <= now]
         if not able:
@@ -301,5 +298,7 @@ class SchedulerPool(PeerPool):
 
     def _nobody(self, output: Output) -> MeshError:
         model = output.request.resolved.model
+        if not self._candidates(output):
+            model += f" and {output.request.num_prompt} + {output.request.max_tokens} tokens"
         message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
         return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
