@@ -100,7 +100,8 @@ async def open_http(address: str, num: int, arrivals: Arrivals) -> None:
     for number in range(num):
         body = {"prompt": prompt_of(number), "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
         data = json.dumps({**body, "seed": number}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        kind = "Content-Type: application/json"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{kind}\r\nContent-Length: {len(data)}\r\n\r\n".encode()
         await loop.create_connection(lambda request=head + data: HttpStream(request, arrivals), host, int(port))
         if number % 50 == 49:
             await asyncio.sleep(0.05)

@@ -29,6 +29,16 @@ class Logprobs:
             top_logprobs=unpack_floats(message.top_logprobs, "top_logprobs").reshape(shape).tolist(),
         )
 
+    def after(self, num_tokens: int) -> Logprobs:
+        """The entries of all but the first num_tokens tokens."""
+        if not num_tokens:
+            return self
+        return Logprobs(
+            token_logprobs=self.token_logprobs[num_tokens:],
+            top_ids=self.top_ids[num_tokens:],
+            top_logprobs=self.top_logprobs[num_tokens:],
+        )
+
     def extend(self, more: Logprobs) -> None:
         """Appends the entries of tokens that follow."""
         self.token_logprobs.extend(more.token_logprobs)

@@ -35,8 +35,8 @@ class Tracker:
         """What is new in a message, a chunk per index. Raises BrokenStreamError for a gap or a repetition."""
         if response.HasField("resolved"):
             self._take_resolved(response.resolved)
-        if response.HasField("prompt_logprobs") and self.prompt_logprobs is None:
-            self.prompt_logprobs = Logprobs.from_proto(response.prompt_logprobs)
+        if response.HasField("prompt_logprobs"):
+            self._take_prompt_logprobs(Logprobs.from_proto(response.prompt_logprobs), response.prompt_logprobs_start)
         deltas = {delta.index: delta for delta in response.deltas}
         finished = {finish.index: finish for finish in response.finished}
         return [self._chunk(index, deltas.get(index), finished.get(index)) for index in sorted({*deltas, *finished})]
@@ -62,6 +62,16 @@ class Tracker:
             self._outputs = [_Output() for _ in resolved.seeds]
         elif resolved.request_id != self.resolved.request_id or resolved.seeds != self.resolved.seeds:
             raise BrokenStreamError("a resumed stream began with another request")
+
+    def _take_prompt_logprobs(self, part: Logprobs, start: int) -> None:
+        """Parts follow each other; a resumed stream begins with the first one again. start 0: the first position, 1."""
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = Logprobs()
+        num_known = len(self.prompt_logprobs.token_logprobs)
+        num_before = max(start, 1) - 1
+        if num_before > num_known:
+            raise BrokenStreamError(f"prompt logprobs from {start} came where {num_known + 1} was due")
+        self.prompt_logprobs.extend(part.after(num_known - num_before))
 
     def _chunk(self, index: int, delta: router_pb2.Delta | None, finished: router_pb2.OutputFinished | None) -> Chunk:
         if index >= len(self._outputs):

@@ -10,7 +10,12 @@ from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, Text
 from radixmesh.daemons.detokenizer.outbox import Pending
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_peer_names
 from radixmesh.detokenizer.v1 import detokenizer_pb2
+
+# Of one frame; a router's are at most 4 MiB, or one output's tokens.
+MAX_ROWS = 1 << 16
+MAX_IDS = 1 << 21
 
 
 def read_opens(messages: Sequence[detokenizer_pb2.Open]) -> list[OpenEntry]:
@@ -43,7 +48,8 @@ def _sibling_of(message: detokenizer_pb2.Open, other: OpenEntry | None) -> OpenE
 
 
 def read_open(message: detokenizer_pb2.Open) -> OpenEntry:
-    """One that shares nothing. Raises MeshError MALFORMED_MESSAGE for an array of broken length."""
+    """One that shares nothing. Raises MeshError MALFORMED_MESSAGE, or INVALID_ARGUMENT for a long name."""
+    check_peer_names(request_id=message.request_id, trace_context=message.trace_context)
     stop = message.stop
     return OpenEntry(
         handle=message.handle,
@@ -60,7 +66,11 @@ def read_open(message: detokenizer_pb2.Open) -> OpenEntry:
 
 
 def read_tokens(message: detokenizer_pb2.TokenRows) -> TokenBatch:
-    """Raises MeshError MALFORMED_MESSAGE if the arrays do not fit each other."""
+    """Raises MeshError MALFORMED_MESSAGE if the arrays do not fit each other, TOO_LARGE beyond MAX_ROWS, MAX_IDS."""
+    for field, data, most in (("handles", message.handles, MAX_ROWS), ("ids", message.ids, MAX_IDS)):
+        if len(data) > 4 * most:
+            text = f"tokens.{field} has {len(data) // 4} values: at most {most} go into a frame"
+            raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, text, {"field": f"tokens.{field}", "max": str(most)})
     handles = unpack_ints(message.handles, "tokens.handles")
     first_indexes = unpack_ints(message.first_output_indexes, "tokens.first_output_indexes")
     counts = unpack_ints(message.counts, "tokens.counts")

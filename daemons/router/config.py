@@ -39,10 +39,19 @@ class RouterSettings(CommonSettings):
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
+    http_min_body_rate: int = setting(8_192, "least bytes a second of an HTTP request body, after its first 5 s")
     http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
     http_idle_s: float = setting(60.0, "seconds after which an HTTP connection without a request is closed")
     http_connections: int = setting(
         16_384, "HTTP connections at once; past it those without a request give way, else further ones are refused"
+    )
+    http_allowed_hosts: tuple[str, ...] = setting(
+        (),
+        "names by which HTTP clients may call this router, beside IP addresses and names without a dot: host, *.domain "
+        "or * for any; empty: any, unless http_listen is a loopback address without TLS",
+    )
+    http_cors_origins: tuple[str, ...] = setting(
+        (), "origins whose web pages may use the HTTP port: https://host, or * for all; none by default"
     )
 
     def __post_init__(self) -> None:
@@ -50,7 +59,14 @@ class RouterSettings(CommonSettings):
         ModelAliases.parse(self.model_aliases)
         if self.journal_bytes <= 0:
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
-        for name in ("http_body_bytes", "http_body_s", "http_head_s", "http_idle_s", "http_connections"):
+        for name in (
+            "http_body_bytes",
+            "http_body_s",
+            "http_min_body_rate",
+            "http_head_s",
+            "http_idle_s",
+            "http_connections",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
         for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):

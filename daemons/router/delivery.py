@@ -1,7 +1,9 @@
 """What one client has to be told and has not been told yet: at most one pending delta per output.
 
 Nothing is queued: ids are read from the journal and text is merged when the client's stream is writable, so that a slow
-reader gets bigger deltas, never a longer queue.
+reader gets bigger deltas, never a longer queue. A message ends at about MAX_MESSAGE_BYTES, and the next one goes on
+there: of an output all ids come first, then the text, since a client that resumes may have less text than its ids make,
+and never more.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ from radixmesh.daemons.router.journal import Output, OutputState, Request
 from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
+
+MAX_MESSAGE_BYTES = 4 << 20
+# Of a delta without its content.
+_DELTA_BYTES = 64
 
 if TYPE_CHECKING:
     from radixmesh.daemons.router.journal import Journal
@@ -112,52 +118,92 @@ class Delivery:
                 self._has_news.set()
             return router_pb2.GenerateResponse(resolved=request.resolved)
         message = router_pb2.GenerateResponse()
+        num_freed = 0
         if request.prompt_logprobs is not None and not request.are_prompt_logprobs_due:
-            message.prompt_logprobs.CopyFrom(request.prompt_logprobs.take(request.num_prompt))
-            request.prompt_logprobs = None
+            num_freed = _add_prompt_logprobs(message, request)
+        room = MAX_MESSAGE_BYTES - num_freed
         dirty, self._dirty = self._dirty, {}
-        num_bytes = 0
         for output in dirty.values():
-            if output.index == 0 and request.are_prompt_logprobs_due and output.is_open:
+            is_behind_prompt = output.index == 0 and request.prompt_logprobs is not None
+            if is_behind_prompt and request.are_prompt_logprobs_due and output.is_open:
                 continue  # Marked again when they are complete.
+            if room <= 0 or (is_behind_prompt and not request.are_prompt_logprobs_due):
+                self._dirty[output.index] = output
+                continue
             before = output.num_delivered
-            num_bytes += _add_delta(message, output)
+            size, freed = _add_delta(message, output, room)
+            room -= size
+            num_freed += freed
             if output.num_delivered > before and self._times is not None:
                 self._times.delivered(output, self._opened_s, is_first=not before)
-            if output.state is OutputState.FINISHED and not output.is_finish_delivered:
+            if output.num_delivered < output.num_seen or output.text:
+                self._dirty[output.index] = output
+            elif output.state is OutputState.FINISHED and not output.is_finish_delivered:
                 output.is_finish_delivered = True
                 self._num_unfinished -= 1
                 message.finished.append(_finished_of(output))
-        self._journal.charge(request, -num_bytes)
+        self._journal.charge(request, -num_freed)
+        if self._dirty:
+            self._has_news.set()
         is_empty = not (message.deltas or message.finished or message.HasField("prompt_logprobs"))
         return None if is_empty else message
 
 
-def _add_delta(message: router_pb2.GenerateResponse, output: Output) -> int:
-    """Adds what is new of output, if anything; the bytes that the journal need no longer keep for it."""
+def _add_prompt_logprobs(message: router_pb2.GenerateResponse, request: Request) -> int:
+    """Adds the next part of them, the last one too; the bytes that the journal need no longer keep."""
+    track = request.prompt_logprobs
+    assert track is not None
+    before, start = track.num_bytes, track.start
+    end = min(request.num_prompt, start + max(1, MAX_MESSAGE_BYTES // track.token_bytes))
+    message.prompt_logprobs.CopyFrom(track.take(end))
+    message.prompt_logprobs_start = start
+    if end >= request.num_prompt:
+        request.prompt_logprobs = None
+        return before
+    return before - track.num_bytes
+
+
+def _add_delta(message: router_pb2.GenerateResponse, output: Output, room: int) -> tuple[int, int]:
+    """Adds what is new of output, as far as there is room.
+
+    Returns the delta's size, and the bytes that the journal need no longer keep.
+    """
     first, end = output.num_delivered, output.num_seen
     if end <= first and not output.text and not output.vector:
-        return 0
-    text = output.text[0] if len(output.text) == 1 else "".join(output.text)
-    output.text.clear()
+        return 0, 0
+    track = output.logprobs
+    token_bytes = 4 if track is None else 4 + track.token_bytes
+    last = max(first, min(end, first + max(1, room // token_bytes)))
+    num_text = output.text_bytes - output.text_offset
+    text = ""
+    if last >= end and output.text:
+        text = output.text[0] if len(output.text) == 1 else "".join(output.text)
+        output.text.clear()
+        if num_text > room:
+            num_chars = max(1, room // 4)  # No character has more bytes.
+            output.text.append(text[num_chars:])
+            text = text[:num_chars]
+            num_text = len(text.encode())
+    else:
+        num_text = 0
     delta = message.deltas.add(
         index=output.index,
         first_output_index=first,
         text_offset=output.text_offset,
-        ids=output.ids[first:end].tobytes(),
+        ids=output.ids[first:last].tobytes(),
         text=text,
         weights_version=output.weights_version,
         vector=output.vector,
     )
-    output.num_delivered = max(first, end)
-    num_bytes = output.text_bytes - output.text_offset + len(output.vector)
+    output.num_delivered = last
+    num_freed = num_text + len(output.vector)
     output.vector = b""
-    output.text_offset = output.text_bytes
-    if output.logprobs is not None:
-        before = output.logprobs.num_bytes
-        delta.logprobs.CopyFrom(output.logprobs.take(end))
-        num_bytes += before - output.logprobs.num_bytes
-    return num_bytes
+    output.text_offset += num_text
+    if track is not None:
+        before = track.num_bytes
+        delta.logprobs.CopyFrom(track.take(last))
+        num_freed += before - track.num_bytes
+    return _DELTA_BYTES + 4 * (last - first) + num_freed, num_freed
 
 
 def _finished_of(output: Output) -> router_pb2.OutputFinished:

@@ -122,6 +122,13 @@ class Output:
         """Whether more tokens may come."""
         return self.state.value < OutputState.ENDED.value
 
+    def level_logprobs(self) -> None:
+        """Drops what a broken frame brought of ids without logprobs, or the other way round: it is asked for again."""
+        if self.logprobs is not None:
+            end = min(len(self.ids), self.logprobs.end)
+            del self.ids[end:]
+            self.logprobs.cut(end)
+
     def count_wait(self, *, was_accepted: bool) -> None:
         """It is lost by a scheduler, which had accepted it or not. Tokens end a wait, nothing else does.
 

@@ -10,10 +10,11 @@ from radixmesh.daemons.runtime.errors import MeshError
 class LogprobTrack:
     """Values of consecutive positions, `start` to `end` (exclusive): appended at the end, taken from the start."""
 
-    __slots__ = ("_num_top", "_token_logprobs", "_top_ids", "_top_logprobs", "start")
+    __slots__ = ("_num_added", "_num_top", "_token_logprobs", "_top_ids", "_top_logprobs", "start")
 
     def __init__(self, start: int) -> None:
         self.start = start
+        self._num_added = 0
         self._num_top = 0
         self._token_logprobs = bytearray()
         self._top_ids = bytearray()
@@ -27,6 +28,16 @@ class LogprobTrack:
     def num_bytes(self) -> int:
         return len(self._token_logprobs) + len(self._top_ids) + len(self._top_logprobs)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one position's values."""
+        return 4 + 8 * self._num_top
+
+    def take_added(self) -> int:
+        """Bytes by which it has grown since the last call, for who accounts for them; what take() removed apart."""
+        num_added, self._num_added = self._num_added, 0
+        return num_added
+
     def append(self, logprobs: common_pb2.Logprobs) -> None:
         """Adds the values that follow. Raises MALFORMED_MESSAGE if the arrays do not fit each other or those before."""
         count, rest = divmod(len(logprobs.token_logprobs), 4)
@@ -39,6 +50,15 @@ class LogprobTrack:
         self._token_logprobs += logprobs.token_logprobs
         self._top_ids += logprobs.top_ids
         self._top_logprobs += logprobs.top_logprobs
+        self._num_added += count * self.token_bytes
+
+    def cut(self, end: int) -> None:
+        """Removes the values from output index `end` on."""
+        count = max(0, end - self.start)
+        before = self.num_bytes
+        size = 4 * count * self._num_top
+        del self._token_logprobs[4 * count :], self._top_ids[size:], self._top_logprobs[size:]
+        self._num_added -= before - self.num_bytes
 
     def take(self, end: int) -> common_pb2.Logprobs:
         """Removes and returns the values before output index `end`."""

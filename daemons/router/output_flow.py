@@ -126,6 +126,8 @@ class OutputFlow:
                 self._times.first_token_came(output)
             charge(request, 4 * (num_ids - output.num_charged))
             output.num_charged = num_ids
+            if output.logprobs is not None:
+                charge(request, output.logprobs.take_added())
             if request.has_text:
                 push(output)
             else:
@@ -133,6 +135,8 @@ class OutputFlow:
                 request.delivery.mark(output)
 
     def on_prompt_logprobs(self, output: Output) -> None:
+        if output.request.prompt_logprobs is not None:
+            self._journal.charge(output.request, output.request.prompt_logprobs.take_added())
         if not output.request.are_prompt_logprobs_due:
             output.request.delivery.mark(output)
 

@@ -262,23 +262,30 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         changed: list[Output] = []
         by_row: dict[int, Output] = {}
         end = num_tokens = 0
-        for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
-            start, end = end, end + 4 * count
-            output = running.get(handle)
-            if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
-                continue
-            if first > len(output.ids):
-                raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
-            if first < len(output.ids):
-                continue
-            output.ids.frombytes(ids[start:end])
-            output.weights_version = version
-            num_tokens += count
-            changed.append(output)
-            if output.logprobs is not None:
-                by_row[row] = output
-        if by_row:
-            self._take_logprobs(batch, by_row)
+        try:
+            for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
+                start, end = end, end + 4 * count
+                output = running.get(handle)
+                if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
+                    continue
+                if first > len(output.ids):
+                    raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
+                if first < len(output.ids):
+                    continue
+                output.ids.frombytes(ids[start:end])
+                output.weights_version = version
+                num_tokens += count
+                changed.append(output)
+                if output.logprobs is not None:
+                    by_row[row] = output
+            if by_row:
+                self._take_logprobs(batch, by_row)
+        except MeshError:
+            # The stream ends with this frame. No id stays without the logprob that was asked for, nor the other way
+            # round: what comes after the next submit would be one off for good.
+            for output in by_row.values():
+                output.level_logprobs()
+            raise
         if changed:
             self._events.on_tokens(changed, num_tokens)
 
@@ -289,9 +296,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 output.logprobs.append(entry.logprobs)
         for output in by_row.values():
             if output.logprobs is not None and output.logprobs.end != len(output.ids):
-                end = output.logprobs.end
-                del output.ids[end:]  # Never deliver an id without the logprob that was asked for: ask again.
-                raise self._broken(f"logprobs end at {end}, tokens do not")
+                raise self._broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
 
     def _take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> None:
         output = self._running.get(prompt.handle)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import suppress
 from typing import NoReturn, TypeVar, cast
 
 import grpc
@@ -18,6 +20,9 @@ _Resp = TypeVar("_Resp")
 _AUTHORIZATION = "authorization"
 # Supervisors and load balancers have no key, and learn nothing here but a state.
 _OPEN = ("/grpc.health.v1.Health/",)
+# What a client may still send of a stream that nobody wants before it is cut off.
+_LINGER_S = 1.0
+_LINGER_BYTES = 1 << 20
 _ADMIN = ("/radixmesh.router.v1.RouterAdminService/",)
 
 
@@ -48,9 +53,24 @@ def _refusal(handler: grpc.RpcMethodHandler[_Req, _Resp], error: MeshError) -> g
     """A handler of the same shape that only refuses. It takes any bytes for a request: they are not looked at."""
 
     async def refuse(request: object, context: object) -> NoReturn:
+        if handler.request_streaming:
+            await _let_finish(cast("AsyncIterator[object]", request))
         raise error
 
     return FACTORIES[handler.request_streaming, handler.response_streaming](refuse, None, None)
+
+
+async def _let_finish(requests: AsyncIterator[object]) -> None:
+    """Passes over what a client still sends, within a bound: a status that meets a client who writes is followed by a
+    reset, which the client takes for an INTERNAL error before it has read why it was refused.
+    """
+    num_bytes = 0
+    with suppress(TimeoutError, MeshError):
+        async with asyncio.timeout(_LINGER_S):
+            async for request in requests:
+                num_bytes += len(cast(bytes, request))
+                if num_bytes > _LINGER_BYTES:
+                    return
 
 
 def _header(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:

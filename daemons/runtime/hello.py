@@ -13,6 +13,8 @@ MIN_CONTRACT_VERSION = 1
 MAX_CONTRACT_VERSION = 2
 # From this version on outputs of one request share what they have in common: Submit.shares_with, Open.shares_with.
 SHARING_VERSION = 2
+# Of any name or fingerprint that a peer sends: it is kept, logged and quoted.
+MAX_PEER_NAME_BYTES = 1024
 
 
 def make_hello(instance_id: str, daemon: str, model: common_pb2.ModelIdentity | None = None) -> common_pb2.Hello:
@@ -50,8 +52,9 @@ def identity_to_proto(
 def check_peer(ours: common_pb2.Hello, theirs: common_pb2.Hello) -> int:
     """Highest contract version that both speak.
 
-    Raises MISSING_FIELD (no instance id or versions), VERSION_MISMATCH, MODEL_MISMATCH, TOKENIZER_MISMATCH (fingerprint
-    or vocabulary size) or SAMPLER_MISMATCH. What either side leaves empty or 0 is not compared.
+    Raises INVALID_ARGUMENT (a long name), MISSING_FIELD (no instance id or versions), VERSION_MISMATCH, MODEL_MISMATCH,
+    TOKENIZER_MISMATCH (fingerprint or vocabulary size) or SAMPLER_MISMATCH. What either side leaves empty or 0 is not
+    compared.
     """
     _check_complete(theirs)
     version = min(ours.max_contract_version, theirs.max_contract_version)
@@ -67,12 +70,29 @@ def check_peer(ours: common_pb2.Hello, theirs: common_pb2.Hello) -> int:
     return version
 
 
+def check_peer_names(**names: str) -> None:
+    """Raises INVALID_ARGUMENT, naming the field, for a name of more than MAX_PEER_NAME_BYTES."""
+    for field, name in names.items():
+        if len(name) * 4 > MAX_PEER_NAME_BYTES and (size := len(name.encode())) > MAX_PEER_NAME_BYTES:
+            message = f"{field} has {size} bytes: send at most {MAX_PEER_NAME_BYTES}"
+            metadata = {"field": field, "max": str(MAX_PEER_NAME_BYTES)}
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, metadata)
+
+
 def check_hello(theirs: common_pb2.Hello, ours: common_pb2.Hello) -> int:
     """check_peer() as the reader of a frame says it: what came, then what it is measured by."""
     return check_peer(ours, theirs)
 
 
 def _check_complete(hello: common_pb2.Hello) -> None:
+    check_peer_names(
+        instance_id=hello.instance_id,
+        daemon=hello.daemon,
+        name=hello.model.name,
+        model_fingerprint=hello.model.model_fingerprint,
+        tokenizer_fingerprint=hello.model.tokenizer_fingerprint,
+        grammar_format=hello.model.grammar_format,
+    )
     for field in ("instance_id", "min_contract_version", "max_contract_version"):
         if not getattr(hello, field):
             message = f"hello.{field} is missing: set it"

@@ -77,14 +77,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             _Handler, handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         )
         deserialize = cast("_Deserializer", handler.request_deserializer or bytes)
-        scan = None if handler.request_streaming or handler.request_deserializer is None else scan_of(method)
+        scan = None if handler.request_deserializer is None else scan_of(method)
 
         async def call(raw: object, context: _Context) -> object:
             if request_id:
                 set_request(request_id)
             try:
                 request = (
-                    _TypedRequests(cast("AsyncIterator[bytes]", raw), deserialize)
+                    _TypedRequests(cast("AsyncIterator[bytes]", raw), deserialize, scan)
                     if handler.request_streaming
                     else _deserialized(deserialize, cast(bytes, raw), scan)
                 )
@@ -111,17 +111,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 class _TypedRequests:
     """The requests of a stream, deserialised one by one; broken bytes raise MeshError out of the iteration."""
 
-    __slots__ = ("_deserialize", "_raw")
+    __slots__ = ("_deserialize", "_raw", "_scan")
 
-    def __init__(self, raw: AsyncIterator[bytes], deserialize: _Deserializer) -> None:
+    def __init__(
+        self, raw: AsyncIterator[bytes], deserialize: _Deserializer, scan: Callable[[bytes], None] | None
+    ) -> None:
         self._raw = raw
         self._deserialize = deserialize
+        self._scan = scan
 
     def __aiter__(self) -> _TypedRequests:
         return self
 
     async def __anext__(self) -> object:
-        return _deserialized(self._deserialize, await self._raw.__anext__())
+        return _deserialized(self._deserialize, await self._raw.__anext__(), self._scan)
 
 
 def mesh_error_from_rpc(error: grpc.RpcError) -> MeshError:

@@ -13,6 +13,7 @@ import numpy as np
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
 from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Grants, PageCopy, Release, StepPlan, Task
 from radixmesh.worker.v1 import worker_pb2
@@ -181,6 +182,13 @@ def _admit(message: worker_pb2.Admit) -> Admit:
         )
     if not message.HasField("sampling"):
         raise missing_field("admits.sampling")
+    check_peer_names(
+        request_id=message.request_id,
+        cache_namespace=message.cache_namespace,
+        grammar_hash=message.grammar_hash,
+        adapter=message.adapter,
+        trace_context=message.trace_context,
+    )
     sampling = sampling_from_proto(message.sampling)
     if sampling.seed is None and not sampling.is_greedy:
         raise missing_field("admits.sampling.seed")

@@ -1,8 +1,9 @@
-"""Counts of a message's fields, taken from its bytes before any object is made of them.
+"""Counts and sizes of a message's fields, taken from its bytes before any object is made of them.
 
 An empty element of a repeated field is two bytes on the wire and a hundred in memory, and parsing holds the event loop:
-30 MiB of them made 1.5 GiB. The scan walks only into messages that lead to a bounded field, and ends at the first bound
-that is passed.
+30 MiB of them made 1.5 GiB. Every repeated and every string field has a bound here, one that is added tomorrow too; the
+code that reads a field knows the exact one. Messages of unary calls are walked at all levels, frames of streams, which
+peers send, at their top.
 """
 
 from __future__ import annotations
@@ -11,22 +12,37 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import NamedTuple
 
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pool import Default
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 
 from .errors import MeshError
 
-# Whatever a daemon's own flags allow: its code looks at the exact bounds.
+# Elements of a repeated field, together in all its places in a message; bytes of a string.
+DEFAULT_COUNT = 1 << 14
+DEFAULT_STRING_BYTES = 64 << 10
 MAX_COUNTS: Mapping[str, int] = {
-    "radixmesh.router.v1.TokenizeRequest.items": 1 << 14,
-    "radixmesh.tokenizer.v1.EncodeRequest.items": 1 << 14,
-    "radixmesh.tokenizer.v1.DecodeRequest.ids": 1 << 14,
-    "radixmesh.tokenizer.v1.ChatInput.messages": 1 << 14,
     "radixmesh.router.v1.Resume.outputs": 128,
-    "radixmesh.common.v1.StopParams.stop": 1 << 12,
+    "radixmesh.common.v1.StopParams.stop": 64,
 }
+_TEXT_BYTES = 12 << 20
+MAX_BYTES: Mapping[str, int] = {
+    "radixmesh.router.v1.GenerateRequest.text": _TEXT_BYTES,
+    "radixmesh.tokenizer.v1.EncodeItem.text": _TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatMessage.content": _TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatMessage.extra_json": _TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatInput.tools_json": _TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatInput.template_args_json": _TEXT_BYTES,
+    "radixmesh.common.v1.Grammar.json_schema": 1 << 20,
+    "radixmesh.common.v1.Grammar.regex": 1 << 20,
+    "radixmesh.common.v1.Grammar.ebnf": 1 << 20,
+    "radixmesh.common.v1.Grammar.structural_tag": 1 << 20,
+    # One uint64 has up to ten bytes.
+    "radixmesh.router.v1.Resolved.seeds": 1280,
+    "radixmesh.detokenizer.v1.DetokenizeRequest.close_handles": 4 << 20,
+}
+_REASONS = {"radixmesh.common.v1.StopParams.stop": ErrorReason.ERROR_REASON_TOO_MANY_STOPS}
 # Fields of all levels that are walked, unknown and repeated ones too: 40 ms on a quiet machine.
 MAX_FIELDS = 1 << 17
 # Too few bytes to do harm, whatever they hold.
@@ -34,26 +50,33 @@ UNSCANNED_BYTES = 64 << 10
 
 
 class _Field(NamedTuple):
-    """name: set where the field's count is bounded. inner: of a message that leads to bounded fields."""
+    """max_count, max_bytes: 0 = not bounded here. inner: of a message."""
 
-    name: str | None
+    name: str
     max_count: int
+    max_bytes: int
     inner: Descriptor | None
 
 
 def scan_of(method: str) -> Callable[[bytes], None] | None:
-    """The check of the request of a unary "/package.Service/Verb"; None where nothing of it is bounded here."""
+    """The check of the requests of "/package.Service/Verb"; None for a service that is not ours."""
     service_name, _, verb = method.lstrip("/").partition("/")
+    if not service_name.startswith("radixmesh."):
+        return None
     try:
-        service = Default().FindServiceByName(service_name)
-        request: Descriptor = service.methods_by_name[verb].input_type
+        found = Default().FindServiceByName(service_name).methods_by_name[verb]
     except KeyError:
         return None
-    return (lambda raw: check_counts(raw, request)) if _fields_of(request) else None
+    request: Descriptor = found.input_type
+    is_frame: bool = found.client_streaming
+    return lambda raw: check_counts(raw, request, is_frame=is_frame)
 
 
-def check_counts(raw: bytes, descriptor: Descriptor) -> None:
-    """Raises MeshError TOO_LARGE beyond MAX_COUNTS or MAX_FIELDS. Bytes that are no message are left to the parser."""
+def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) -> None:
+    """Raises MeshError TOO_LARGE beyond a bound or MAX_FIELDS. Bytes that are no message are left to the parser.
+
+    is_frame: of a stream: its own fields are looked at, not those of the messages in it.
+    """
     if len(raw) <= UNSCANNED_BYTES:
         return
     counts: dict[str, int] = {}
@@ -71,17 +94,19 @@ def check_counts(raw: bytes, descriptor: Descriptor) -> None:
             if tag > 0x7F:
                 tag, place = _varint(raw, place - 1, end)
             kind = tag & 7
+            field = fields.get(tag >> 3)
+            if field is not None and field.max_count:
+                counts[field.name] = counts.get(field.name, 0) + 1
+                if counts[field.name] > field.max_count:
+                    raise _too_many(field.name, counts[field.name], field.max_count)
             if kind == 2:
                 length, place = raw[place] if place < end else 0, place + 1
                 if length > 0x7F:
                     length, place = _varint(raw, place - 1, end)
-                field = fields.get(tag >> 3)
                 if field is not None:
-                    if field.name is not None:
-                        counts[field.name] = counts.get(field.name, 0) + 1
-                        if counts[field.name] > field.max_count:
-                            raise _too_many(field.name, counts[field.name], field.max_count)
-                    if field.inner is not None and length:
+                    if field.max_bytes and length > field.max_bytes:
+                        raise _too_many(f"bytes of {field.name}", length, field.max_bytes)
+                    if field.inner is not None and length and not is_frame:
                         spans.append((place, min(place + length, end), field.inner))
                 place += length
             elif kind == 0:
@@ -96,10 +121,10 @@ def check_counts(raw: bytes, descriptor: Descriptor) -> None:
 def _fields_of(descriptor: Descriptor) -> Mapping[int, _Field]:
     found: dict[int, _Field] = {}
     for field in descriptor.fields:
-        max_count = MAX_COUNTS.get(field.full_name)
-        inner = field.message_type if field.message_type is not None and _fields_of(field.message_type) else None
-        if max_count is not None or inner is not None:
-            found[field.number] = _Field(field.full_name if max_count is not None else None, max_count or 0, inner)
+        max_count = MAX_COUNTS.get(field.full_name, DEFAULT_COUNT) if field.is_repeated else 0
+        default = DEFAULT_STRING_BYTES if field.type == FieldDescriptor.TYPE_STRING else 0
+        max_bytes = MAX_BYTES.get(field.full_name, default)
+        found[field.number] = _Field(field.full_name, max_count, max_bytes, field.message_type)
     return found
 
 
@@ -120,4 +145,5 @@ def _varint(raw: bytes, place: int, end: int) -> tuple[int, int]:
 
 def _too_many(what: str, count: int, limit: int) -> MeshError:
     message = f"{count} or more of {what} in one message, at most {limit} are taken: send less at once"
-    return MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, {"field": what, "max": str(limit)})
+    reason = _REASONS.get(what, ErrorReason.ERROR_REASON_TOO_LARGE)
+    return MeshError(reason, message, {"field": what, "max": str(limit)})

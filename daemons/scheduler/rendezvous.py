@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.hello import check_peer_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Rendezvous:
 
         Raises INVALID_ARGUMENT for another world size or a rank outside it, MISSING_FIELD without an instance id.
         """
+        check_peer_names(instance_id=joiner.instance_id, address=joiner.address)
         self._check(joiner, world_size)
         if self._complete is None:
             self._complete = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ import grpc
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_hello
+from radixmesh.daemons.runtime.hello import check_hello, check_peer_names
 from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.daemons.scheduler.cache_watch import watch_cache
@@ -173,6 +173,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         for stop in request.stops:
             planner.finish_by_stop(stream.owner, stop.handle, stop.num_output)
         for abort in request.aborts:
+            check_peer_names(request_id=abort.request_id)
             outcome = planner.abort(
                 abort.request_id,
                 abort.index if abort.HasField("index") else None,
@@ -183,6 +184,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 result = scheduler_pb2.AbortResult(abort_id=abort.abort_id, outcome=int(outcome))  # type: ignore[arg-type]
                 stream.outbox.add_frame(scheduler_pb2.ServeResponse(abort_results=[result]))
         for reservation in request.reservations:
+            check_peer_names(transfer_id=reservation.transfer_id)
             answer = scheduler_pb2.ReservationResult(
                 transfer_id=reservation.transfer_id, error=_unsupported("KV transfer").to_proto()
             )

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -67,16 +68,17 @@ async def test_mutual_tls_lets_in_who_has_our_certificate_alone(
     ours: Path, theirs: Path, tmp_path: Path, listen: str
 ) -> None:
     listen = f"unix:{tmp_path}/s" if listen == "unix" else listen
-    client = tls_of(ours, "client")
+    client = tls_of(ours, "router")
     async with serving(listen, tls=tls_of(ours, "tokenizer", asks_clients=True)) as bench:
         assert await answer(bench.address, client) == "OK"
-        assert await answer(bench.address, tls_of(ours, "router")) == "OK"
+        assert await answer(bench.address, tls_of(ours, "scheduler")) == "OK"
         assert await check_health(bench.address, tls=client) == "SERVING"
         assert await answer(bench.address, replace(client, peer_name="tokenizer")) == "OK"
         refused = {
             "plain": None,
             "no certificate": replace(client, cert_file=None, key_file=None),
-            "another authority's certificate": replace(tls_of(theirs, "client"), ca_file=client.ca_file),
+            "a client's certificate": tls_of(ours, "client"),
+            "another authority's certificate": replace(tls_of(theirs, "router"), ca_file=client.ca_file),
             "believes another authority": replace(client, ca_file=theirs / "ca.pem"),
             "another name": replace(client, peer_name="worker"),
         }
@@ -84,6 +86,44 @@ async def test_mutual_tls_lets_in_who_has_our_certificate_alone(
             assert await answer(bench.address, tls) == "UNAVAILABLE", what
             assert await check_health(bench.address, tls=tls) == "UNREACHABLE", what
     assert bench.errors == [] or {error.reason_name for error in bench.errors} == {"EMPTY_PROMPT"}
+
+
+async def test_a_clients_certificate_serves_as_nothing(ours: Path) -> None:
+    """Neither as a daemon, nor with daemons that believe the authority of clients."""
+    async with serving(tls=tls_of(ours, "client")) as bench:
+        for ca in ("ca.pem", "clients-ca.pem", "router-clients.pem"):
+            for name in ("client", "localhost"):
+                tls = replace(tls_of(ours, "router"), ca_file=ours / ca, peer_name=name)
+                assert await answer(bench.address, tls) == "UNAVAILABLE"
+
+
+async def test_the_router_lets_in_daemons_and_clients(ours: Path, theirs: Path) -> None:
+    async with serving(tls=tls_of(ours, "router", asks_clients=True)) as bench:
+        assert await answer(bench.address, tls_of(ours, "client")) == "OK"
+        assert await check_health(bench.address, tls=tls_of(ours, "router")) == "SERVING"
+        wrong = replace(tls_of(theirs, "client"), ca_file=ours / "ca.pem")
+        assert await answer(bench.address, wrong) == "UNAVAILABLE"
+
+
+async def test_certificates_that_are_there_stay(tmp_path: Path) -> None:
+    folder = make_certificates(tmp_path / "tls")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "worker.pem").unlink()
+    script = Path(__file__).parents[2] / "compose" / "make_certificates.sh"
+
+    def run(*clients: str) -> int:
+        return subprocess.run(
+            [str(script), str(folder), *clients], capture_output=True, timeout=30, check=False
+        ).returncode
+
+    assert run("alice") == 0
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after.keys() - before.keys() == {"alice.pem", "alice.key"}
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed <= {"worker.pem", "worker.key", "ca.srl", "clients-ca.srl"} and "worker.pem" in changed
+    assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
+    for name in ("worker", "ca", "../x", "-x", "a b", ""):
+        assert run(name) == 2, name
 
 
 async def test_tls_alone_lets_in_clients_without_certificates(ours: Path) -> None:
@@ -113,12 +153,12 @@ class Rotating:
 async def test_certificates_are_renewed_in_place(ours: Path, theirs: Path, tmp_path: Path) -> None:
     live = Rotating(tmp_path / "live", ours)
     async with serving(tls=tls_of(live.folder, "tokenizer", asks_clients=True)) as bench:
-        assert await answer(bench.address, tls_of(ours, "client")) == "OK"
+        assert await answer(bench.address, tls_of(ours, "router")) == "OK"
         live.install(theirs, "tokenizer.pem")
-        assert await answer(bench.address, tls_of(ours, "client")) == "OK", "half replaced: the former ones stay"
+        assert await answer(bench.address, tls_of(ours, "router")) == "OK", "half replaced: the former ones stay"
         live.install(theirs, "tokenizer.key", "ca.pem")
-        assert await answer(bench.address, tls_of(theirs, "client")) == "OK"
-        assert await answer(bench.address, tls_of(ours, "client")) == "UNAVAILABLE"
+        assert await answer(bench.address, tls_of(theirs, "router")) == "OK"
+        assert await answer(bench.address, tls_of(ours, "router")) == "UNAVAILABLE"
 
 
 async def test_https_follows_its_files_too(ours: Path, theirs: Path, tmp_path: Path) -> None:
@@ -150,7 +190,7 @@ async def test_https_follows_its_files_too(ours: Path, theirs: Path, tmp_path: P
         assert (await get(ours), await get(theirs)) == (b"in", b"out")
         live.install(theirs, "router.pem")
         assert await get(ours) == b"in"
-        live.install(theirs, "router.key", "ca.pem")
+        live.install(theirs, "router.key", "ca.pem", "router-clients.pem")
         assert (await get(ours), await get(theirs)) == (b"out", b"in")
     finally:
         server.stop()
@@ -233,3 +273,36 @@ async def services(channel: grpc.aio.Channel, key: str) -> str:
         return str(await call.read())
     except grpc.aio.AioRpcError as error:
         return error.code().name
+
+
+async def test_a_refusal_reaches_clients_that_still_write(tmp_path: Path) -> None:
+    """A reset that overtakes the status would be an INTERNAL error: what is on its way is let in, within a bound."""
+    (tmp_path / "keys").write_text(KEY)
+    frame = detokenizer_pb2.DetokenizeRequest(opens=[detokenizer_pb2.Open(handle=1)] * 50)
+    large = detokenizer_pb2.DetokenizeRequest(opens=[detokenizer_pb2.Open(handle=1)] * 50_000)
+
+    async def many() -> AsyncIterator[detokenizer_pb2.DetokenizeRequest]:
+        for _ in range(100):
+            yield frame
+
+    async def endless() -> AsyncIterator[detokenizer_pb2.DetokenizeRequest]:
+        while True:
+            yield large
+
+    async with serving() as bench, open_channel(bench.address) as channel:
+        bench.server.guard(KeyGuard(ApiKeys(tmp_path / "keys"), None))
+        detokenizer = detokenizer_pb2_grpc.DetokenizerServiceStub(channel)
+        tokenizer = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
+        text = tokenizer_pb2.EncodeRequest(items=[tokenizer_pb2.EncodeItem(text="x" * (1 << 20))])
+        told = []
+        for _ in range(50):
+            for call in (detokenizer.Detokenize(many(), timeout=30).read(), tokenizer.Encode(text, timeout=30)):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await call
+                told.append(mesh_error_from_rpc(refused.value).reason_name)
+        assert told == ["UNAUTHENTICATED"] * 100
+        # Who never stops is cut off all the same.
+        async with asyncio.timeout(30):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await detokenizer.Detokenize(endless()).read()
+        assert bench.detokenizer.num_closed == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 
 import pytest
 from support.jobs import simulated_alphabet
@@ -122,4 +123,50 @@ async def test_a_request_that_ends_every_stream_it_is_sent_on_fails_after_the_wa
         del fake._submit
         done = await client.complete(PROMPT, max_tokens=8, seed=3)
         assert done.outputs[0].ids == oracle_ids(PROMPT, 3, 8)
+        await mesh.settle()
+
+
+def gap(batch: scheduler_pb2.TokenBatch) -> None:
+    firsts = unpack_ints(batch.first_output_indexes, "firsts").tolist()
+    batch.first_output_indexes = pack_ints([*firsts[:-1], firsts[-1] + 5])
+
+
+def no_logprobs(batch: scheduler_pb2.TokenBatch) -> None:
+    del batch.logprobs[1]
+
+
+def more_logprobs(batch: scheduler_pb2.TokenBatch) -> None:
+    batch.logprobs[1].logprobs.token_logprobs += pack_floats([-1.0])
+
+
+def malformed_logprobs(batch: scheduler_pb2.TokenBatch) -> None:
+    batch.logprobs[1].logprobs.token_logprobs += b"x"
+
+
+@pytest.mark.parametrize("fault", [gap, no_logprobs, more_logprobs, malformed_logprobs])
+async def test_after_a_broken_frame_every_token_has_its_own_logprob(
+    fault: Callable[[scheduler_pb2.TokenBatch], None],
+) -> None:
+    """The frame was half taken when it turned out to be broken: ids of some outputs, logprobs of others."""
+    async with router_mesh() as mesh, mesh.client() as client:
+        broken = []
+
+        def mangle(frame: scheduler_pb2.ServeResponse) -> None:
+            if (
+                not broken
+                and len(frame.tokens.logprobs) == 3
+                and unpack_ints(frame.tokens.first_output_indexes, "")[0] > 2
+            ):
+                broken.append(frame)
+                fault(frame.tokens)
+
+        mesh.fakes[0].mangle = mangle
+        async with asyncio.timeout(60):
+            done = await client.complete(PROMPT, seed=5, max_tokens=30, n=3, logprobs=1)
+        assert broken
+        for output in done.outputs:
+            assert output.ids == oracle_ids(PROMPT, 5, 30, index=output.index)
+            assert output.logprobs is not None
+            expected = [-(i + token / 1000) for i, token in enumerate(output.ids)]
+            assert output.logprobs.token_logprobs == pytest.approx(expected, rel=1e-5)
         await mesh.settle()

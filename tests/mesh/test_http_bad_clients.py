@@ -22,6 +22,7 @@ STALL_S = 1.5
 IDLE_S = 4.0
 BODY_S = 1.0
 MAX_BODY = 1 << 20
+JSON = {"content-type": "application/json"}
 ENDLESS = {"prompt": "The Tyger", "max_tokens": 100_000, "ignore_eos": True}
 
 
@@ -132,7 +133,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
 async def test_every_bad_request_gets_its_own_reason(http: httpx.AsyncClient) -> None:
     for name, path, body, status, code, param in BAD:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        answer = await http.post(path, content=content)
+        answer = await http.post(path, content=content, headers=JSON)
         assert answer.status_code == status, (name, answer.text)
         error = answer.json()["error"]
         assert error["code"] == code, (name, error)
@@ -239,7 +240,8 @@ async def test_who_reads_slowly_and_steadily_is_served(mesh: Mesh, num_prompts: 
 
 async def test_a_body_too_large_is_refused_unread(mesh: Mesh) -> None:
     size = 100 << 20
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: mesh\r\nContent-Length: {size}\r\n\r\n".encode()
+    headers = f"Host: mesh\r\nContent-Type: application/json\r\nContent-Length: {size}\r\n\r\n"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\n{headers}".encode()
     async with raw_connection(mesh) as (reader, writer):
         writer.write(head)
         status = await reader.readline()
@@ -252,7 +254,7 @@ async def test_a_body_too_large_is_refused_unread(mesh: Mesh) -> None:
                 sent += 65536
         assert sent < size / 2
     async with http_client(mesh) as client:
-        answer = await client.post(COMPLETIONS, content=b" " * (MAX_BODY + 1))
+        answer = await client.post(COMPLETIONS, content=b" " * (MAX_BODY + 1), headers=JSON)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
         assert answer.headers["connection"] == "close"
 
@@ -262,7 +264,7 @@ async def test_a_body_of_unknown_length_is_counted(http: httpx.AsyncClient) -> N
         for _ in range(64):
             yield b" " * 65536
 
-    answer = await http.post(COMPLETIONS, content=parts())
+    answer = await http.post(COMPLETIONS, content=parts(), headers=JSON)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "TOO_LARGE")
 
 

@@ -115,7 +115,7 @@ async def test_no_session_outlives_a_certificate(router: HttpProcess, ours: Path
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.name)
 async def test_nor_over_grpc(ours: Path, version: ssl.TLSVersion) -> None:
-    context = client_of(ours)
+    context = tls_of(ours, "router").client_context()
     context.minimum_version = context.maximum_version = version
     context.set_alpn_protocols(["h2"])
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"

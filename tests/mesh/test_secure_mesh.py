@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from google.protobuf.descriptor import MethodDescriptor
+from grpc_health.v1 import health_pb2
 from support.certificates import make_certificates, tls_of, tls_settings
 from support.http import http_address
 from support.jobs import recitations
@@ -77,6 +80,88 @@ async def test_it_recites_and_a_kill_goes_unseen(mesh: Mesh, service: str) -> No
     assert answers == [job.answers for job in JOBS]
 
 
+INNER = ("tokenizer", "detokenizer", "scheduler", "worker")
+GARBAGE = b"\xff\xff\xff"
+
+
+def rpcs_of(service: str) -> list[MethodDescriptor]:
+    """Every rpc that a daemon's contract has, and health: a new one is among them by itself."""
+    file = importlib.import_module(f"radixmesh.{service}.v1.{service}_pb2").DESCRIPTOR
+    services = [*file.services_by_name.values(), health_pb2.DESCRIPTOR.services_by_name["Health"]]
+    return [method for each in services for method in each.methods]
+
+
+async def outcome(channel: grpc.aio.Channel, method: MethodDescriptor, key: str = "") -> str:
+    """What a call that sends bytes of no message is told: it changes nothing, whoever is let in."""
+    name = f"/{method.containing_service.full_name}/{method.name}"
+    kind = ("stream_" if method.client_streaming else "unary_") + ("stream" if method.server_streaming else "unary")
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    call = getattr(channel, kind)(name)
+    request = iter([GARBAGE]) if method.client_streaming else GARBAGE
+    try:
+        running = call(request, timeout=30, metadata=metadata)
+        await (running.read() if method.server_streaming else running)
+    except grpc.aio.AioRpcError as error:
+        is_typed = any(name == "grpc-status-details-bin" for name, _ in error.trailing_metadata() or ())
+        return mesh_error_from_rpc(error).reason_name if is_typed else error.code().name
+    return "OK"
+
+
+async def outcomes(address: str, service: str, tls: TlsFiles | None, key: str = "") -> dict[str, str]:
+    async with open_channel(address, tls) as channel:
+        methods = rpcs_of(service)
+        told = await asyncio.gather(*(outcome(channel, method, key) for method in methods))
+        return {method.full_name: each for method, each in zip(methods, told, strict=True)}
+
+
+async def test_every_rpc_of_inner_daemons_is_for_daemons(mesh: Mesh, certificates: Path, tmp_path: Path) -> None:
+    """A client's certificate opens the router alone; in the handshake, so that no rpc can be forgotten."""
+    theirs = make_certificates(tmp_path / "theirs")
+    daemon = tls_of(certificates, "router")
+    outside = {
+        "plain": None,
+        "no certificate": replace(daemon, cert_file=None, key_file=None),
+        "a client": tls_of(certificates, "client"),
+        "a client of another authority": replace(tls_of(theirs, "client"), ca_file=daemon.ca_file),
+        "a daemon of another authority": replace(tls_of(theirs, "router"), ca_file=daemon.ca_file),
+    }
+    for service in INNER:
+        address = mesh.cluster.address(service)
+        for who, tls in outside.items():
+            told = await outcomes(address, service, tls)
+            assert set(told.values()) == {"UNAVAILABLE"}, (service, who, told)
+        for name in SERVICES:
+            told = await outcomes(address, service, tls_of(certificates, name))
+            assert set(told.values()) == {"MALFORMED_MESSAGE"}, (service, name, told)
+
+
+async def test_every_rpc_of_the_router_needs_a_certificate_and_a_key(
+    mesh: Mesh, certificates: Path, tmp_path: Path
+) -> None:
+    address, theirs = mesh.routers[0], make_certificates(tmp_path / "theirs")
+    client = tls_of(certificates, "client")
+    for tls in (
+        None,
+        replace(client, cert_file=None, key_file=None),
+        replace(tls_of(theirs, "client"), ca_file=client.ca_file),
+    ):
+        told = await outcomes(address, "router", tls, ADMIN)
+        assert set(told.values()) == {"UNAVAILABLE"}, told
+    for key, plain, admin in (
+        ("", "UNAUTHENTICATED", "UNAUTHENTICATED"),
+        ("wrong-key-0123456789", "UNAUTHENTICATED", "UNAUTHENTICATED"),
+        (KEY, "MALFORMED_MESSAGE", "PERMISSION_DENIED"),
+        (ADMIN, "MALFORMED_MESSAGE", "MALFORMED_MESSAGE"),
+    ):
+        for name in ("client", "worker"):
+            for rpc, told_this in (await outcomes(address, "router", tls_of(certificates, name), key)).items():
+                if rpc.startswith("grpc.health"):
+                    expected = "MALFORMED_MESSAGE"
+                else:
+                    expected = admin if rpc.startswith("radixmesh.router.v1.RouterAdminService.") else plain
+                assert told_this == expected, (key, name, rpc)
+
+
 async def test_who_has_no_certificate_reaches_no_daemon(mesh: Mesh, certificates: Path, tmp_path: Path) -> None:
     client = tls_of(certificates, "client")
     theirs = make_certificates(tmp_path / "theirs")
@@ -86,7 +171,9 @@ async def test_who_has_no_certificate_reaches_no_daemon(mesh: Mesh, certificates
         replace(tls_of(theirs, "client"), ca_file=client.ca_file),
     )
     asked = [
-        check_health(mesh.cluster.address(service), 20.0, tls=tls) for service in SERVICES for tls in (client, *wrong)
+        check_health(mesh.cluster.address(service), 20.0, tls=tls)
+        for service in SERVICES
+        for tls in (tls_of(certificates, "router"), *wrong)
     ]
     assert await asyncio.gather(*asked) == ["SERVING", *["UNREACHABLE"] * 3] * len(SERVICES)
     for tls in wrong:
@@ -183,7 +270,7 @@ async def test_the_command_gets_in_by_flags_and_by_variables(mesh: Mesh, certifi
         radixmesh(certificates, *generate, *flags, "client.key"),
         radixmesh(certificates, *generate, **variables, RADIXMESH_API_KEY=KEY),
         radixmesh(certificates, *generate, **variables),
-        radixmesh(certificates, "health", mesh.cluster.address("worker"), **variables),
+        radixmesh(certificates, "health", mesh.cluster.address("router"), **variables),
         radixmesh(certificates, "health", mesh.cluster.address("worker")),
         radixmesh(
             certificates, "bench", "serve", "--target", f"https://{http_address(mesh)}/v1",

@@ -1,8 +1,7 @@
-"""Certificates for tests, made by the recipe of the documentation."""
+"""Certificates for tests, made by the script of the documentation."""
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,17 +10,16 @@ import pytest
 
 from radixmesh.daemons.runtime.tls_files import TlsFiles
 
-_PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+# Who else than daemons is let in.
+_CLIENT_CA = {"router": "router-clients.pem"}
+_SCRIPT = Path(__file__).parents[2] / "compose" / "make_certificates.sh"
 
 
 def make_certificates(folder: Path) -> Path:
-    """An authority and certificates of all daemons and a client in the folder, which is made. Skips without openssl."""
+    """Authorities, and certificates of all daemons and a client, in the folder. Skips without openssl."""
     if shutil.which("openssl") is None:
         pytest.skip("certificates are made by openssl, which is not installed")
-    found = re.search(r"```sh\n(umask.*?)```", _PAGE.read_text(), re.DOTALL)
-    assert found is not None, "docs/security.md has lost its recipe"
-    folder.mkdir(parents=True)
-    done = subprocess.run(["sh", "-euc", found[1]], cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([str(_SCRIPT), str(folder)], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -32,7 +30,7 @@ def tls_of(folder: Path, name: str, *, asks_clients: bool = False) -> TlsFiles:
         cert_file=folder / f"{name}.pem",
         key_file=folder / f"{name}.key",
         ca_file=folder / "ca.pem",
-        client_ca_file=folder / "ca.pem" if asks_clients else None,
+        client_ca_file=folder / _CLIENT_CA.get(name, "ca.pem") if asks_clients else None,
     )
 
 

@@ -56,10 +56,12 @@ class HttpProcess:
 
 
 @asynccontextmanager
-async def http_process(folder: Path, *flags: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[HttpProcess]:
+async def http_process(
+    folder: Path, *flags: str, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[HttpProcess]:
     """Runs `radixmesh router` with the flags. tls: what /health is asked under until it answers."""
     port = free_port()
-    argv = ["--http-listen", f"127.0.0.1:{port}", *flags]
+    argv = ["--http-listen", f"{host}:{port}", *flags]
     async with process_of("radixmesh.daemons.router", argv, folder / "address", pid_file := folder / "pid"):
         process = HttpProcess(port, int(pid_file.read_text()))
         async with asyncio.timeout(DEADLINE_S):

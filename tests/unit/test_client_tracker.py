@@ -10,7 +10,7 @@ from radixmesh.client import BrokenStreamError, InvalidRequestError
 from radixmesh.client.options import request_from
 from radixmesh.client.tracker import Tracker
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.router.v1 import router_pb2
 
 Response = router_pb2.GenerateResponse
@@ -93,3 +93,18 @@ def test_zero_is_sent_and_what_is_left_out_is_not() -> None:
 def test_options_that_cannot_be_sent_are_refused_at_once(make: Callable[[], object]) -> None:
     with pytest.raises(InvalidRequestError):
         make()
+
+
+def test_prompt_logprobs_come_in_parts_again_after_a_resumption_and_never_with_a_gap() -> None:
+    def part(start: int, *values: float) -> Response:
+        return Response(
+            prompt_logprobs=common_pb2.Logprobs(token_logprobs=pack_floats(values)), prompt_logprobs_start=start
+        )
+
+    tracker = begun()
+    for response in (part(1, -1, -2), part(3, -3), part(0, -1, -2, -3, -4)):
+        tracker.take(response)
+    assert tracker.prompt_logprobs is not None
+    assert tracker.prompt_logprobs.token_logprobs == [-1, -2, -3, -4]
+    with pytest.raises(BrokenStreamError, match="from 6 came where 5 was due"):
+        tracker.take(part(6, -6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -12,12 +13,14 @@ from support.router_requests import new_request
 from radixmesh.client.tracker import Tracker
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.delivery import Delivery
+from radixmesh.daemons.router.delivery import MAX_MESSAGE_BYTES, Delivery
 from radixmesh.daemons.router.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.logprob_track import LogprobTrack
+from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.turnstile import Turnstile
-from radixmesh.daemons.runtime.arrays import pack_floats, unpack_ints
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.router.v1 import router_pb2
 
 
@@ -97,6 +100,99 @@ async def test_nothing_of_output_0_comes_before_its_prompt_logprobs() -> None:
     delivery.mark(request.outputs[0])
     message = await take(delivery)
     assert message is not None and message.HasField("prompt_logprobs") and message.deltas[0].index == 0
+
+
+NUM_TOP = 64
+
+
+def logprobs_of(first: int, count: int) -> common_pb2.Logprobs:
+    """Every value says which position it belongs to."""
+    positions = range(first, first + count)
+    return common_pb2.Logprobs(
+        token_logprobs=pack_floats([-float(p) for p in positions]),
+        num_top=NUM_TOP,
+        top_ids=pack_ints([p for p in positions for _ in range(NUM_TOP)]),
+        top_logprobs=pack_floats([-float(p) for p in positions for _ in range(NUM_TOP)]),
+    )
+
+
+async def test_what_a_slow_reader_gets_comes_in_messages_of_bounded_size_and_the_journal_counts_it() -> None:
+    """128 outputs with 64 alternatives each: 20 MiB, delivered whole, and every byte is on the journal's account."""
+    journal, request, delivery = begun(n=128)
+    flow = OutputFlow(journal, Metrics("router"))
+    flow.detokenizers = SimpleNamespace(push=None)  # type: ignore[assignment]  # Nothing here has text to make.
+    await take(delivery)
+    empty, num_tokens = journal.num_bytes, 300
+    request.resolved.ids_only = True
+    for output in request.outputs:
+        output.logprobs = LogprobTrack(0)
+        output.ids.extend(range(num_tokens))
+        output.logprobs.append(logprobs_of(0, num_tokens))
+        grow(journal, output, [], "é" * 9)
+    flow.on_tokens(request.outputs, 128 * num_tokens)
+    assert journal.num_bytes - empty == 128 * (num_tokens * (4 + 4 + 8 * NUM_TOP) + 18)
+    for output in request.outputs:
+        finish(output, num_tokens)
+    tracker, num_messages = Tracker(), 0
+    tracker.take(router_pb2.GenerateResponse(resolved=request.resolved))
+    values: dict[int, list[float]] = {i: [] for i in range(128)}
+    while (message := await take(delivery)) is not None:
+        num_messages += 1
+        assert message.ByteSize() < MAX_MESSAGE_BYTES + 64_000
+        for chunk in tracker.take(message):
+            if chunk.logprobs is not None:
+                values[chunk.index] += chunk.logprobs.token_logprobs
+                assert all(
+                    set(row) == {int(-v)}
+                    for row, v in zip(chunk.logprobs.top_ids, chunk.logprobs.token_logprobs, strict=True)
+                )
+    assert num_messages > 4 and tracker.is_complete
+    assert all(got == [-float(p) for p in range(num_tokens)] for got in values.values())
+    assert journal.num_bytes - empty == 128 * 4 * num_tokens  # Ids are kept, for the next attempt.
+
+
+async def test_one_output_larger_than_a_message_comes_in_parts_ids_before_their_text() -> None:
+    journal, request, delivery = begun()
+    await take(delivery)
+    num_ids, text = 1_500_000, "aé🗼" * 700_000
+    grow(journal, request.outputs[0], list(range(num_ids)), text)
+    finish(request.outputs[0], num_ids)
+    tracker, got, num_ids_seen = Tracker(), "", 0
+    tracker.take(router_pb2.GenerateResponse(resolved=request.resolved))
+    while (message := await take(delivery)) is not None:
+        assert message.ByteSize() < MAX_MESSAGE_BYTES + 64_000
+        (chunk,) = tracker.take(message)
+        num_ids_seen += len(chunk.ids)
+        got += chunk.text
+        assert not got or num_ids_seen == num_ids
+    assert got == text and tracker.is_complete
+
+
+async def test_long_prompt_logprobs_come_in_parts_before_output_0_and_once() -> None:
+    journal, request, delivery = begun(n=2)
+    flow = OutputFlow(journal, Metrics("router"))
+    await take(delivery)
+    base, request.num_prompt = journal.num_bytes, 20_000
+    request.prompt_logprobs = LogprobTrack(1)
+    for first in range(1, request.num_prompt, 5_000):
+        request.prompt_logprobs.append(logprobs_of(first, min(5_000, request.num_prompt - first)))
+        flow.on_prompt_logprobs(request.outputs[0])
+    assert journal.num_bytes - base == 19_999 * (4 + 8 * NUM_TOP)
+    for output in request.outputs:
+        grow(journal, output, [9], "x")
+        finish(output, 1)
+    tracker, known = Tracker(), 0
+    tracker.take(router_pb2.GenerateResponse(resolved=request.resolved))
+    while (message := await take(delivery)) is not None:
+        assert message.ByteSize() < MAX_MESSAGE_BYTES + 64_000
+        if any(delta.index == 0 for delta in message.deltas):
+            assert known + len(message.prompt_logprobs.token_logprobs) // 4 == 19_999
+        tracker.take(message)
+        assert tracker.prompt_logprobs is not None
+        known = len(tracker.prompt_logprobs.token_logprobs)
+    assert tracker.is_complete and tracker.prompt_logprobs is not None
+    assert tracker.prompt_logprobs.token_logprobs == [-float(p) for p in range(1, 20_000)]
+    assert journal.num_bytes == base
 
 
 async def test_the_end_comes_after_the_last_finish() -> None:

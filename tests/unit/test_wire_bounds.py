@@ -6,19 +6,21 @@ import contextlib
 import time
 
 import pytest
+from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime import wire_bounds
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.wire_bounds import MAX_COUNTS, check_counts, scan_of
+from radixmesh.daemons.runtime.wire_bounds import DEFAULT_COUNT, MAX_COUNTS, check_counts, scan_of
+from radixmesh.detokenizer.v1 import detokenizer_pb2  # noqa: F401 - its fields have bounds too.
 from radixmesh.router.v1 import router_pb2 as router
+from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as tokenizer
 
-# Some 100 KiB, so that a message is looked at.
-PADDING = b"\x0a\x80\x80\x06" + bytes(6 << 14)
+# Some 100 KiB in an unknown field, so that a message is looked at.
+PADDING = b"\xfa\xff\x3f\x80\x80\x06" + bytes(6 << 14)
 
 
 def refusal(raw: bytes, message: type[router.GenerateRequest | router.TokenizeRequest]) -> MeshError | None:
@@ -41,10 +43,11 @@ def refusal(raw: bytes, message: type[router.GenerateRequest | router.TokenizeRe
 def test_the_last_legal_count_passes_and_the_next_does_not(
     message: type[router.GenerateRequest | router.TokenizeRequest], unit: bytes, name: str
 ) -> None:
-    assert refusal(PADDING + unit * MAX_COUNTS[name], message) is None
-    error = refusal(PADDING + unit * (MAX_COUNTS[name] + 1), message)
-    assert error is not None and error.reason == ErrorReason.ERROR_REASON_TOO_LARGE
-    assert error.metadata == {"field": name, "max": str(MAX_COUNTS[name])}
+    most = MAX_COUNTS.get(name, DEFAULT_COUNT)
+    assert refusal(PADDING + unit * most, message) is None
+    error = refusal(PADDING + unit * (most + 1), message)
+    assert error is not None and error.reason_name == ("TOO_MANY_STOPS" if name.endswith(".stop") else "TOO_LARGE")
+    assert error.metadata == {"field": name, "max": str(most)}
 
 
 @pytest.mark.parametrize("unit", [b"\x12\x00", b"\x9a\x06\x00", b"\x2a\x02\x0a\x00", b"\x18\x01", b"\x0a\x00"])
@@ -57,7 +60,7 @@ def test_thirty_mebibytes_of_nothing_are_refused_soon(unit: bytes) -> None:
 
 
 def test_a_long_text_is_skipped_and_counts_of_one_chat_in_pieces_add_up() -> None:
-    long = router.GenerateRequest(text="x" * (30 << 20)).SerializeToString()
+    long = router.GenerateRequest(text="x" * (12 << 20)).SerializeToString()
     since_s = time.thread_time()
     assert refusal(long, router.GenerateRequest) is None
     assert time.thread_time() - since_s < 0.5
@@ -78,14 +81,21 @@ def test_bytes_that_are_no_message_are_the_parsers(raw: bytes) -> None:
         wire_bounds.UNSCANNED_BYTES = check
 
 
-def test_only_verbs_with_bounded_fields_are_scanned() -> None:
+def test_all_verbs_of_ours_are_scanned_and_no_others() -> None:
     assert scan_of("/radixmesh.router.v1.RouterService/Generate") is not None
-    assert scan_of("/radixmesh.tokenizer.v1.TokenizerService/Encode") is not None
-    for method in ("/radixmesh.router.v1.RouterService/Abort", "/grpc.health.v1.Health/Check", "/no.Such/Verb"):
+    for method in ("/grpc.health.v1.Health/Check", "/no.Such/Verb", "/radixmesh.router.v1.RouterService/No"):
         assert scan_of(method) is None
 
 
-def test_every_bound_names_a_repeated_field_that_there_is() -> None:
-    from google.protobuf.descriptor_pool import Default
+def test_a_frame_is_looked_at_at_its_top_only() -> None:
+    submits = b"\x12\x02\x0a\x00" * 10
+    frame = scheduler_pb2.ServeRequest.DESCRIPTOR
+    inner = PADDING + b"\x12\x80\x80\x08" + b"\x0a\x00" * (1 << 16)
+    check_counts(inner + submits, frame, is_frame=True)
+    with pytest.raises(MeshError):
+        check_counts(PADDING + b"\x12\x00" * (DEFAULT_COUNT + 1), frame, is_frame=True)
 
+
+def test_every_bound_names_a_field_that_there_is() -> None:
     assert all(Default().FindFieldByName(name).is_repeated for name in MAX_COUNTS)
+    assert all(Default().FindFieldByName(name) for name in wire_bounds.MAX_BYTES)

@@ -28,7 +28,9 @@ export class Tracker {
    */
   take(response) {
     if (response.resolved) this.#takeResolved(response.resolved);
-    if (response.promptLogprobs) this.promptLogprobs ??= logprobsFrom(response.promptLogprobs);
+    if (response.promptLogprobs) {
+      this.#takePromptLogprobs(logprobsFrom(response.promptLogprobs), response.promptLogprobsStart ?? 0);
+    }
     const deltas = new Map(response.deltas.map((/** @type {any} */ delta) => [delta.index, delta]));
     const ends = new Map(response.finished.map((/** @type {any} */ end) => [end.index, end]));
     const indices = [...new Set([...deltas.keys(), ...ends.keys()])].sort((a, b) => a - b);
@@ -54,6 +56,24 @@ export class Tracker {
     } else if (resolved.requestId !== this.resolved.requestId || String(resolved.seeds) !== String(this.resolved.seeds)) {
       throw new BrokenStreamError("a resumed stream began with another request");
     }
+  }
+
+  /**
+   * Parts follow each other; a resumed stream begins with the first one again.
+   *
+   * @param {import("./results.js").Logprobs} part
+   * @param {number} start prompt position of its first value; 0: the first position, 1
+   */
+  #takePromptLogprobs(part, start) {
+    const known = (this.promptLogprobs ??= { tokenLogprobs: [], topIds: [], topLogprobs: [] });
+    const numKnown = known.tokenLogprobs.length;
+    const numBefore = Math.max(start, 1) - 1;
+    if (numBefore > numKnown) throw new BrokenStreamError(`prompt logprobs from ${start} came where ${numKnown + 1} was due`);
+    this.promptLogprobs = {
+      tokenLogprobs: known.tokenLogprobs.concat(part.tokenLogprobs.slice(numKnown - numBefore)),
+      topIds: known.topIds.concat(part.topIds.slice(numKnown - numBefore)),
+      topLogprobs: known.topLogprobs.concat(part.topLogprobs.slice(numKnown - numBefore)),
+    };
   }
 
   /**

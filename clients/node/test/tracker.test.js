@@ -72,3 +72,17 @@ test("nothing may follow an end", () => {
   tracker.take(message({ finished: [end(1, 2, 6)] }));
   assert.throws(() => tracker.take(message({ deltas: [delta(1, 2, 6, [1], "")] })), BrokenStreamError);
 });
+
+test("prompt logprobs come in parts, again after a resumption, and never with a gap", () => {
+  const tracker = begun();
+  const part = (...values) => {
+    const tokenLogprobs = Buffer.alloc(4 * values.length);
+    values.forEach((value, i) => tokenLogprobs.writeFloatLE(value, 4 * i));
+    return { tokenLogprobs, numTop: 0, topIds: Buffer.alloc(0), topLogprobs: Buffer.alloc(0) };
+  };
+  tracker.take(message({ promptLogprobs: part(-1, -2), promptLogprobsStart: 1 }));
+  tracker.take(message({ promptLogprobs: part(-3), promptLogprobsStart: 3 }));
+  tracker.take(message({ promptLogprobs: part(-1, -2, -3, -4), promptLogprobsStart: 0 }));
+  assert.deepEqual(tracker.promptLogprobs.tokenLogprobs, [-1, -2, -3, -4]);
+  assert.throws(() => tracker.take(message({ promptLogprobs: part(-6), promptLogprobsStart: 6 })), BrokenStreamError);
+});

@@ -74,7 +74,9 @@ class CollectedRequest:
             self.resolved = message.resolved
             self.outputs = [CollectedOutput() for _ in message.resolved.seeds]
         if message.HasField("prompt_logprobs"):
-            self.prompt_logprobs = LogprobRun.of(message.prompt_logprobs)
+            if self.prompt_logprobs is None:
+                self.prompt_logprobs = LogprobRun()
+            self.prompt_logprobs.add(message.prompt_logprobs)
         for delta in message.deltas:
             output = self.outputs[delta.index]
             output.ids.frombytes(delta.ids)

@@ -7,6 +7,7 @@ from starlette.types import ASGIApp
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.body import BodyReader
+from radixmesh.daemons.router.http.body_pace import BodyPace
 from radixmesh.daemons.router.http.connection import ConnectionLimits
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.key_check import KeyCheck
@@ -14,7 +15,9 @@ from radixmesh.daemons.router.http.server import HttpServer
 from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.router.http.tokens import TokenTables
 from radixmesh.daemons.router.http.trace_header import TraceHeader
+from radixmesh.daemons.router.http.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
 from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.runtime.addresses import split_host_port
 from radixmesh.daemons.runtime.key_guard import KeyGuard
 from radixmesh.daemons.runtime.lifecycle import Runtime
 
@@ -36,11 +39,13 @@ def make_http_server(
         metrics=runtime.metrics,
         progress=runtime.progress,
     )
-    app: ASGIApp = make_app(context)
+    app: ASGIApp = JsonOnly(BodyPace(make_app(context), settings.http_min_body_rate))
     if runtime.tracer.is_on:
         app = TraceHeader(app)
+    if not guard.is_open:
+        app = KeyCheck(app, guard, runtime.metrics)
     return HttpServer(
-        app if guard.is_open else KeyCheck(app, guard, runtime.metrics),
+        _guarded(app, address, settings),
         address,
         limits=ConnectionLimits(
             head_s=settings.http_head_s,
@@ -50,3 +55,12 @@ def make_http_server(
         ),
         tls=FollowedContext(settings.tls) if settings.tls.has_server else None,
     )
+
+
+def _guarded(app: ASGIApp, address: str, settings: RouterSettings) -> ASGIApp:
+    """What browsers ask and tell comes before keys: they send none with their questions."""
+    if settings.http_cors_origins:
+        app = allow_origins(app, settings.http_cors_origins)
+    # Under TLS a name that is not in the certificate gets nowhere.
+    is_local = is_loopback(split_host_port(address)[0]) and not settings.tls.has_server
+    return HostCheck(app, settings.http_allowed_hosts) if is_local or settings.http_allowed_hosts else app

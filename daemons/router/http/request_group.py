@@ -29,6 +29,9 @@ class RequestGroup:
         self._queue: asyncio.Queue[GroupMessage | BaseException | None] = asyncio.Queue(1)
         self._num_open = len(requests)
         self._being_written: RequestStream | None = None
+        self._place_written = 0
+        # By place: the message of this request that was in the queue last is written.
+        self._is_written = [asyncio.Event() for _ in requests]
         try:
             for request in requests:
                 stream = router.open(request)
@@ -47,6 +50,7 @@ class RequestGroup:
             return None if message is None else (0, message)
         if self._being_written is not None:
             self._being_written.delivery.stop_writing()
+            self._is_written[self._place_written].set()
             self._being_written = None
         if not self._pumps:
             self._pumps = [asyncio.ensure_future(self._pump(i, stream)) for i, stream in enumerate(self._streams)]
@@ -55,7 +59,8 @@ class RequestGroup:
             if isinstance(item, BaseException):
                 raise item
             if item is not None:
-                self._being_written = self._streams[item[0]]
+                self._place_written = item[0]
+                self._being_written = self._streams[self._place_written]
                 self._being_written.delivery.start_writing()
                 return item
             self._num_open -= 1
@@ -84,6 +89,9 @@ class RequestGroup:
                     # It waits for the others' messages: that is no stall of the client's.
                     stream.delivery.stop_writing()
                     await self._queue.put((place, message))
+                    # take() says that nothing is being written any more.
+                    await self._is_written[place].wait()
+                    self._is_written[place].clear()
                 await self._queue.put(None)
             except Exception as error:
                 await self._queue.put(error)

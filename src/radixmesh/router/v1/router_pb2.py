@@ -26,15 +26,15 @@ from radixmesh.common.v1 import common_pb2 as radixmesh_dot_common_dot_v1_dot_co
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as radixmesh_dot_tokenizer_dot_v1_dot_tokenizer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n radixmesh/router/v1/router.proto\x12\x13radixmesh.router.v1\x1a radixmesh/common/v1/common.proto\x1a&radixmesh/tokenizer/v1/tokenizer.proto\"\x9b\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x14\n\nprompt_ids\x18\x04 \x01(\x0cH\x00\x12\x31\n\x04\x63hat\x18\x05 \x01(\x0b\x32!.radixmesh.tokenizer.v1.ChatInputH\x00\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x08sampling\x18\x07 \x01(\x0b\x32#.radixmesh.common.v1.SamplingParams\x12-\n\x04stop\x18\x08 \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12-\n\x07grammar\x18\t \x01(\x0b\x32\x1c.radixmesh.common.v1.Grammar\x12\x15\n\x08ids_only\x18\n \x01(\x08H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\r \x01(\x04H\x03\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12+\n\x06resume\x18\x0f \x01(\x0b\x32\x1b.radixmesh.router.v1.Resume\x12\'\n\x04task\x18\x10 \x01(\x0e\x32\x19.radixmesh.common.v1.TaskB\x07\n\x05inputB\x04\n\x02_nB\x0b\n\t_ids_onlyB\x0e\n\x0c_deadline_ms\"\x83\x01\n\x06Resume\x12/\n\x08resolved\x18\x01 \x01(\x0b\x32\x1d.radixmesh.router.v1.Resolved\x12\x34\n\x07outputs\x18\x02 \x03(\x0b\x32#.radixmesh.router.v1.OutputProgress\x12\x12\n\nresumption\x18\x03 \x01(\r\"M\n\x0eOutputProgress\x12\x12\n\noutput_ids\x18\x01 \x01(\x0c\x12\x12\n\ntext_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"\xa9\x03\n\x08Resolved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12:\n\x0emodel_identity\x18\x03 \x01(\x0b\x32\".radixmesh.common.v1.ModelIdentity\x12\x12\n\nprompt_ids\x18\x04 \x01(\x0c\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x35\n\x08sampling\x18\x06 \x01(\x0b\x32#.radixmesh.common.v1.SamplingParams\x12-\n\x04stop\x18\x07 \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12-\n\x07grammar\x18\x08 \x01(\x0b\x32\x1c.radixmesh.common.v1.Grammar\x12\x10\n\x08ids_only\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\'\n\x04task\x18\r \x01(\x0e\x32\x19.radixmesh.common.v1.Task\x12\x15\n\rtrace_context\x18\x0e \x01(\t\"\xde\x01\n\x10GenerateResponse\x12/\n\x08resolved\x18\x01 \x01(\x0b\x32\x1d.radixmesh.router.v1.Resolved\x12*\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1a.radixmesh.router.v1.Delta\x12\x36\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs\x12\x35\n\x08\x66inished\x18\x04 \x03(\x0b\x32#.radixmesh.router.v1.OutputFinished\"\xbc\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1a\n\x12\x66irst_output_index\x18\x02 \x01(\r\x12\x13\n\x0btext_offset\x18\x03 \x01(\x04\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\x12\x0c\n\x04text\x18\x05 \x01(\t\x12/\n\x08logprobs\x18\x06 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04\x12\x0e\n\x06vector\x18\x08 \x01(\x0c\"\x80\x02\n\x0eOutputFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\x06reason\x18\x02 \x01(\x0e\x32!.radixmesh.common.v1.FinishReason\x12\x12\n\nnum_output\x18\x03 \x01(\r\x12\x12\n\ntext_bytes\x18\x04 \x01(\x04\x12\x14\n\x07stop_id\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x01(\t\x12)\n\x05usage\x18\x07 \x01(\x0b\x32\x1a.radixmesh.common.v1.Usage\x12)\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x1a.radixmesh.common.v1.ErrorB\n\n\x08_stop_id\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\rAbortResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.radixmesh.router.v1.AbortOutcome\"S\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x31\n\x05items\x18\x02 \x03(\x0b\x32\".radixmesh.tokenizer.v1.EncodeItem\"F\n\x10TokenizeResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.radixmesh.tokenizer.v1.EncodedItem\"\x15\n\x13GetModelInfoRequest\"F\n\x14GetModelInfoResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.radixmesh.router.v1.ModelInfo\"j\n\tModelInfo\x12\x31\n\x05model\x18\x01 \x01(\x0b\x32\".radixmesh.common.v1.ModelIdentity\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x16\n\x0enum_schedulers\x18\x03 \x01(\r\"&\n\x13\x41\x64\x64SchedulerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x16\n\x14\x41\x64\x64SchedulerResponse\")\n\x16RemoveSchedulerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x19\n\x17RemoveSchedulerResponse\"(\n\x15\x44rainSchedulerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"-\n\x16\x44rainSchedulerResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x17\n\x15ListSchedulersRequest\"P\n\x16ListSchedulersResponse\x12\x36\n\nschedulers\x18\x01 \x03(\x0b\x32\".radixmesh.router.v1.SchedulerInfo\"\xa3\x01\n\rSchedulerInfo\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x14\n\x0cis_connected\x18\x02 \x01(\x08\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\x0e\n\x06models\x18\x05 \x03(\t\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\r\n\x05group\x18\x07 \x01(\t\x12\r\n\x05\x65poch\x18\x08 \x01(\x04*}\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x42ORT_OUTCOME_FOUND\x10\x01\x12\x1a\n\x16\x41\x42ORT_OUTCOME_FINISHED\x10\x02\x12\x19\n\x15\x41\x42ORT_OUTCOME_UNKNOWN\x10\x03\x32\xf8\x02\n\rRouterService\x12Y\n\x08Generate\x12$.radixmesh.router.v1.GenerateRequest\x1a%.radixmesh.router.v1.GenerateResponse0\x01\x12N\n\x05\x41\x62ort\x12!.radixmesh.router.v1.AbortRequest\x1a\".radixmesh.router.v1.AbortResponse\x12W\n\x08Tokenize\x12$.radixmesh.router.v1.TokenizeRequest\x1a%.radixmesh.router.v1.TokenizeResponse\x12\x63\n\x0cGetModelInfo\x12(.radixmesh.router.v1.GetModelInfoRequest\x1a).radixmesh.router.v1.GetModelInfoResponse2\xbd\x03\n\x12RouterAdminService\x12\x63\n\x0c\x41\x64\x64Scheduler\x12(.radixmesh.router.v1.AddSchedulerRequest\x1a).radixmesh.router.v1.AddSchedulerResponse\x12l\n\x0fRemoveScheduler\x12+.radixmesh.router.v1.RemoveSchedulerRequest\x1a,.radixmesh.router.v1.RemoveSchedulerResponse\x12i\n\x0e\x44rainScheduler\x12*.radixmesh.router.v1.DrainSchedulerRequest\x1a+.radixmesh.router.v1.DrainSchedulerResponse\x12i\n\x0eListSchedulers\x12*.radixmesh.router.v1.ListSchedulersRequest\x1a+.radixmesh.router.v1.ListSchedulersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n radixmesh/router/v1/router.proto\x12\x13radixmesh.router.v1\x1a radixmesh/common/v1/common.proto\x1a&radixmesh/tokenizer/v1/tokenizer.proto\"\x9b\x04\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\x14\n\nprompt_ids\x18\x04 \x01(\x0cH\x00\x12\x31\n\x04\x63hat\x18\x05 \x01(\x0b\x32!.radixmesh.tokenizer.v1.ChatInputH\x00\x12\x0e\n\x01n\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x35\n\x08sampling\x18\x07 \x01(\x0b\x32#.radixmesh.common.v1.SamplingParams\x12-\n\x04stop\x18\x08 \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12-\n\x07grammar\x18\t \x01(\x0b\x32\x1c.radixmesh.common.v1.Grammar\x12\x15\n\x08ids_only\x18\n \x01(\x08H\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\r \x01(\x04H\x03\x88\x01\x01\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12+\n\x06resume\x18\x0f \x01(\x0b\x32\x1b.radixmesh.router.v1.Resume\x12\'\n\x04task\x18\x10 \x01(\x0e\x32\x19.radixmesh.common.v1.TaskB\x07\n\x05inputB\x04\n\x02_nB\x0b\n\t_ids_onlyB\x0e\n\x0c_deadline_ms\"\x83\x01\n\x06Resume\x12/\n\x08resolved\x18\x01 \x01(\x0b\x32\x1d.radixmesh.router.v1.Resolved\x12\x34\n\x07outputs\x18\x02 \x03(\x0b\x32#.radixmesh.router.v1.OutputProgress\x12\x12\n\nresumption\x18\x03 \x01(\r\"M\n\x0eOutputProgress\x12\x12\n\noutput_ids\x18\x01 \x01(\x0c\x12\x12\n\ntext_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"\xa9\x03\n\x08Resolved\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12:\n\x0emodel_identity\x18\x03 \x01(\x0b\x32\".radixmesh.common.v1.ModelIdentity\x12\x12\n\nprompt_ids\x18\x04 \x01(\x0c\x12\r\n\x05seeds\x18\x05 \x03(\x04\x12\x35\n\x08sampling\x18\x06 \x01(\x0b\x32#.radixmesh.common.v1.SamplingParams\x12-\n\x04stop\x18\x07 \x01(\x0b\x32\x1f.radixmesh.common.v1.StopParams\x12-\n\x07grammar\x18\x08 \x01(\x0b\x32\x1c.radixmesh.common.v1.Grammar\x12\x10\n\x08ids_only\x18\t \x01(\x08\x12\x12\n\ncache_salt\x18\n \x01(\t\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x0e\n\x06tenant\x18\x0c \x01(\t\x12\'\n\x04task\x18\r \x01(\x0e\x32\x19.radixmesh.common.v1.Task\x12\x15\n\rtrace_context\x18\x0e \x01(\t\"\xfd\x01\n\x10GenerateResponse\x12/\n\x08resolved\x18\x01 \x01(\x0b\x32\x1d.radixmesh.router.v1.Resolved\x12*\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x1a.radixmesh.router.v1.Delta\x12\x36\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs\x12\x35\n\x08\x66inished\x18\x04 \x03(\x0b\x32#.radixmesh.router.v1.OutputFinished\x12\x1d\n\x15prompt_logprobs_start\x18\x05 \x01(\r\"\xbc\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x1a\n\x12\x66irst_output_index\x18\x02 \x01(\r\x12\x13\n\x0btext_offset\x18\x03 \x01(\x04\x12\x0b\n\x03ids\x18\x04 \x01(\x0c\x12\x0c\n\x04text\x18\x05 \x01(\t\x12/\n\x08logprobs\x18\x06 \x01(\x0b\x32\x1d.radixmesh.common.v1.Logprobs\x12\x17\n\x0fweights_version\x18\x07 \x01(\x04\x12\x0e\n\x06vector\x18\x08 \x01(\x0c\"\x80\x02\n\x0eOutputFinished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x31\n\x06reason\x18\x02 \x01(\x0e\x32!.radixmesh.common.v1.FinishReason\x12\x12\n\nnum_output\x18\x03 \x01(\r\x12\x12\n\ntext_bytes\x18\x04 \x01(\x04\x12\x14\n\x07stop_id\x18\x05 \x01(\x05H\x00\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x01(\t\x12)\n\x05usage\x18\x07 \x01(\x0b\x32\x1a.radixmesh.common.v1.Usage\x12)\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x1a.radixmesh.common.v1.ErrorB\n\n\x08_stop_id\"\"\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"C\n\rAbortResponse\x12\x32\n\x07outcome\x18\x01 \x01(\x0e\x32!.radixmesh.router.v1.AbortOutcome\"S\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x31\n\x05items\x18\x02 \x03(\x0b\x32\".radixmesh.tokenizer.v1.EncodeItem\"F\n\x10TokenizeResponse\x12\x32\n\x05items\x18\x01 \x03(\x0b\x32#.radixmesh.tokenizer.v1.EncodedItem\"\x15\n\x13GetModelInfoRequest\"F\n\x14GetModelInfoResponse\x12.\n\x06models\x18\x01 \x03(\x0b\x32\x1e.radixmesh.router.v1.ModelInfo\"j\n\tModelInfo\x12\x31\n\x05model\x18\x01 \x01(\x0b\x32\".radixmesh.common.v1.ModelIdentity\x12\x12\n\nbase_model\x18\x02 \x01(\t\x12\x16\n\x0enum_schedulers\x18\x03 \x01(\r\"&\n\x13\x41\x64\x64SchedulerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x16\n\x14\x41\x64\x64SchedulerResponse\")\n\x16RemoveSchedulerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x19\n\x17RemoveSchedulerResponse\"(\n\x15\x44rainSchedulerRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"-\n\x16\x44rainSchedulerResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"\x17\n\x15ListSchedulersRequest\"P\n\x16ListSchedulersResponse\x12\x36\n\nschedulers\x18\x01 \x03(\x0b\x32\".radixmesh.router.v1.SchedulerInfo\"\xa3\x01\n\rSchedulerInfo\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x14\n\x0cis_connected\x18\x02 \x01(\x08\x12\x13\n\x0bis_draining\x18\x03 \x01(\x08\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\x0e\n\x06models\x18\x05 \x03(\t\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\r\n\x05group\x18\x07 \x01(\t\x12\r\n\x05\x65poch\x18\x08 \x01(\x04*}\n\x0c\x41\x62ortOutcome\x12\x1d\n\x19\x41\x42ORT_OUTCOME_UNSPECIFIED\x10\x00\x12\x17\n\x13\x41\x42ORT_OUTCOME_FOUND\x10\x01\x12\x1a\n\x16\x41\x42ORT_OUTCOME_FINISHED\x10\x02\x12\x19\n\x15\x41\x42ORT_OUTCOME_UNKNOWN\x10\x03\x32\xf8\x02\n\rRouterService\x12Y\n\x08Generate\x12$.radixmesh.router.v1.GenerateRequest\x1a%.radixmesh.router.v1.GenerateResponse0\x01\x12N\n\x05\x41\x62ort\x12!.radixmesh.router.v1.AbortRequest\x1a\".radixmesh.router.v1.AbortResponse\x12W\n\x08Tokenize\x12$.radixmesh.router.v1.TokenizeRequest\x1a%.radixmesh.router.v1.TokenizeResponse\x12\x63\n\x0cGetModelInfo\x12(.radixmesh.router.v1.GetModelInfoRequest\x1a).radixmesh.router.v1.GetModelInfoResponse2\xbd\x03\n\x12RouterAdminService\x12\x63\n\x0c\x41\x64\x64Scheduler\x12(.radixmesh.router.v1.AddSchedulerRequest\x1a).radixmesh.router.v1.AddSchedulerResponse\x12l\n\x0fRemoveScheduler\x12+.radixmesh.router.v1.RemoveSchedulerRequest\x1a,.radixmesh.router.v1.RemoveSchedulerResponse\x12i\n\x0e\x44rainScheduler\x12*.radixmesh.router.v1.DrainSchedulerRequest\x1a+.radixmesh.router.v1.DrainSchedulerResponse\x12i\n\x0eListSchedulers\x12*.radixmesh.router.v1.ListSchedulersRequest\x1a+.radixmesh.router.v1.ListSchedulersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixmesh.router.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ABORTOUTCOME']._serialized_start=2950
-  _globals['_ABORTOUTCOME']._serialized_end=3075
+  _globals['_ABORTOUTCOME']._serialized_start=2981
+  _globals['_ABORTOUTCOME']._serialized_end=3106
   _globals['_GENERATEREQUEST']._serialized_start=132
   _globals['_GENERATEREQUEST']._serialized_end=671
   _globals['_RESUME']._serialized_start=674
@@ -44,45 +44,45 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESOLVED']._serialized_start=887
   _globals['_RESOLVED']._serialized_end=1312
   _globals['_GENERATERESPONSE']._serialized_start=1315
-  _globals['_GENERATERESPONSE']._serialized_end=1537
-  _globals['_DELTA']._serialized_start=1540
-  _globals['_DELTA']._serialized_end=1728
-  _globals['_OUTPUTFINISHED']._serialized_start=1731
-  _globals['_OUTPUTFINISHED']._serialized_end=1987
-  _globals['_ABORTREQUEST']._serialized_start=1989
-  _globals['_ABORTREQUEST']._serialized_end=2023
-  _globals['_ABORTRESPONSE']._serialized_start=2025
-  _globals['_ABORTRESPONSE']._serialized_end=2092
-  _globals['_TOKENIZEREQUEST']._serialized_start=2094
-  _globals['_TOKENIZEREQUEST']._serialized_end=2177
-  _globals['_TOKENIZERESPONSE']._serialized_start=2179
-  _globals['_TOKENIZERESPONSE']._serialized_end=2249
-  _globals['_GETMODELINFOREQUEST']._serialized_start=2251
-  _globals['_GETMODELINFOREQUEST']._serialized_end=2272
-  _globals['_GETMODELINFORESPONSE']._serialized_start=2274
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2344
-  _globals['_MODELINFO']._serialized_start=2346
-  _globals['_MODELINFO']._serialized_end=2452
-  _globals['_ADDSCHEDULERREQUEST']._serialized_start=2454
-  _globals['_ADDSCHEDULERREQUEST']._serialized_end=2492
-  _globals['_ADDSCHEDULERRESPONSE']._serialized_start=2494
-  _globals['_ADDSCHEDULERRESPONSE']._serialized_end=2516
-  _globals['_REMOVESCHEDULERREQUEST']._serialized_start=2518
-  _globals['_REMOVESCHEDULERREQUEST']._serialized_end=2559
-  _globals['_REMOVESCHEDULERRESPONSE']._serialized_start=2561
-  _globals['_REMOVESCHEDULERRESPONSE']._serialized_end=2586
-  _globals['_DRAINSCHEDULERREQUEST']._serialized_start=2588
-  _globals['_DRAINSCHEDULERREQUEST']._serialized_end=2628
-  _globals['_DRAINSCHEDULERRESPONSE']._serialized_start=2630
-  _globals['_DRAINSCHEDULERRESPONSE']._serialized_end=2675
-  _globals['_LISTSCHEDULERSREQUEST']._serialized_start=2677
-  _globals['_LISTSCHEDULERSREQUEST']._serialized_end=2700
-  _globals['_LISTSCHEDULERSRESPONSE']._serialized_start=2702
-  _globals['_LISTSCHEDULERSRESPONSE']._serialized_end=2782
-  _globals['_SCHEDULERINFO']._serialized_start=2785
-  _globals['_SCHEDULERINFO']._serialized_end=2948
-  _globals['_ROUTERSERVICE']._serialized_start=3078
-  _globals['_ROUTERSERVICE']._serialized_end=3454
-  _globals['_ROUTERADMINSERVICE']._serialized_start=3457
-  _globals['_ROUTERADMINSERVICE']._serialized_end=3902
+  _globals['_GENERATERESPONSE']._serialized_end=1568
+  _globals['_DELTA']._serialized_start=1571
+  _globals['_DELTA']._serialized_end=1759
+  _globals['_OUTPUTFINISHED']._serialized_start=1762
+  _globals['_OUTPUTFINISHED']._serialized_end=2018
+  _globals['_ABORTREQUEST']._serialized_start=2020
+  _globals['_ABORTREQUEST']._serialized_end=2054
+  _globals['_ABORTRESPONSE']._serialized_start=2056
+  _globals['_ABORTRESPONSE']._serialized_end=2123
+  _globals['_TOKENIZEREQUEST']._serialized_start=2125
+  _globals['_TOKENIZEREQUEST']._serialized_end=2208
+  _globals['_TOKENIZERESPONSE']._serialized_start=2210
+  _globals['_TOKENIZERESPONSE']._serialized_end=2280
+  _globals['_GETMODELINFOREQUEST']._serialized_start=2282
+  _globals['_GETMODELINFOREQUEST']._serialized_end=2303
+  _globals['_GETMODELINFORESPONSE']._serialized_start=2305
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2375
+  _globals['_MODELINFO']._serialized_start=2377
+  _globals['_MODELINFO']._serialized_end=2483
+  _globals['_ADDSCHEDULERREQUEST']._serialized_start=2485
+  _globals['_ADDSCHEDULERREQUEST']._serialized_end=2523
+  _globals['_ADDSCHEDULERRESPONSE']._serialized_start=2525
+  _globals['_ADDSCHEDULERRESPONSE']._serialized_end=2547
+  _globals['_REMOVESCHEDULERREQUEST']._serialized_start=2549
+  _globals['_REMOVESCHEDULERREQUEST']._serialized_end=2590
+  _globals['_REMOVESCHEDULERRESPONSE']._serialized_start=2592
+  _globals['_REMOVESCHEDULERRESPONSE']._serialized_end=2617
+  _globals['_DRAINSCHEDULERREQUEST']._serialized_start=2619
+  _globals['_DRAINSCHEDULERREQUEST']._serialized_end=2659
+  _globals['_DRAINSCHEDULERRESPONSE']._serialized_start=2661
+  _globals['_DRAINSCHEDULERRESPONSE']._serialized_end=2706
+  _globals['_LISTSCHEDULERSREQUEST']._serialized_start=2708
+  _globals['_LISTSCHEDULERSREQUEST']._serialized_end=2731
+  _globals['_LISTSCHEDULERSRESPONSE']._serialized_start=2733
+  _globals['_LISTSCHEDULERSRESPONSE']._serialized_end=2813
+  _globals['_SCHEDULERINFO']._serialized_start=2816
+  _globals['_SCHEDULERINFO']._serialized_end=2979
+  _globals['_ROUTERSERVICE']._serialized_start=3109
+  _globals['_ROUTERSERVICE']._serialized_end=3485
+  _globals['_ROUTERADMINSERVICE']._serialized_start=3488
+  _globals['_ROUTERADMINSERVICE']._serialized_end=3933
 # @@protoc_insertion_point(module_scope)

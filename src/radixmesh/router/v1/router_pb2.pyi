@@ -109,16 +109,18 @@ class Resolved(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., prompt_ids: _Optional[bytes] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., ids_only: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., trace_context: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("resolved", "deltas", "prompt_logprobs", "finished")
+    __slots__ = ("resolved", "deltas", "prompt_logprobs", "finished", "prompt_logprobs_start")
     RESOLVED_FIELD_NUMBER: _ClassVar[int]
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
     resolved: Resolved
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
     prompt_logprobs: _common_pb2.Logprobs
     finished: _containers.RepeatedCompositeFieldContainer[OutputFinished]
-    def __init__(self, resolved: _Optional[_Union[Resolved, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[OutputFinished, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs_start: int
+    def __init__(self, resolved: _Optional[_Union[Resolved, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.Logprobs, _Mapping]] = ..., finished: _Optional[_Iterable[_Union[OutputFinished, _Mapping]]] = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("index", "first_output_index", "text_offset", "ids", "text", "logprobs", "weights_version", "vector")
