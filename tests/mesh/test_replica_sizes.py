@@ -35,7 +35,8 @@ async def sized_mesh(
     *sizes: tuple[int, int], routers: int = 1, scheduler_wait_s: float = 60.0
 ) -> AsyncIterator[RouterMesh]:
     """One scheduler per (context, pages)."""
-    async with router_mesh(schedulers=len(sizes), routers=routers, scheduler_wait_s=scheduler_wait_s) as mesh:
+    settings = {"policy": "round_robin", "scheduler_wait_s": scheduler_wait_s}
+    async with router_mesh(schedulers=len(sizes), routers=routers, **settings) as mesh:
         for fake, member, (context, num_pages) in zip(mesh.fakes, mesh.schedulers, sizes, strict=True):
             fake.model, fake.num_pages = model_of(max_total_len=context), num_pages
             await member.kill()
