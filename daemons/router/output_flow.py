@@ -10,6 +10,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.journal import Ending, Journal, Output, OutputState, Request
+from radixmesh.daemons.router.placement.placement import Decision
 from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
@@ -169,6 +170,21 @@ class OutputFlow:
                 self._finish(output)
             else:
                 self._place_again(output)
+
+    def on_decision(self, decision: Decision) -> None:
+        """An output was sent where placement decided."""
+        self._metrics.routing_decisions.labels(decision.reason).inc()
+        self._metrics.routed_tokens.labels("cached").inc(decision.matched_tokens)
+        self._metrics.routed_tokens.labels("uncached").inc(decision.num_tokens - decision.matched_tokens)
+
+    def on_load(self, link: SchedulerLink) -> None:
+        self.schedulers.on_load(link)
+
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        self.schedulers.on_first_token(link, sequence)
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        self.schedulers.on_left(link, sequence)
 
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         self.schedulers.on_changed()

@@ -11,6 +11,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Ending, Output, OutputState, Request
 from radixmesh.daemons.router.peer_link import PeerLink
+from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.serve_frames import ServeFrames
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -47,6 +48,15 @@ class SchedulerEvents(Protocol):
     def on_scheduler_lost(self, outputs: list[Output]) -> None:
         """Outputs that were on a link which broke."""
 
+    def on_load(self, link: SchedulerLink) -> None:
+        """The scheduler has told its load."""
+
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The first tokens of that submit have come."""
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit is not at the scheduler any more."""
+
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         """A link was connected, or its group's state changed."""
 
@@ -75,6 +85,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._last_handle = 0
         self._last_abort_id = 0
         self._running: dict[int, Output] = {}
+        self._sequences: dict[int, int] = {}
+        self._without_tokens: set[int] = set()
         # Handle of the stream's submit number 0.
         self._handle_of_0 = 0
         self._frames = ServeFrames()
@@ -85,9 +97,22 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return len(self._running)
 
     @property
-    def num_outstanding(self) -> int:
-        """Outputs running or waiting there, ours since its last Load included."""
-        return self.load.num_running + self.load.num_waiting + max(0, self._sequence - self.load.submit_sequence)
+    def last_sequence(self) -> int:
+        """Of the latest submit on this stream."""
+        return self._sequence
+
+    def replica_load(self) -> ReplicaLoad:
+        """The scheduler's latest figures."""
+        load = self.load
+        page_size = self.kv_tokens // load.total_pages if load.total_pages else 1
+        return ReplicaLoad(
+            submit_sequence=load.submit_sequence,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            free_tokens=load.free_pages * page_size,
+            cached_tokens=load.cached_pages * page_size,
+        )
 
     @property
     def is_group_serving(self) -> bool:
@@ -121,6 +146,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         output.move_to(OutputState.RUNNING)
         self._events.on_submitted(output, self, since_s)
         self._running[self._last_handle] = output
+        self._sequences[self._last_handle] = self._sequence
+        self._without_tokens.add(self._last_handle)
         self._frames.submit(output, self._last_handle, self._sequence)
         self.wake()
 
@@ -132,7 +159,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def release(self, output: Output) -> None:
         """Nothing that comes for output matters any more. Tells nobody."""
         self._running.pop(output.scheduler_handle, None)
+        self._without_tokens.discard(output.scheduler_handle)
+        sequence = self._sequences.pop(output.scheduler_handle, None)
         output.scheduler = None
+        if sequence is not None:
+            self._events.on_left(self, sequence)
 
     def abort(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
         """Ends attempts of a request below that one, without an answer."""
@@ -180,6 +211,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     def _on_connected(self) -> None:
         self.group_since = time.monotonic()
+        self._events.on_load(self)
         self._events.on_scheduler_changed(self)
 
     def _on_lost(self) -> None:
@@ -227,6 +259,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if frame.HasField("load"):
             has_changed = (self.load.group, self.load.is_draining) != (frame.load.group, frame.load.is_draining)
             self.load = frame.load
+            self._events.on_load(self)
             if has_changed:
                 self.group_since = time.monotonic()
                 self._events.on_scheduler_changed(self)
@@ -267,8 +300,17 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             for output in by_row.values():
                 output.level_logprobs()
             raise
+        if self._without_tokens:
+            self._note_first_tokens(changed)
         if changed:
             self._events.on_tokens(changed, num_tokens)
+
+    def _note_first_tokens(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            handle = output.scheduler_handle
+            if handle in self._without_tokens:
+                self._without_tokens.discard(handle)
+                self._events.on_first_token(self, self._sequences[handle])
 
     def _take_logprobs(self, batch: scheduler_pb2.TokenBatch, by_row: dict[int, Output]) -> None:
         for entry in batch.logprobs:

@@ -11,8 +11,10 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
 from radixmesh.daemons.router.model_aliases import ModelAliases
-from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
+from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
+from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
+from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -36,7 +38,7 @@ class ServedModel(NamedTuple):
 
 
 class SchedulerPool(PeerPool):
-    """Places outputs on schedulers by model, then policy; an output is on one of them, or waits here.
+    """Places outputs on schedulers by model, then by placement's policy; an output is on one of them, or waits here.
 
     wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
     that does. fail: told of outputs that waited too long.
@@ -45,15 +47,23 @@ class SchedulerPool(PeerPool):
     def __init__(
         self,
         make_link: Callable[[str], SchedulerLink],
-        policy: RoutingPolicy,
+        placement: Placement,
         *,
         wait_s: float,
         migrate_after_s: float,
         fail: Callable[[Output, MeshError], None],
         aliases: ModelAliases | None = None,
+        open_watch: OpenWatch | None = None,
+        on_decision: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._make_link = make_link
-        self._policy = policy
+        self._placement = placement
+        self._open_watch = open_watch
+        self._on_decision = on_decision
+        self._rows: dict[str, int] = {}
+        self._connects: dict[int, int] = {}
+        self._followers: dict[str, CacheFollower] = {}
+        self._ticked = 0.0
         self._aliases = aliases or ModelAliases({})
         self._wait_s = wait_s
         self._migrate_after_s = migrate_after_s
@@ -74,7 +84,11 @@ class SchedulerPool(PeerPool):
         """Connects to a scheduler. Idempotent. Raises INVALID_ARGUMENT for text that is no address."""
         if address not in self._links:
             link = self._links[address] = self._make_link(address)
+            row = self._rows[address] = self._placement.add(address)
             link.start()
+            if self._open_watch is not None and self._placement.policy.needs_matches:
+                self._followers[address] = CacheFollower(row, address, self._open_watch, self._placement)
+                self._followers[address].start()
 
     async def remove(self, address: str) -> None:
         """Disconnects; its outputs move to others, or wait. Raises INVALID_ARGUMENT for one that was not added."""
@@ -86,6 +100,7 @@ class SchedulerPool(PeerPool):
             0
         )  # The aborts leave before the stream does, as a rule; else the scheduler's grace ends them.
         await link.close()
+        await self._forget_row(address)
         self.place_waiting()
 
     def can_remove(self, address: str) -> bool:
@@ -100,6 +115,7 @@ class SchedulerPool(PeerPool):
 
     async def close(self) -> None:
         self._waiting.clear()
+        await asyncio.gather(*(follower.close() for follower in self._followers.values()))
         await asyncio.gather(*(link.close() for link in self.links))
 
     def models(self) -> list[ServedModel]:
@@ -159,12 +175,13 @@ class SchedulerPool(PeerPool):
     def place(self, output: Output) -> None:
         """Sends an output to a scheduler, or lets it wait for one."""
         assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
-        link = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else None
+        link, decision = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
         if link is not None:
             self._waiting.pop(output, None)
             if output.waiting_since is None:
                 output.waiting_since = time.monotonic()
             link.submit(output)
+            self._take_sent(link, decision)
             return
         if output.state is not OutputState.WAITING:
             output.move_to(OutputState.WAITING)
@@ -205,6 +222,28 @@ class SchedulerPool(PeerPool):
         for output in tuple(self._waiting):
             self.place(output)
 
+    def on_load(self, link: SchedulerLink) -> None:
+        """A link has a new load, or was connected."""
+        row = self._rows.get(link.address)
+        if row is None:
+            return
+        if self._connects.get(row) != link.num_connects:
+            self._connects[row] = link.num_connects
+            self._placement.restart(row, link.kv_tokens)
+        self._placement.take_load(row, link.replica_load())
+
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The prefill of that submit is done."""
+        row = self._rows.get(link.address)
+        if row is not None:
+            self._placement.replicas.take_first_token(row, sequence)
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit has ended, or gone elsewhere."""
+        row = self._rows.get(link.address)
+        if row is not None:
+            self._placement.replicas.take_left(row, sequence)
+
     def on_changed(self) -> None:
         """A link was connected, or its group's state changed."""
         self._changed.set()
@@ -213,6 +252,9 @@ class SchedulerPool(PeerPool):
 
     def tick(self, now: float) -> None:
         """Call every 0.1 s or so."""
+        if now - self._ticked > 1.0:
+            self._ticked = now
+            self._placement.tick()
         self._migrate(now)
         if not self._waiting:
             return
@@ -272,7 +314,8 @@ class SchedulerPool(PeerPool):
             link for link in self.links if link.is_group_serving and link.takes(resolved.model, resolved.model_identity)
         ]
 
-    def _pick(self, output: Output) -> SchedulerLink | None:
+    def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
+        """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
         request = output.request
         resolved = request.resolved
         able = self._serving(output)
@@ -281,16 +324,33 @@ class SchedulerPool(PeerPool):
         now = time.monotonic()
         able = [link for link in able if output.shunned.get(link.address, 0.0) <= now]
         if not able:
-            return None
+            return None, None
         for sibling in request.outputs:
             # Outputs of one request share their prompt's KV.
             if sibling.scheduler in able:
-                return sibling.scheduler
-        candidates = [Candidate(address=link.address, num_outstanding=link.num_outstanding) for link in able]
-        routing = RoutingRequest(
-            request_id=resolved.request_id, prompt_ids=resolved.prompt_ids, cache_salt=resolved.cache_salt
+                return sibling.scheduler, None
+        adapter = resolved.model if able[0].identity is None or resolved.model != able[0].identity.name else ""
+        wanted = PlacedRequest(
+            prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
+            namespace=cache_name(adapter, resolved.cache_salt),
         )
-        return able[self._policy.pick(routing, candidates)]
+        decision = self._placement.choose(wanted, [self._rows[link.address] for link in able])
+        return able[decision.index], decision
+
+    def _take_sent(self, link: SchedulerLink, decision: Decision | None) -> None:
+        if decision is not None:
+            self._placement.take_sent(decision, link.last_sequence)
+            self._on_decision(decision)
+        else:  # Beside a sibling, whose prompt it has.
+            self._placement.replicas.take_sent(self._rows[link.address], link.last_sequence, 0, 0)
+
+    async def _forget_row(self, address: str) -> None:
+        follower = self._followers.pop(address, None)
+        if follower is not None:
+            await follower.close()
+        row = self._rows.pop(address)
+        self._connects.pop(row, None)
+        self._placement.remove(row)
 
     def _link(self, address: str) -> SchedulerLink:
         link = self._links.get(address)
