@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,8 +13,6 @@ from radixmesh.client import AsyncClient, AsyncStream, Finish, RadixMeshError
 if TYPE_CHECKING:
     from radixmesh.client.options import Message, Options
 
-# What would move the cursor, ring or recolour the screen if a model said it.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _DIM = "2"
 
 
@@ -48,7 +45,7 @@ class Answer:
                     self._num_tokens += len(chunk.ids)
                 if chunk.text:
                     self.text += chunk.text
-                    self._terminal.write(_CONTROL.sub("", chunk.text))
+                    self._terminal.write(chunk.text)
                 self._finish = chunk.finish or self._finish
         except asyncio.CancelledError:
             self.is_stopped = True

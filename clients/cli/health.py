@@ -16,7 +16,11 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=1.0, metavar="SECONDS", help="wait for the answer (default 1)")
     options = parser.parse_args(arguments)
     answer = _ask_fast(options.address, options.timeout) or _ask(options.address, options.timeout)
-    print(answer, file=sys.stdout if answer == "SERVING" else sys.stderr)
+    # Details of an error are the other end's words.
+    print(
+        "".join(c if c.isprintable() else ascii(c)[1:-1] for c in answer),
+        file=sys.stdout if answer == "SERVING" else sys.stderr,
+    )
     return 0 if answer == "SERVING" else 1
 
 

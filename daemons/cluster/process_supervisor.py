@@ -14,11 +14,15 @@ from radixmesh.daemons.cluster.child_process import ChildProcess
 from radixmesh.daemons.cluster.compose import HealthCheck
 from radixmesh.daemons.cluster.cpu_starvation import CpuStarvation
 from radixmesh.daemons.cluster.errors import SpawnError
+from radixmesh.daemons.cluster.exits import MemoryKills, end_of
 from radixmesh.daemons.cluster.hang_detector import HangDetector, Verdict
 from radixmesh.daemons.cluster.health_probe import AlwaysServing, GrpcHealthProbe, HealthProbe, NeverReached
 from radixmesh.daemons.cluster.plan import ProcessSpec
 from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.lifecycle import ExitCode
+from radixmesh.daemons.runtime.settings import PREFIX
 from radixmesh.daemons.runtime.tls_files import TlsFiles
 
 _RECENT_LINES = 200
@@ -61,6 +65,7 @@ class ProcessSupervisor:
         self._child: ChildProcess | None = None
         self._task: asyncio.Task[None] | None = None
         self._healthy_since: float | None = None
+        self._predecessor_end = PredecessorEnd.UNKNOWN
         self.status = ProcessStatus(
             service=spec.service,
             replica=spec.replica,
@@ -126,7 +131,9 @@ class ProcessSupervisor:
     async def _run_once(self) -> tuple[str, int]:
         """Runs the process to its end; returns why it ended, in words, and its exit code."""
         try:
-            self._child = child = await ChildProcess.spawn(self.spec, self._folder, self._take_line)
+            spec = _with_predecessor_end(self.spec, self._predecessor_end)
+            memory = MemoryKills()
+            self._child = child = await ChildProcess.spawn(spec, self._folder, self._take_line)
         except SpawnError as error:
             return str(error), 1
         self.status = replace(self.status, started_at=time.time())
@@ -136,7 +143,9 @@ class ProcessSupervisor:
             async with self._probe() as probe:
                 hung = await self._watch(probe, exited, CpuStarvation(child.pid))
             if hung is None:
+                self._remember_end(exited.result(), memory)
                 return _describe_exit(exited.result()), exited.result()
+            self._predecessor_end = PredecessorEnd.BY_ITSELF
             return f"hung: {hung}; killed", await child.kill()
         finally:
             exited.cancel()
@@ -170,6 +179,17 @@ class ProcessSupervisor:
             pause_s = self._check.start_interval_s if verdict is Verdict.STARTING else self._check.interval_s
         return None
 
+    def _remember_end(self, exit_code: int, memory: MemoryKills) -> None:
+        """What the next run is told. One that was not seen healthy may have worked all the same: its own end counts,
+        but a kill then does not excuse the death before it, and one that never started has no end worth telling."""
+        if exit_code in (ExitCode.USAGE, ExitCode.NOT_STARTED):
+            return
+        end = end_of(exit_code, memory_was_short=memory.has_happened())
+        is_excuse = end is PredecessorEnd.FROM_OUTSIDE
+        if is_excuse and self._healthy_since is None and self._predecessor_end is PredecessorEnd.BY_ITSELF:
+            return
+        self._predecessor_end = end
+
     def _probe(self) -> HealthProbe:
         address = self.spec.address
         if self.spec.health is None or address is None:
@@ -188,6 +208,12 @@ class ProcessSupervisor:
         restarts = self.status.restarts if restarts is None else restarts
         self.status = replace(self.status, state=state, detail=detail, pid=pid, restarts=restarts)
         self._on_status(self.status)
+
+
+def _with_predecessor_end(spec: ProcessSpec, end: PredecessorEnd) -> ProcessSpec:
+    if end is PredecessorEnd.UNKNOWN:
+        return spec
+    return replace(spec, environment={**spec.environment, PREFIX + "PREDECESSOR_END": end.value})
 
 
 def _describe_exit(exit_code: int) -> str:

@@ -17,6 +17,16 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+class PredecessorEnd(StrEnum):
+    """How the process ended that ran in this one's place before it, told by the supervisor of both."""
+
+    UNKNOWN = "unknown"
+    BY_ITSELF = "by-itself"
+    """A crash, an error, or a hang for which it was killed."""
+    FROM_OUTSIDE = "from-outside"
+    """It was asked to leave, or killed by somebody else."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonSettings:
     """Where a daemon listens, what it says, how it leaves. Daemons derive their own settings from it."""
@@ -32,6 +42,10 @@ class CommonSettings:
     log_level: LogLevel = setting(LogLevel.INFO, "least level that is logged")
     drain_s: float = setting(30.0, "seconds that running work gets to finish after SIGTERM")
     stall_s: float = setting(10.0, "seconds of pending work without progress after which health is NOT_SERVING")
+    predecessor_end: PredecessorEnd = setting(
+        PredecessorEnd.UNKNOWN,
+        "how the process before this one ended, as its supervisor saw it; `up` sets it",
+    )
 
     tls_cert_file: Path | None = setting(
         None, "PEM certificate chain of this daemon: serves under TLS, and shows it to servers that ask"

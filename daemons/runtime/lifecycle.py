@@ -137,6 +137,8 @@ async def _live(
         return ExitCode.NOT_STARTED
     progress = Progress(stall_s=settings.stall_s)
     metrics = Metrics(name)
+    loop = asyncio.get_running_loop()
+    metrics.tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
     runtime = Runtime(
         name=name,
         instance_id=instance_id,

@@ -9,6 +9,10 @@ admitted:
                                                 |
                                                 +--_MAX_TRIALS losses without a token--> fails with STEP_FAILED
 
+A loss is judged when the group is back: a restarted worker knows from its supervisor whether the one before it was
+killed or asked to leave, and such a loss is nobody's fault. Where nobody can tell, it counts as a death. A step that
+raises is a death: the worker ends by it.
+
 Acquitted ones run on. Of n suspects the innocent thus lose a few steps each, and the worker dies only twice more, which
 is what costs most: halving the set would take log2(n) deaths. The second one is for bad luck: a worker may die of
 something else just then.
@@ -23,7 +27,7 @@ from typing import NamedTuple
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.epoch_state import EpochState
-from radixmesh.daemons.scheduler.request import Request
+from radixmesh.daemons.scheduler.request import Lifecycle, Request
 
 _MAX_REFUSALS = 2
 _MAX_LOSSES = 3
@@ -32,6 +36,13 @@ _MAX_TRIALS = 2
 _ACQUITTED_AFTER = 8
 # Losses that are nobody's fault: another scheduler took over.
 _NO_DEATHS = frozenset({ErrorReason.ERROR_REASON_EPOCH_FENCED})
+
+
+class _Loss(NamedTuple):
+    """An epoch that ended with plans in flight; who ran, and who of them was on trial."""
+
+    running: list[Request]
+    tried: Request | None
 
 
 @dataclass(slots=True)
@@ -57,6 +68,8 @@ class Blame:
         self._records: dict[Request, _Record] = {}
         self._suspects: list[Request] = []
         """Who is to be tried, the oldest first. The first one is on trial."""
+        self._loss: _Loss | None = None
+        """The last loss, until it is judged."""
 
     def refused(self, state: EpochState, step_id: int, error: MeshError | None) -> list[Verdict]:
         """An epoch ends since the group refused a step with `error`."""
@@ -70,22 +83,24 @@ class Blame:
                     verdicts.append(Verdict(request, error))
         return verdicts
 
-    def lost(self, state: EpochState, error: MeshError | None) -> list[Verdict]:
-        """An epoch ends since the group is lost, by `error` if that is known."""
-        if not state.in_flight or (error is not None and error.reason in _NO_DEATHS):
+    def lost(self, state: EpochState, error: MeshError | None) -> None:
+        """An epoch ends since the group is lost, by `error` if that is known; judge() comes when it is back."""
+        if not state.in_flight or (error is not None and _is_no_death(error)):
+            return
+        running, tried = state.table.running(), self.on_trial(state)
+        self._loss = _Loss(running, tried if tried in running else None)
+
+    def judge(self, *, from_outside: bool) -> list[Verdict]:
+        """The group is back, and all requests wait. from_outside: its worker was killed, or asked to leave."""
+        loss, self._loss = self._loss, None
+        if loss is None or from_outside:
             return []
-        running = state.table.running()
-        tried = self.on_trial(state)
-        if tried is not None and tried in running:
-            last, num_output = self._records[tried], _num_output(state, tried)
-            if num_output > last.num_output:  # Further than ever: tried from there.
-                last.num_losses, last.num_output = _MAX_LOSSES, num_output
-                return []
-            last.num_losses += 1
-            is_deadly = last.num_losses == _MAX_LOSSES + _MAX_TRIALS
-            return [Verdict(tried, _deadly(tried))] if is_deadly else []
-        for request in running:
-            num_output, record = _num_output(state, request), self._records.get(request)
+        if loss.tried is not None:
+            return self._judge_tried(loss.tried)
+        for request in loss.running:
+            if request.lifecycle is Lifecycle.FINISHED:
+                continue
+            num_output, record = len(request.output), self._records.get(request)
             if record is None or num_output > record.num_output:
                 self._records[request] = _Record(1, num_output)
                 continue
@@ -93,6 +108,17 @@ class Blame:
             if record.num_losses >= _MAX_LOSSES and request not in self._suspects:
                 self._suspects.append(request)
         return []
+
+    def _judge_tried(self, tried: Request) -> list[Verdict]:
+        last = self._records.get(tried)
+        if last is None:  # It ended meanwhile.
+            return []
+        if len(tried.output) > last.num_output:  # Further than ever: tried from there.
+            last.num_losses, last.num_output = _MAX_LOSSES, len(tried.output)
+            return []
+        last.num_losses += 1
+        is_deadly = last.num_losses == _MAX_LOSSES + _MAX_TRIALS
+        return [Verdict(tried, _deadly(tried))] if is_deadly else []
 
     def on_trial(self, state: EpochState) -> Request | None:
         """Who alone may be admitted; None = nobody is suspected."""
@@ -108,6 +134,11 @@ class Blame:
         self._refusals.pop(request, None)
         if self._records.pop(request, None) is not None and request in self._suspects:
             self._suspects.remove(request)
+
+
+def _is_no_death(error: MeshError) -> bool:
+    # A worker that leaves says so, whoever supervises it.
+    return error.reason in _NO_DEATHS or error.metadata.get("state") == "draining"
 
 
 def _deadly(request: Request) -> MeshError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.step import PageRecords, Task
 
 
@@ -24,6 +25,13 @@ class GroupInfo:
     barrier_ops: frozenset[str] = frozenset()
     model_name: str = ""
     group_generation: int = 0
+    instance_id: str = ""
+    """Of the worker process."""
+    predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN
+
+    def lost_from_outside(self, former: GroupInfo) -> bool:
+        """Whether this is a successor of the `former` process, which somebody killed or asked to leave."""
+        return self.instance_id != former.instance_id and self.predecessor_end is PredecessorEnd.FROM_OUTSIDE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

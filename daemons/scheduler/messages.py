@@ -10,6 +10,7 @@ import numpy as np
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
 from radixmesh.daemons.runtime.step import PageRecords, Task
@@ -19,6 +20,10 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.worker.v1 import worker_pb2
 
 _MAX_INDEX = 2**31 - 1
+_PREDECESSOR_ENDS: dict[int, PredecessorEnd] = {
+    worker_pb2.PREDECESSOR_END_BY_ITSELF: PredecessorEnd.BY_ITSELF,
+    worker_pb2.PREDECESSOR_END_FROM_OUTSIDE: PredecessorEnd.FROM_OUTSIDE,
+}
 # They travel on, with every admit: names have an end.
 _MAX_NAME_BYTES = 1024
 _NAMES = ("request_id", "model", "cache_salt", "tenant", "trace_context")
@@ -129,6 +134,8 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         barrier_ops=frozenset(caps.barrier_ops),
         model_name=model.name,
         group_generation=caps.group_generation,
+        instance_id=hello.hello.instance_id,
+        predecessor_end=_PREDECESSOR_ENDS.get(hello.predecessor_end, PredecessorEnd.UNKNOWN),
     )
 
 

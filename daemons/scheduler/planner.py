@@ -75,7 +75,11 @@ class Planner:
         self._preemption: Preemption | None = None
         if settings.queue_settings().may_preempt:
             self._preemption = Preemption(
-                self._queue, self._retraction, self.counters, max_times=settings.max_preemptions
+                self._queue,
+                self._retraction,
+                self.counters,
+                max_times=settings.max_preemptions,
+                across_tenants=settings.priority_across_tenants,
             )
 
     @property
@@ -182,6 +186,9 @@ class Planner:
         All requests wait again, their output kept; those that the group can no longer run fail.
         """
         self.end_epoch()
+        from_outside = self._group is not None and group.lost_from_outside(self._group)
+        for request, verdict in self._blame.judge(from_outside=from_outside):
+            self._finish(request, Ending(FinishReason.ERROR), verdict)
         if self._group is None or self._group.vocab_size != group.vocab_size:
             self._stop_watch = StopWatch(group.vocab_size)
             for request in self._submissions.live():
@@ -192,6 +199,7 @@ class Planner:
             settings.cache, page_size=group.page_size, num_pages=group.num_pages, eviction=settings.eviction
         )
         self._state = EpochState(epoch, group, snapshot, cache)
+        self._state.table.ranks_across_tenants = settings.priority_across_tenants
         limits = settings.prefill_limits(group)
         self._prefill = Prefill(limits, self._queue, self._growth, self.counters, self._observer)
         for request in self._submissions.live():
@@ -206,7 +214,7 @@ class Planner:
     def end_epoch(self, refused_step: int = 0, error: MeshError | None = None) -> None:
         """The group is lost, or refused a plan: results still outstanding are void, every request waits again.
 
-        Who keeps the group from serving fails, see Blame.
+        Who keeps the group from serving fails, now or when the group is back: see Blame.
         """
         state, self._state = self._state, None
         if state is None:
@@ -215,7 +223,11 @@ class Planner:
         self.cache_feed.follow(None)
         self.counters.evicted_pages += state.pages.num_evicted
         self._queue.unhold_all()
-        culprits = self._blame.refused(state, refused_step, error) if refused_step else self._blame.lost(state, error)
+        # A step that raised ends its worker: that is a death, whoever was admitted in it.
+        is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
+        culprits = self._blame.refused(state, refused_step, error) if is_refusal else []
+        if not is_refusal:
+            self._blame.lost(state, error)
         state.table.settle_all()
         for request in (*state.table.running(), *state.retracting.values()):
             request.slot = -1

@@ -31,6 +31,7 @@ class WorkerDaemon(Daemon):
                 blob_store_bytes=settings.blob_store_bytes,
                 dump_folder=settings.dump_folder,
                 record_plans=settings.record_plans,
+                predecessor_end=settings.predecessor_end,
             ),
             runtime.progress,
             runtime.metrics,

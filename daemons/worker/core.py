@@ -13,6 +13,7 @@ from typing import Protocol
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import make_hello
 from radixmesh.daemons.runtime.logs import get_logger
@@ -39,6 +40,12 @@ _LAST_WORDS_S = 0.2
 _HANG_FACTOR = 3
 _UNKNOWN_STEP_S = 60.0
 
+_PREDECESSOR_ENDS = {
+    PredecessorEnd.UNKNOWN: worker_pb2.PREDECESSOR_END_UNSPECIFIED,
+    PredecessorEnd.BY_ITSELF: worker_pb2.PREDECESSOR_END_BY_ITSELF,
+    PredecessorEnd.FROM_OUTSIDE: worker_pb2.PREDECESSOR_END_FROM_OUTSIDE,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
@@ -51,6 +58,7 @@ class CoreConfig:
     blob_store_bytes: int
     dump_folder: Path | None
     record_plans: Path | None = None
+    predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN
 
 
 class Holder(Protocol):
@@ -126,6 +134,7 @@ class WorkerCore:
             last_completed_step=ledger.last_completed_step,
             retained_plans=[worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in retained],
             capabilities=self.capabilities(),
+            predecessor_end=_PREDECESSOR_ENDS[self.config.predecessor_end],
         )
 
     def capabilities(self) -> worker_pb2.Capabilities:

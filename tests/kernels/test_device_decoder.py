@@ -9,6 +9,7 @@ import torch
 from support.device_settings import TINY_SETTINGS
 from support.llama_folders import random_llama
 from support.model_folders import random_model
+from support.rounding import model_tolerance
 
 from radixmesh.daemons.worker.cuda import load
 from radixmesh.daemons.worker.cuda.device import HostDevice
@@ -36,11 +37,16 @@ _MODELS = {
 }
 
 
+def _assert_near(got, want, model):
+    tolerance = model_tolerance(model.config, len(_IDS), float(want.abs().max()))
+    torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
+
+
 @pytest.mark.parametrize(("name", "deterministic"), [*((name, False) for name in _MODELS), ("llama_biases", True)])
 def test_logits_are_those_of_transformers(name, deterministic, tmp_path, monkeypatch):
     model = _MODELS[name]()
     got = _logits(model, tmp_path, monkeypatch, replace(_SETTINGS, deterministic=deterministic))
-    torch.testing.assert_close(got, _wanted(model), rtol=1e-4, atol=1e-4)
+    _assert_near(got, _wanted(model), model)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +81,7 @@ def test_logits_of_several_segments_are_those_of_each(tmp_path, monkeypatch):
         for slot, ids in enumerate(chunks)
     ]
     for ids, got in zip(chunks, runner.logits(segments), strict=True):
-        torch.testing.assert_close(torch.from_numpy(got), _wanted(model, ids), rtol=1e-4, atol=1e-4)
+        _assert_near(torch.from_numpy(got), _wanted(model, ids), model)
 
 
 def _logits(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.paged_pool import PagedPool
+from support.rounding import attention_kernel_tolerance
 from support.triton_interpreter import DEVICE
 
 from radixmesh.kernels.extend_attention import ExtendConfig, paged_extend, paged_extend_reference
@@ -22,9 +23,10 @@ def _check(
     want = paged_extend_reference(*inputs, page_size, 0.3, window)
     out = torch.zeros_like(q)
     got = paged_extend(*inputs, page_size, 0.3, window, max(new for new, _ in chunks), out, config)
-    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    most = max(length for _, length in chunks)
+    tolerance = attention_kernel_tolerance(q, pool.keys, pool.values, scale=0.3, num_keys=most)
     assert got is out
-    torch.testing.assert_close(got.float(), want.float(), atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(got.float(), want.float(), **tolerance)
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,32 @@ async def test_a_missing_command_is_reported_in_the_output(compose_path, make_cl
             await asyncio.sleep(0.02)
 
 
+def told_end(pid):
+    """What a process was told of the one before it."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return [v.decode().partition("=")[2] for v in variables if v.startswith(b"RADIXMESH_PREDECESSOR_END=")]
+
+
+async def test_a_process_is_told_how_the_one_before_it_ended(make_cluster):
+    async with make_cluster(hang_window_s=1.0) as cluster, asyncio.timeout(120):
+        await cluster.wait_healthy(60)
+        assert told_end(cluster.pids["worker-1"]) == []
+        for number, (signum, expected) in enumerate(
+            [
+                (signal.SIGKILL, "from-outside"),
+                (signal.SIGSEGV, "by-itself"),
+                (signal.SIGTERM, "from-outside"),
+                (signal.SIGSTOP, "by-itself"),  # It hung, and the supervisor killed it.
+            ],
+            start=1,
+        ):
+            cluster.kill("worker", number=signum)
+            await cluster.wait_until(
+                "worker", lambda status, n=number: status.restarts == n and status.state is ProcessState.HEALTHY
+            )
+            assert told_end(cluster.pids["worker-1"]) == [expected], signum
+
+
 async def test_children_of_a_process_die_with_it(make_cluster, tmp_path):
     child_file = tmp_path / "child"
     async with make_cluster(environment={"worker": {"FAKE_CHILD_FILE": str(child_file)}}) as cluster:

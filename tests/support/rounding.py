@@ -8,10 +8,12 @@ terms' magnitudes, in whatever order a library adds.
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig  # Slow to import, and the tests of kernels need none of it.
 
 # Roundings of one element on its way through a layer: norms, products, RoPE, softmax, gate, two additions.
 _ROUNDINGS_A_LAYER = 12
@@ -32,6 +34,45 @@ def sum_tolerance(num_terms: int, magnitude: Magnitude, dtype: torch.dtype = tor
     n_u = (num_terms + _FUNCTION_ROUNDINGS) * unit_roundoff(dtype)
     assert n_u < 0.5, f"{num_terms} terms in {dtype} have no digit to compare"
     return magnitude * (n_u / (1 - n_u))
+
+
+def kernel_tolerance(dtype: torch.dtype, num_terms: int, magnitude: float) -> dict[str, float]:
+    """rtol and atol of two computations in float32, each off by `sum_tolerance` and then rounded to `dtype` twice."""
+    return {"rtol": 4 * unit_roundoff(dtype), "atol": 2 * sum_tolerance(num_terms, magnitude)}
+
+
+def random_product_tolerance(dtype: torch.dtype, num_terms: int, expected: torch.Tensor) -> dict[str, float]:
+    """rtol and atol of two products of random rows, added in float32, of which intermediate results are of `dtype`.
+
+    The magnitudes of n random terms are together sqrt(n) times their sum, and roundings add like a random walk: n x u
+    times the largest sum, with room for the tail of it.
+    """
+    largest, unit = float(expected.abs().max()), unit_roundoff(dtype)
+    intermediate = 0.0 if dtype is torch.float32 else 4 * unit * largest
+    return {"rtol": 4 * unit, "atol": 6 * num_terms * unit_roundoff(torch.float32) * largest + intermediate}
+
+
+def attention_tolerance(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, num_keys: int
+) -> float:
+    """Largest error of softmax attention in float32. NaN in keys and values is what no row sees.
+
+    A score is off by a sum over the head dim, a weight relatively by twice that, and the output adds up all keys.
+    """
+    query_norm, key_norm = (float(x.double().nan_to_num().norm(dim=-1).max()) for x in (query, keys))
+    largest = float(values.double().nan_to_num().abs().max())
+    score = sum_tolerance(query.shape[-1], scale * query_norm * key_norm)
+    return 2 * score * largest + sum_tolerance(2 * num_keys, largest)
+
+
+def attention_kernel_tolerance(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, num_keys: int
+) -> dict[str, float]:
+    """rtol and atol of two attentions over a pool of the query's dtype: weights and results are rounded to it."""
+    exact = attention_tolerance(query, keys, values, scale=scale, num_keys=num_keys)
+    largest = float(values.double().nan_to_num().abs().max())
+    rounded = 0.0 if query.dtype is torch.float32 else 4 * unit_roundoff(query.dtype) * largest
+    return {"rtol": 4 * unit_roundoff(query.dtype), "atol": 2 * exact + rounded}
 
 
 def chain_tolerance(sizes: list[int], magnitude: float, dtype: torch.dtype = torch.float32) -> float:

@@ -31,16 +31,19 @@ class StreamLog:
 class Storm:
     """`num_streams` streams at a time, each running `jobs` one after the other, from enter to exit.
 
-    failures: what went wrong, in words; empty is what a test asserts.
+    failures: what went wrong, in words; empty is what a test asserts. pause_s: a slow reader's, after each chunk.
     """
 
-    def __init__(self, client: AsyncClient, jobs: Sequence[Job], *, num_streams: int = 16) -> None:
+    def __init__(
+        self, client: AsyncClient, jobs: Sequence[Job], *, num_streams: int = 16, pause_s: float = 0.0
+    ) -> None:
         assert all(job.answers for job in jobs), "a storm needs to know every answer"
         self._client = client
         self._jobs = jobs
         self._logs = [StreamLog() for _ in range(num_streams)]
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ending = False
+        self._pause_s = pause_s
         self.failures: list[str] = []
         self.num_completed = 0
         self.num_resumptions = 0
@@ -90,6 +93,8 @@ class Storm:
             async for chunk in stream:
                 log.moments.append(time.monotonic())
                 outputs.setdefault(chunk.index, CompletionOutput(index=chunk.index)).add(chunk)
+                if self._pause_s:
+                    await asyncio.sleep(self._pause_s)
         except Exception as error:  # Whatever it is, it is the finding.
             self.failures.append(f"{job.name} ({stream.request_id}): {error!r}")
             return

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from support.planner_world import Record, World, new_executor
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.scheduler.stop_conditions import FinishReason
@@ -144,6 +146,86 @@ def test_who_is_fenced_off_again_and_again_is_no_suspect() -> None:
     assert state is not None and state.table.num_running == 4
     world.run()
     assert all(r.tokens == world.expected(r.submission) for r in records)
+
+
+def lose_to(world: World, end: PredecessorEnd, number: int) -> None:
+    """Another worker process is there, whose supervisor knows how the last one ended."""
+    world.group = replace(world.group, instance_id=f"w{number}", predecessor_end=end)
+    lose_worker(world)
+
+
+def test_workers_that_are_killed_from_outside_fail_nobody() -> None:
+    world = make_world(chunk_tokens=4, max_tokens_per_step=4)
+    record = world.submit(list(range(2, 60)))
+    for number in range(12):
+        world.plan()  # Always in the middle of the same prefill.
+        lose_to(world, PredecessorEnd.FROM_OUTSIDE, number)
+    late = world.submit([3, 4, 5], stop=Stop(max_tokens=4))
+    world.run()
+    for r in (record, late):
+        assert r.finished is not None and r.finished.error is None and r.tokens == world.expected(r.submission)
+
+
+@pytest.mark.parametrize("end", [PredecessorEnd.UNKNOWN, PredecessorEnd.BY_ITSELF])
+def test_a_death_that_nobody_explains_is_blamed_as_ever(end: PredecessorEnd) -> None:
+    world = make_world()
+    record = world.submit(list(range(2, 30)))
+    for number in range(5):
+        assert record.finished is None
+        world.plan()
+        lose_to(world, end, number)
+    assert record.finished is not None and record.finished.error is not None
+    assert record.finished.error.reason == common_pb2.ERROR_REASON_STEP_FAILED
+
+
+def test_one_kill_from_outside_excuses_no_later_loss_of_the_same_worker() -> None:
+    world = make_world()
+    record = world.submit(list(range(2, 30)))
+    world.plan()
+    lose_to(world, PredecessorEnd.FROM_OUTSIDE, 1)
+    for _ in range(5):
+        assert record.finished is None
+        world.plan()
+        lose_worker(world)  # The same process still: its stream was lost, or its answers make no sense.
+    assert record.finished is not None and record.finished.error is not None
+
+
+@pytest.mark.parametrize("num_output", [1, 9])
+def test_a_step_that_raises_is_judged_like_a_death(num_output: int) -> None:
+    world = make_world()
+    records = submit_many(world, 8)
+    is_fatal = reaches(records[3], num_output)
+    failure = MeshError(common_pb2.ERROR_REASON_STEP_FAILED, "step died: the worker restarts")
+    num_deaths = 0
+    for _ in range(2_000):
+        while world.planner.num_in_flight <= 1 and world.plan():
+            pass
+        if not world.execute() and not world.results:
+            break
+        if is_fatal(world):
+            num_deaths += 1
+            state = world.planner.state
+            assert state is not None and state.in_flight.oldest is not None
+            step_id = state.in_flight.oldest.plan.step_id
+            world.results.clear()
+            world.plans.clear()
+            world.planner.end_epoch(step_id, failure)
+            lose_to(world, PredecessorEnd.BY_ITSELF, num_deaths)
+        else:
+            world.process()
+    failed = [i for i, record in enumerate(records) if record.finished and record.finished.error]
+    assert failed == [3] and 5 <= num_deaths <= 7
+
+
+def test_a_worker_that_says_that_it_leaves_is_no_death() -> None:
+    world = make_world()
+    record = world.submit(list(range(2, 30)))
+    leaving = MeshError(common_pb2.ERROR_REASON_NOT_SERVING, "the worker leaves", {"state": "draining"})
+    for _ in range(8):
+        world.plan()
+        lose_worker(world, leaving)
+    world.run()
+    assert record.tokens == world.expected(record.submission)
 
 
 def test_a_group_that_dies_with_nothing_to_do_blames_nobody() -> None:

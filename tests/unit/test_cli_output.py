@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,62 @@ def test_every_line_of_an_output_has_the_prefix_and_prefixes_align():
     terminal.prefixed("a-1", "one\ntwo")
     terminal.prefixed("longer-1", "three")
     assert stream.getvalue() == "a-1      | one\na-1      | two\nlonger-1 | three\n"
+
+
+ERASE = "\x1b[2J\x1b[1A\x1b[2K"
+CLIPBOARD = "\x1b]52;c;cm0gLXJm\x07"
+HOSTILE = (CLIPBOARD, ERASE, "\x9b31m", "\r", "\x08", "\x7f", "\x00", "\x85", "\u2028", "\u202e", "\ud800")
+
+
+class Screen(io.StringIO):
+    """A terminal, and what reached it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def steers(text: str) -> str:
+    """What of a text could steer a terminal, but for colours of ours."""
+    rest = re.sub(r"\x1b\[\d{1,2}m", "", text)
+    return "".join(char for char in rest if not char.isprintable() and char not in "\n\t")
+
+
+@pytest.mark.parametrize("hostile", HOSTILE)
+def test_nothing_that_others_say_steers_the_terminal(hostile, monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Screen()
+    terminal = Terminal(screen)
+    terminal.line(f"a{hostile}b")
+    terminal.error(f"a{hostile}b")
+    terminal.write(f"a{hostile}b\n")
+    terminal.prefixed("x-1", f"a{hostile}b")
+    terminal.prefixed("x-1", readable(json.dumps({"event": f"a{hostile}b", hostile: [hostile], "traceback": hostile})))
+    terminal.progress("x-1", "healthy", f"a{hostile}b\nforged", "[1/1]")
+    terminal.table(("A",), [(f"a{hostile}b\nforged",)])
+    terminal.line(terminal.colour(f"a{hostile}b", "2"))
+    assert steers(screen.getvalue()) == ""
+    assert "\nforged" not in screen.getvalue(), "one line stays one line"
+    screen.getvalue().encode()
+
+
+def test_a_colour_that_others_send_is_shown_and_not_worn(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    screen = Screen()
+    Terminal(screen).prefixed("x-1", "\x1b[8mhidden")
+    assert "\\x1b[8mhidden" in screen.getvalue()
+
+
+def test_a_log_line_cannot_forge_another():
+    record = {"event": "refused", "request_id": "x\nrouter-1 | all is well", "field": "a level=error"}
+    assert readable(json.dumps(record)) == 'refused request_id="x\\nrouter-1 | all is well" field="a level=error"'
+    assert readable('{"event": "x", "a": "\\u001b[2J"}') == 'x a="\\u001b[2J"'
+    assert readable('{"event": "x", "v": ' + "[" * 20_000) == '{"event": "x", "v": ' + "[" * 20_000
+
+
+def test_a_pipe_gets_a_models_text_as_it_is():
+    stream = io.StringIO()
+    Terminal(stream).write("a\x1b[2Jb")
+    assert stream.getvalue() == "a\x1b[2Jb"
 
 
 def test_a_table_aligns_and_leaves_out_empty_columns():

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from radixmesh.daemons.cluster.backoff import RestartBackoff
 from radixmesh.daemons.cluster.compose import HealthCheck
 from radixmesh.daemons.cluster.cpu_starvation import CpuStarvation
+from radixmesh.daemons.cluster.exits import MemoryKills, end_of
 from radixmesh.daemons.cluster.hang_detector import HangDetector, ProbeAnswer, Verdict
+from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 
 SERVING, NOT_SERVING = ProbeAnswer.SERVING, ProbeAnswer.NOT_SERVING
 SILENT, REFUSED, DRAINING = ProbeAnswer.SILENT, ProbeAnswer.REFUSED, ProbeAnswer.DRAINING
@@ -128,3 +130,31 @@ def test_backoff_doubles_to_its_limit_and_starts_over_after_a_stable_run():
 def test_backoff_stays_between_its_limits(healthy_times):
     backoff = RestartBackoff()
     assert all(0.1 <= backoff.pause_after(healthy_s) <= 5.0 for healthy_s in healthy_times)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "memory_was_short", "expected"),
+    [
+        (-signal.SIGKILL, False, PredecessorEnd.FROM_OUTSIDE),
+        (-signal.SIGKILL, True, PredecessorEnd.UNKNOWN),  # A request that eats all memory must still be found.
+        (-signal.SIGTERM, True, PredecessorEnd.FROM_OUTSIDE),
+        (-signal.SIGSEGV, False, PredecessorEnd.BY_ITSELF),
+        (-signal.SIGABRT, False, PredecessorEnd.BY_ITSELF),
+        (0, False, PredecessorEnd.FROM_OUTSIDE),
+        (4, False, PredecessorEnd.FROM_OUTSIDE),
+        (1, False, PredecessorEnd.BY_ITSELF),
+    ],
+)
+def test_the_cause_of_an_end(exit_code, memory_was_short, expected):
+    assert end_of(exit_code, memory_was_short=memory_was_short) is expected
+
+
+def test_kills_for_want_of_memory_are_seen_in_the_kernels_count(tmp_path, monkeypatch):
+    count = tmp_path / "vmstat"
+    monkeypatch.setattr("radixmesh.daemons.cluster.exits._VMSTAT", count)
+    assert MemoryKills().has_happened(), "where nobody counts it cannot be told"
+    count.write_text("pgfault 7\noom_kill 3\n")
+    kills = MemoryKills()
+    assert not kills.has_happened()
+    count.write_text("pgfault 8\noom_kill 4\n")
+    assert kills.has_happened()

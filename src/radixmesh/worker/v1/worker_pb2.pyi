@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class PredecessorEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREDECESSOR_END_UNSPECIFIED: _ClassVar[PredecessorEnd]
+    PREDECESSOR_END_BY_ITSELF: _ClassVar[PredecessorEnd]
+    PREDECESSOR_END_FROM_OUTSIDE: _ClassVar[PredecessorEnd]
+
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
@@ -44,6 +50,9 @@ class TransferState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRANSFER_STATE_VALIDATED: _ClassVar[TransferState]
     TRANSFER_STATE_ABORTED: _ClassVar[TransferState]
     TRANSFER_STATE_FAILED: _ClassVar[TransferState]
+PREDECESSOR_END_UNSPECIFIED: PredecessorEnd
+PREDECESSOR_END_BY_ITSELF: PredecessorEnd
+PREDECESSOR_END_FROM_OUTSIDE: PredecessorEnd
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_LOADING: WorkerState
 WORKER_STATE_READY: WorkerState
@@ -92,7 +101,7 @@ class ExecuteResponse(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("hello", "highest_epoch", "holder_instance_id", "is_holder_connected", "holder_silent_ms", "last_received_step", "last_completed_step", "retained_plans", "capabilities")
+    __slots__ = ("hello", "highest_epoch", "holder_instance_id", "is_holder_connected", "holder_silent_ms", "last_received_step", "last_completed_step", "retained_plans", "capabilities", "predecessor_end")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HIGHEST_EPOCH_FIELD_NUMBER: _ClassVar[int]
     HOLDER_INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +111,7 @@ class WorkerHello(_message.Message):
     LAST_COMPLETED_STEP_FIELD_NUMBER: _ClassVar[int]
     RETAINED_PLANS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    PREDECESSOR_END_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     highest_epoch: int
     holder_instance_id: str
@@ -111,7 +121,8 @@ class WorkerHello(_message.Message):
     last_completed_step: int
     retained_plans: _containers.RepeatedScalarFieldContainer[bytes]
     capabilities: Capabilities
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ...) -> None: ...
+    predecessor_end: PredecessorEnd
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
     __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops")
