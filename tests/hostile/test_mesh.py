@@ -32,6 +32,8 @@ _DETAILS = "grpc-status-details-bin"
 # compose/local.yml: what a container of any daemon but the worker may have.
 MAX_RSS_MIB = 512.0
 MAX_SILENCE_S, MAX_STALL_S = 1.0, 2.0
+# The daily form runs on two busy cores, with its attacker in the same process; what it is there to see takes 8 s.
+DAILY_FACTOR = 4.0
 # A busy machine adds to them some times what the same mesh shows while nobody attacks.
 _BUSY = 5.0
 _CALL_S = 60.0
@@ -118,13 +120,13 @@ async def attack(mesh: Mesh, chosen: list[Place], *, at_once: int) -> list[str]:
     return wrong
 
 
-def unharmed(mesh: Mesh, pids: dict[str, int], quiet: Seen, seen: Seen) -> None:
+def unharmed(mesh: Mesh, pids: dict[str, int], quiet: Seen, seen: Seen, *, factor: float) -> None:
     assert mesh.cluster.pids == pids, "a daemon died"
     assert not seen.errors
     slack_s = seen.lag_s + _BUSY * max(quiet.stall_s, quiet.lag_s, *quiet.silence_s.values())
-    assert seen.stall_s <= MAX_STALL_S + slack_s, seen
+    assert seen.stall_s <= factor * MAX_STALL_S + slack_s, seen
     for name, silence_s in seen.silence_s.items():
-        assert silence_s <= MAX_SILENCE_S + slack_s, (name, seen)
+        assert silence_s <= factor * MAX_SILENCE_S + slack_s, (name, seen)
     too_large = {name: mib for name, mib in seen.rss_mib.items() if mib > MAX_RSS_MIB}
     assert not too_large
 
@@ -136,7 +138,7 @@ async def test_each_field_at_its_bound_and_beyond_it(mesh: Mesh, quiet: Seen) ->
     async with watched(mesh) as seen:
         wrong = await attack(mesh, list(by_field.values()), at_once=1)
     assert not wrong, "\n".join(wrong)
-    unharmed(mesh, pids, quiet, seen)
+    unharmed(mesh, pids, quiet, seen, factor=DAILY_FACTOR)
     assert len(by_field) == len(BOUNDS)
 
 
@@ -148,7 +150,7 @@ async def test_each_place_of_each_rpc_thirty_two_at_once(mesh: Mesh, quiet: Seen
     async with watched(mesh) as seen:
         wrong = await attack(mesh, [place for place in PLACES if daemon_of(place) == daemon], at_once=32)
     assert not wrong, "\n".join(wrong)
-    unharmed(mesh, pids, quiet, seen)
+    unharmed(mesh, pids, quiet, seen, factor=1.0)
 
 
 async def test_long_texts_are_told_so_and_hold_nobody_up(mesh: Mesh, quiet: Seen) -> None:
@@ -170,4 +172,4 @@ async def test_long_texts_are_told_so_and_hold_nobody_up(mesh: Mesh, quiet: Seen
         for answer in await asyncio.gather(*(tokenize(whole.SerializeToString(), timeout=_CALL_S) for _ in range(2))):
             items = router_pb2.TokenizeResponse.FromString(answer).items
             assert items[0].ids == items[1].ids and len(items[0].ids) > 4_000_000
-    unharmed(mesh, pids, quiet, seen)
+    unharmed(mesh, pids, quiet, seen, factor=DAILY_FACTOR)

@@ -23,8 +23,8 @@ _SAMPLE_S = 0.05
 @dataclass(slots=True)
 class Seen:
     """Seconds and MiB. stall_s: the longest that a stream was without news, its first included. silence_s: of a daemon,
-    the longest answer to a health check. lag_s: the longest that the watching loop itself was late: what it saw may be so
-    much too long. errors: of bystanders.
+    the longest answer to a health check. lag_s: the longest that the watching loop itself was late: what it saw may be
+    so much too long. errors: of bystanders.
     """
 
     ttfts_s: list[float] = field(default_factory=list)
