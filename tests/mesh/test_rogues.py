@@ -21,7 +21,7 @@ async def highest_epoch(address: str) -> int:
 
 async def test_a_rogue_scheduler_takes_the_worker_away_and_no_answer_is_lost_or_changed() -> None:
     """It can hold the worker for as long as it stays; it cannot make the worker useless for good, nor alter a token."""
-    async with running_mesh("simulated") as mesh:
+    async with running_mesh("simulated", worker={"simulated_base_us": 6000}) as mesh:
         address = mesh.cluster.address("worker")
         jobs = simulated_jobs(6)
         running = [asyncio.ensure_future(job.run(mesh.client)) for job in jobs]
