@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
+from radixmesh.daemons.runtime.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, FrameBudget
 
 # Bytes that a row or failure costs beside its text.
 _ROW_BYTES = 64
-# A response grows no further than about this; a fourth of what channels take, see _cost_of.
-MAX_RESPONSE_BYTES = 8 << 20
+# Of a row that ends with a stop string: it says which.
+_STOP_BYTES = 1024
 
 
 class Pending(NamedTuple):
-    """One response. deltas: one per entry. failures: one per entry, in order."""
+    """One response, with one delta and one failure an entry; a long text goes on in the next response."""
 
     deltas: list[TextDelta]
     failures: list[EntryFailure]
@@ -51,7 +52,7 @@ class Outbox:
             num_bytes += _cost_of(delta)
             pending[delta.handle] = delta if before is None else _merged(before, delta)
         for failure in failures:
-            num_bytes += _ROW_BYTES + len(failure.error.message)
+            num_bytes += _failure_cost(failure)
             self._failures[failure.handle] = failure
         self._num_bytes = num_bytes
         self._is_due = True
@@ -75,7 +76,7 @@ class Outbox:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        if self._num_bytes > MAX_RESPONSE_BYTES:
+        if self._num_bytes > MAX_FRAME_BYTES or len(self._deltas) + len(self._failures) > MAX_FRAME_ENTRIES:
             return self._take_some()
         pending = Pending(list(self._deltas.values()), list(self._failures.values()))
         self._deltas, self._failures = {}, {}
@@ -87,16 +88,32 @@ class Outbox:
     def _take_some(self) -> Pending:
         """As much as a message may hold: replays of many long outputs can be more than that."""
         deltas: list[TextDelta] = []
-        num_bytes = 0
-        while self._deltas and num_bytes < MAX_RESPONSE_BYTES:
-            delta = self._deltas.pop(next(iter(self._deltas)))
-            deltas.append(delta)
-            num_bytes += _cost_of(delta)
         failures: list[EntryFailure] = []
-        while self._failures and num_bytes < MAX_RESPONSE_BYTES:
-            failure = self._failures.pop(next(iter(self._failures)))
+        budget = FrameBudget()
+        num_bytes = 0
+        while self._deltas:
+            delta = next(iter(self._deltas.values()))
+            size = _cost_of(delta)
+            if size > MAX_FRAME_BYTES and not deltas:
+                delta, rest = _cut(delta)
+                size = _cost_of(delta)
+                self._deltas = {**self._deltas, delta.handle: rest}
+            elif budget.take(size):
+                del self._deltas[delta.handle]
+            else:
+                break
+            deltas.append(delta)
+            num_bytes += size
+            if delta.handle in self._deltas:
+                break
+        while self._failures and not self._deltas:
+            failure = next(iter(self._failures.values()))
+            size = _failure_cost(failure)
+            if not budget.take(size):
+                break
+            del self._failures[failure.handle]
             failures.append(failure)
-            num_bytes += _ROW_BYTES + len(failure.error.message)
+            num_bytes += size
         self._num_bytes = max(0, self._num_bytes - num_bytes)
         self._is_due = bool(self._deltas or self._failures)
         if not self._is_due:
@@ -111,8 +128,21 @@ class Outbox:
 
 
 def _cost_of(delta: TextDelta) -> int:
-    # Characters, not bytes: a fourth of the truth at worst, which the limits allow for.
-    return _ROW_BYTES + len(delta.text)
+    text = delta.text
+    size = len(text) if text.isascii() else len(text.encode())
+    return _ROW_BYTES + size + (0 if delta.stop is None else _STOP_BYTES)
+
+
+def _failure_cost(failure: EntryFailure) -> int:
+    error = failure.error
+    return _ROW_BYTES + len(error.message) + sum(len(key) + len(value) for key, value in error.metadata.items())
+
+
+def _cut(delta: TextDelta) -> tuple[TextDelta, TextDelta]:
+    """A delta whose text no response holds, as a part of it and the rest. The part says nothing of tokens or ends."""
+    text = delta.text[: (MAX_FRAME_BYTES - _ROW_BYTES) // 4]  # No character has more bytes.
+    rest = delta._replace(text=delta.text[len(text) :], text_offset=delta.text_offset + len(text.encode()))
+    return TextDelta(delta.handle, delta.text_offset, text, 0, None, False), rest
 
 
 def _merged(old: TextDelta, new: TextDelta) -> TextDelta:

@@ -12,7 +12,9 @@ from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Journal
 from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.output_flow import OutputFlow
-from radixmesh.daemons.router.policy import make_policy
+from radixmesh.daemons.router.placement.cache_follower import OpenWatch
+from radixmesh.daemons.router.placement.placement import Placement
+from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.router.request_maker import RequestMaker
 from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.router import Router
@@ -35,6 +37,8 @@ class Peers:
     dial_scheduler: Dial[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]
     dial_detokenizer: Dial[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]
     open_tokenizer: Callable[[str], TokenizerReplica]
+    watch_cache: OpenWatch | None = None
+    """Follows a scheduler's prefix cache; without it caches are guessed at by what was sent."""
     look_up: Lookup | None = None
     """Who is behind a name, asked again and again; without it names are left to the transport."""
 
@@ -54,11 +58,13 @@ def make_router(
     flow = OutputFlow(journal, metrics, times)
     schedulers = SchedulerPool(
         lambda address: SchedulerLink(address, peers.dial_scheduler, settings.silence_s, hello, flow),
-        make_policy(settings.policy),
+        Placement(make_policy(settings.policy), view_bytes=settings.view_bytes),
         wait_s=settings.scheduler_wait_s,
         migrate_after_s=settings.migrate_after_s,
         fail=flow.fail,
         aliases=ModelAliases.parse(settings.model_aliases),
+        open_watch=peers.watch_cache,
+        on_decision=flow.on_decision,
     )
     detokenizers = DetokenizerPool(
         lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow),

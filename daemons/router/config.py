@@ -17,7 +17,11 @@ class RouterSettings(CommonSettings):
     tokenizers: tuple[str, ...] = setting((), "addresses of tokenizers: host:port or unix:/path, comma-separated")
     detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")
     schedulers: tuple[str, ...] = setting((), "addresses of schedulers, comma-separated; more can be added at run time")
-    policy: str = setting("round_robin", "how a scheduler is chosen: round_robin or least_load")
+    policy: str = setting("cache_aware", "how a scheduler is chosen: cache_aware, cache_threshold, least_load, "
+        "power_of_two, prefix_hash, random or round_robin")  # fmt: skip
+    view_bytes: int = setting(
+        128 << 20, "bytes of what is known of all schedulers' prefix caches; what is beyond is guessed"
+    )
     model_aliases: tuple[str, ...] = setting((), "further names that clients may ask for: ALIAS=NAME of a served model")
     journal_bytes: int = setting(1 << 30, "bytes of requests kept; past it new requests get JOURNAL_FULL")
     client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
@@ -38,6 +42,7 @@ class RouterSettings(CommonSettings):
     )
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
+    http_bodies_bytes: int = setting(128 << 20, "bytes of all HTTP request bodies that are read at once; more gets 503")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
     http_min_body_rate: int = setting(8_192, "least bytes a second of an HTTP request body, after its first 5 s")
     http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
@@ -59,8 +64,11 @@ class RouterSettings(CommonSettings):
         ModelAliases.parse(self.model_aliases)
         if self.journal_bytes <= 0:
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
+        if self.view_bytes < 0:
+            raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
         for name in (
             "http_body_bytes",
+            "http_bodies_bytes",
             "http_body_s",
             "http_min_body_rate",
             "http_head_s",

@@ -8,7 +8,7 @@ from functools import partial
 from radixmesh.daemons.router.admin_service import RouterAdminService
 from radixmesh.daemons.router.composition import Peers, make_router
 from radixmesh.daemons.router.config import RouterSettings
-from radixmesh.daemons.router.grpc_peers import GrpcTokenizer, dial_detokenizer, dial_scheduler
+from radixmesh.daemons.router.grpc_peers import GrpcTokenizer, dial_detokenizer, dial_scheduler, watch_cache
 from radixmesh.daemons.router.http.edge import make_http_server
 from radixmesh.daemons.router.http.server import HttpServer
 from radixmesh.daemons.router.router import Router
@@ -41,6 +41,7 @@ class RouterDaemon(Daemon):
             dial_scheduler=partial(dial_scheduler, tls=tls),
             dial_detokenizer=partial(dial_detokenizer, tls=tls),
             open_tokenizer=partial(GrpcTokenizer, tls=tls),
+            watch_cache=partial(watch_cache, tls=tls),
             look_up=look_up,
         )
         self._router = make_router(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, cast
 
 import grpc
@@ -10,7 +11,9 @@ from grpc_health.v1 import health_pb2
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import FrameStream, Req, Resp
+from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Split, Trim
 from radixmesh.daemons.router.tokenizer_pool import TokenizerReplica
+from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
@@ -97,6 +100,52 @@ def dial_detokenizer(
 ) -> FrameStream[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]:
     channel = open_channel(address, tls)
     return GrpcFrameStream(channel, detokenizer_pb2_grpc.DetokenizerServiceStub(channel).Detokenize(), address)
+
+
+async def watch_cache(
+    address: str, after_revision: int | None, tls: TlsFiles | None = None
+) -> AsyncIterator[CacheChange]:
+    """The scheduler's WatchCache, on a channel of its own. Raises MeshError when it ends."""
+    channel = open_channel(address, tls)
+    try:
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).WatchCache(
+            scheduler_pb2.WatchCacheRequest(after_revision=after_revision)
+        )
+        try:
+            async for message in call:
+                yield cache_change(message)
+        except grpc.RpcError as error:
+            raise_if_cancelled()
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                message_text = f"{address} tells nobody what it has cached"
+                raise MeshError(
+                    ErrorReason.ERROR_REASON_UNSUPPORTED, message_text, {"feature": "WatchCache"}
+                ) from error
+            raise mesh_error_from_rpc(error) from error
+    finally:
+        await channel.close()
+
+
+def cache_change(message: scheduler_pb2.WatchCacheResponse) -> CacheChange:
+    """A message of WatchCache as placement takes it. Raises MeshError for broken arrays."""
+    return CacheChange(
+        revision=message.revision,
+        is_snapshot=message.is_snapshot,
+        is_reset=message.is_reset,
+        splits=[Split(node=split.node, upper=split.upper, num_upper=split.num_upper) for split in message.splits],
+        inserts=[
+            Insert(
+                node=insert.node,
+                parent=insert.parent,
+                ids=insert.ids,
+                namespace=insert.cache_namespace,
+                weights_version=insert.weights_version,
+            )
+            for insert in message.inserts
+        ],
+        trims=[Trim(node=trim.node, num_left=trim.num_left) for trim in message.trims],
+        evicted=unpack_ints(message.evicted_nodes, "evicted_nodes").tolist(),
+    )
 
 
 class GrpcTokenizer(TokenizerReplica):

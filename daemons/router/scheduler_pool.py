@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.candidates import able, fitting, nobody
 from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
 from radixmesh.daemons.router.model_aliases import ModelAliases
-from radixmesh.daemons.router.policy import Candidate, RoutingPolicy, RoutingRequest
+from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
+from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.served_models import ServedModel, pick_model, served_models
+from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -22,21 +26,8 @@ _MAX_SHUN_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
 
 
-class ServedModel(NamedTuple):
-    """A model that is or was served. base_model: "" for a base model. num_schedulers: how many serve it now.
-
-    kv_tokens: tokens that the largest of their KV memories holds.
-    """
-
-    name: str
-    identity: common_pb2.ModelIdentity
-    base_model: str
-    num_schedulers: int
-    kv_tokens: int
-
-
 class SchedulerPool(PeerPool):
-    """Places outputs on schedulers by model, then policy; an output is on one of them, or waits here.
+    """Places outputs on schedulers by model, then by placement's policy; an output is on one of them, or waits here.
 
     wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
     that does. fail: told of outputs that waited too long.
@@ -45,15 +36,23 @@ class SchedulerPool(PeerPool):
     def __init__(
         self,
         make_link: Callable[[str], SchedulerLink],
-        policy: RoutingPolicy,
+        placement: Placement,
         *,
         wait_s: float,
         migrate_after_s: float,
         fail: Callable[[Output, MeshError], None],
         aliases: ModelAliases | None = None,
+        open_watch: OpenWatch | None = None,
+        on_decision: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._make_link = make_link
-        self._policy = policy
+        self._placement = placement
+        self._open_watch = open_watch
+        self._on_decision = on_decision
+        self._rows: dict[str, int] = {}
+        self._connects: dict[int, int] = {}
+        self._followers: dict[str, CacheFollower] = {}
+        self._ticked = 0.0
         self._aliases = aliases or ModelAliases({})
         self._wait_s = wait_s
         self._migrate_after_s = migrate_after_s
@@ -74,7 +73,11 @@ class SchedulerPool(PeerPool):
         """Connects to a scheduler. Idempotent. Raises INVALID_ARGUMENT for text that is no address."""
         if address not in self._links:
             link = self._links[address] = self._make_link(address)
+            row = self._rows[address] = self._placement.add(address)
             link.start()
+            if self._open_watch is not None and self._placement.policy.needs_matches:
+                self._followers[address] = CacheFollower(row, address, self._open_watch, self._placement)
+                self._followers[address].start()
 
     async def remove(self, address: str) -> None:
         """Disconnects; its outputs move to others, or wait. Raises INVALID_ARGUMENT for one that was not added."""
@@ -86,6 +89,7 @@ class SchedulerPool(PeerPool):
             0
         )  # The aborts leave before the stream does, as a rule; else the scheduler's grace ends them.
         await link.close()
+        await self._forget_row(address)
         self.place_waiting()
 
     def can_remove(self, address: str) -> bool:
@@ -100,43 +104,37 @@ class SchedulerPool(PeerPool):
 
     async def close(self) -> None:
         self._waiting.clear()
+        await asyncio.gather(*(follower.close() for follower in self._followers.values()))
         await asyncio.gather(*(link.close() for link in self.links))
 
     def models(self) -> list[ServedModel]:
-        """Every model heard of, in the order of schedulers."""
-        found: dict[str, ServedModel] = {}
-        for link in sorted(self.links, key=lambda link: not link.is_connected):
-            for name in link.models:
-                assert link.identity is not None
-                known = found.get(name)
-                identity = common_pb2.ModelIdentity()
-                identity.CopyFrom(link.identity)
-                identity.name = name
-                base = "" if name == link.identity.name else link.identity.name
-                before = known or ServedModel(name, identity, base, 0, 0)
-                found[name] = before._replace(
-                    num_schedulers=before.num_schedulers + link.is_connected,
-                    kv_tokens=max(before.kv_tokens, link.kv_tokens),
-                )
-        return list(found.values())
+        """Every name heard of with the model that most serve under it, in the order of schedulers."""
+        named: dict[str, ServedModel] = {}
+        for model in served_models(self.links):
+            named.setdefault(model.name, model)
+        return list(named.values())
 
-    def served(self, name: str) -> ServedModel | None:
-        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it."""
-        wanted = self._aliases.resolve(name)
-        return next((model for model in self.models() if wanted in ("", model.name)), None)
+    def served(self, name: str, like: common_pb2.ModelIdentity | None = None) -> ServedModel | None:
+        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it.
+
+        like: preferred among several models of that name.
+        """
+        return pick_model(served_models(self.links), self._aliases.resolve(name), like)
 
     def aliases_of(self, name: str) -> list[str]:
         """Further names under which a served model may be asked for."""
         return self._aliases.of(name)
 
-    async def find_model(self, name: str, timeout_s: float) -> ServedModel:
-        """The model of that name, or the first where it is empty; waits while schedulers are still to be reached.
+    async def find_model(
+        self, name: str, timeout_s: float, like: common_pb2.ModelIdentity | None = None
+    ) -> ServedModel:
+        """As served(), but waits while schedulers are still to be reached.
 
         Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
         """
         until = time.monotonic() + timeout_s
         while True:
-            if (found := self.served(name)) is not None:
+            if (found := self.served(name, like)) is not None:
                 return found
             models = self.models()
             remaining = until - time.monotonic()
@@ -159,12 +157,13 @@ class SchedulerPool(PeerPool):
     def place(self, output: Output) -> None:
         """Sends an output to a scheduler, or lets it wait for one."""
         assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
-        link = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else None
+        link, decision = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
         if link is not None:
             self._waiting.pop(output, None)
             if output.waiting_since is None:
                 output.waiting_since = time.monotonic()
             link.submit(output)
+            self._take_sent(link, decision)
             return
         if output.state is not OutputState.WAITING:
             output.move_to(OutputState.WAITING)
@@ -178,7 +177,7 @@ class SchedulerPool(PeerPool):
         output.num_rejections = 0
         if output.waiting_since is not None and time.monotonic() - output.waiting_since > self._wait_s:
             # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
-            self._fail(output, self._nobody(output))
+            self._fail(output, nobody(self.links, output, self._wait_s))
             return
         self.place(output)
 
@@ -194,6 +193,11 @@ class SchedulerPool(PeerPool):
             output.waiting_since = time.monotonic()
         self.place(output)
 
+    def fits_elsewhere(self, output: Output, link: SchedulerLink) -> bool:
+        """Whether another scheduler holds an output that is too large for link: then link is not asked again."""
+        output.shunned[link.address] = math.inf
+        return any(output.shunned.get(other.address) != math.inf for other in fitting(self.links, output.request))
+
     def release(self, output: Output) -> None:
         """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
         self._waiting.pop(output, None)
@@ -205,6 +209,28 @@ class SchedulerPool(PeerPool):
         for output in tuple(self._waiting):
             self.place(output)
 
+    def on_load(self, link: SchedulerLink) -> None:
+        """A link has a new load, or was connected."""
+        row = self._rows.get(link.address)
+        if row is None:
+            return
+        if self._connects.get(row) != link.num_connects:
+            self._connects[row] = link.num_connects
+            self._placement.restart(row, link.kv_tokens)
+        self._placement.take_load(row, link.replica_load())
+
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The prefill of that submit is done."""
+        row = self._rows.get(link.address)
+        if row is not None:
+            self._placement.replicas.take_first_token(row, sequence)
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit has ended, or gone elsewhere."""
+        row = self._rows.get(link.address)
+        if row is not None:
+            self._placement.replicas.take_left(row, sequence)
+
     def on_changed(self) -> None:
         """A link was connected, or its group's state changed."""
         self._changed.set()
@@ -213,6 +239,9 @@ class SchedulerPool(PeerPool):
 
     def tick(self, now: float) -> None:
         """Call every 0.1 s or so."""
+        if now - self._ticked > 1.0:
+            self._ticked = now
+            self._placement.tick()
         self._migrate(now)
         if not self._waiting:
             return
@@ -225,7 +254,7 @@ class SchedulerPool(PeerPool):
         for output in tuple(self._waiting):
             if output.waiting_since is not None and now - output.waiting_since > self._wait_s:
                 del self._waiting[output]
-                self._fail(output, self._nobody(output))
+                self._fail(output, nobody(self.links, output, self._wait_s))
 
     async def abort_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
         """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
@@ -252,7 +281,9 @@ class SchedulerPool(PeerPool):
             if not is_standby and now - link.group_since < self._migrate_after_s:
                 continue
             for output in link.outputs():
-                if output.state is OutputState.RUNNING and self._serving(output):
+                if output.state is OutputState.RUNNING and any(
+                    other.is_group_serving for other in able(self.links, output, now)
+                ):
                     self._take_from(link, output)
             self.place_waiting()
 
@@ -266,31 +297,39 @@ class SchedulerPool(PeerPool):
             output.move_to(OutputState.WAITING)
             self._waiting[output] = None
 
-    def _serving(self, output: Output) -> list[SchedulerLink]:
-        resolved = output.request.resolved
-        return [
-            link for link in self.links if link.is_group_serving and link.takes(resolved.model, resolved.model_identity)
-        ]
-
-    def _pick(self, output: Output) -> SchedulerLink | None:
+    def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
+        """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
         request = output.request
         resolved = request.resolved
-        able = self._serving(output)
-        if not able:
-            able = [link for link in self.links if link.takes(resolved.model, resolved.model_identity)]
-        now = time.monotonic()
-        able = [link for link in able if output.shunned.get(link.address, 0.0) <= now]
-        if not able:
-            return None
+        links = able(self.links, output, time.monotonic())
+        if not links:
+            return None, None
         for sibling in request.outputs:
             # Outputs of one request share their prompt's KV.
-            if sibling.scheduler in able:
-                return sibling.scheduler
-        candidates = [Candidate(address=link.address, num_outstanding=link.num_outstanding) for link in able]
-        routing = RoutingRequest(
-            request_id=resolved.request_id, prompt_ids=resolved.prompt_ids, cache_salt=resolved.cache_salt
+            if sibling.scheduler in links:
+                return sibling.scheduler, None
+        adapter = resolved.model if links[0].identity is None or resolved.model != links[0].identity.name else ""
+        wanted = PlacedRequest(
+            prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
+            namespace=cache_name(adapter, resolved.cache_salt),
         )
-        return able[self._policy.pick(routing, candidates)]
+        decision = self._placement.choose(wanted, [self._rows[link.address] for link in links])
+        return links[decision.index], decision
+
+    def _take_sent(self, link: SchedulerLink, decision: Decision | None) -> None:
+        if decision is not None:
+            self._placement.take_sent(decision, link.last_sequence)
+            self._on_decision(decision)
+        else:  # Beside a sibling, whose prompt it has.
+            self._placement.replicas.take_sent(self._rows[link.address], link.last_sequence, 0, 0)
+
+    async def _forget_row(self, address: str) -> None:
+        follower = self._followers.pop(address, None)
+        if follower is not None:
+            await follower.close()
+        row = self._rows.pop(address)
+        self._connects.pop(row, None)
+        self._placement.remove(row)
 
     def _link(self, address: str) -> SchedulerLink:
         link = self._links.get(address)
@@ -298,8 +337,3 @@ class SchedulerPool(PeerPool):
             message = f"no scheduler was added as {address!r}: see ListSchedulers"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "address"})
         return link
-
-    def _nobody(self, output: Output) -> MeshError:
-        model = output.request.resolved.model
-        message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
-        return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})

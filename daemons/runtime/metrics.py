@@ -61,6 +61,18 @@ class Metrics:
         self.requests_resumed = make.counter(
             "radixmesh_requests_resumed_total", "router", "Attempts after the first: replays after a loss."
         )
+        self.routing_decisions = make.counter(
+            "radixmesh_routing_decisions_total",
+            "router",
+            "Outputs sent to a scheduler: cached (it has the longest known prefix), spread (another has), new (none).",
+            ["reason"],
+        )
+        self.routed_tokens = make.counter(
+            "radixmesh_routed_tokens_total",
+            "router",
+            "Prompt tokens of those, by what the router knew of the chosen scheduler's cache: cached or uncached.",
+            ["known"],
+        )
         self.prompt_tokens = make.counter("radixmesh_prompt_tokens_total", both, "Prompt tokens accepted.")
         self.output_tokens = make.counter(
             "radixmesh_output_tokens_total", both, "Output tokens, as they come from the daemon below."

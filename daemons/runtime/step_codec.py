@@ -35,6 +35,13 @@ def encode_plan(plan: StepPlan) -> bytes:
     return message.SerializeToString()
 
 
+def admit_bytes(admit: Admit) -> int:
+    """About the bytes that an admit takes in a plan's message, never fewer; nothing is encoded for it."""
+    numbers = len(admit.prompt_ids) + len(admit.output_ids) + 2 * len(admit.cached_pages) + len(admit.suppressed_ids)
+    names = len(admit.request_id) + len(admit.cache_namespace) + len(admit.adapter) + len(admit.trace_context)
+    return 256 + 4 * numbers + 8 * len(admit.sampling.logit_bias) + 4 * names  # Characters of four bytes at most.
+
+
 def encode_header(plan: StepPlan) -> bytes:
     """The part of an `ExecuteRequest` that is equal for all ranks: encode it once, append each rank's section."""
     message = worker_pb2.ExecuteRequest()

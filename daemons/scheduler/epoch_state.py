@@ -85,8 +85,10 @@ class PlanDraft:
         self.token_budget = token_budget
         self.has_retracted = False
         self.num_chunk_tokens = 0
-        self.num_admit_tokens = 0
-        """Tokens, cached ones included, of the admitted requests."""
+        self.num_admit_bytes = 0
+        """Bytes that the admitted requests take in the plan's message."""
+        self.num_logprob_bytes = 0
+        """Bytes that the prompt logprobs of the chunks take in the result's message."""
         self._grants: list[Grants] = []
 
     def add_grants(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:

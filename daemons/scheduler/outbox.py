@@ -1,14 +1,19 @@
-"""What waits to be written to one router: a single pending frame that later steps merge into."""
+"""What waits to be written to one router: a pending frame that later steps merge into, until it is full.
+
+A full frame is closed and the next one begun, in order: the tokens of an output never come after its end.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
 from radixmesh.daemons.runtime.step import TokenLogprobs
 from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected, TokenRows
 from radixmesh.daemons.scheduler.row_merge import compacted, merge_rows
@@ -16,13 +21,15 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 
 # Parts of rows that wait are merged when they are so many: a reader that is away costs what its tokens take, no more.
 _MOST_PARTS = 64
-# Ids, logprobs and such that wait for one reader: 16 MiB, a quarter of what a message may have.
+# Ids, logprobs and such that wait for one reader: 16 MiB.
 _MOST_VALUES = 1 << 22
 _VALUES_AN_EVENT = 64
+# Handle, attempt, first index and count.
+_BYTES_A_ROW = 16
 
 
 class Outbox:
-    """Pending output of one stream. A reader that is slow gets larger frames, never more of them.
+    """Pending output of one stream. A reader that is slow gets larger frames, up to MAX_FRAME_BYTES.
 
     One that never reads gets nothing any more once too much waits: is_overfull is set then, and stays.
     """
@@ -34,13 +41,16 @@ class Outbox:
         self._num_values = 0
         self._rows: list[TokenRows] = []
         self._frame = scheduler_pb2.ServeResponse()
+        self._frame_values = self._frame_bytes = self._frame_entries = 0
+        self._full: deque[tuple[scheduler_pb2.ServeResponse, list[TokenRows], int]] = deque()
+        """Frames that are full, oldest first: messages, rows and values."""
         self._is_empty = True
         self._ready = asyncio.Event()
         self.wants_load = True
 
     def add(self, outputs: Outputs) -> None:
         """Takes what of `outputs` is for this stream."""
-        owner, frame = self.owner, self._frame
+        owner = self.owner
         if self.is_overfull:
             return
         for rows in outputs.rows:
@@ -49,21 +59,22 @@ class Outbox:
                 self._add_rows(mine)
         for finished in outputs.finished:
             if finished.owner == owner:
-                frame.finished.append(_finished(finished))
-                self._added(_VALUES_AN_EVENT)
+                self._frame.finished.append(_finished(finished))
+                self._added(_VALUES_AN_EVENT, num_entries=1)
         for rejected in outputs.rejected:
             if rejected.owner == owner:
-                frame.rejected.append(rejected_to_proto(rejected))
-                self._added(_VALUES_AN_EVENT)
+                self._frame.rejected.append(rejected_to_proto(rejected))
+                self._added(_VALUES_AN_EVENT, num_entries=1)
         for prompt in outputs.prompt_logprobs:
             if prompt.owner == owner:
-                logprobs = _logprobs([prompt.logprobs])
-                frame.prompt_logprobs.add(handle=prompt.handle, first_position=prompt.first_position, logprobs=logprobs)
-                self._added(_VALUES_AN_EVENT + _num_values(prompt.logprobs))
+                self._frame.prompt_logprobs.add(
+                    handle=prompt.handle, first_position=prompt.first_position, logprobs=_logprobs([prompt.logprobs])
+                )
+                self._added(_VALUES_AN_EVENT + _num_values(prompt.logprobs), num_entries=1)
         for vector in outputs.vectors:
             if vector.owner == owner:
-                frame.vectors.add(handle=vector.handle, values=pack_floats(vector.values))
-                self._added(_VALUES_AN_EVENT + len(vector.values))
+                self._frame.vectors.add(handle=vector.handle, values=pack_floats(vector.values))
+                self._added(_VALUES_AN_EVENT + len(vector.values), num_entries=1)
         if not self._is_empty:
             self._ready.set()
 
@@ -72,7 +83,7 @@ class Outbox:
         if self.is_overfull:
             return
         self._frame.MergeFrom(part)
-        self._added(_VALUES_AN_EVENT + part.ByteSize() // 4)
+        self._added(_VALUES_AN_EVENT + part.ByteSize() // 4, num_entries=1)
         self._ready.set()
 
     def push_load(self) -> None:
@@ -85,11 +96,14 @@ class Outbox:
         await self._ready.wait()
 
     def take(self, weights_version: int) -> scheduler_pb2.ServeResponse:
-        """The pending frame, tokens merged; empty afterwards. The load is the caller's to add."""
-        frame, rows = self._frame, self._rows
-        self._frame, self._rows, self._is_empty = scheduler_pb2.ServeResponse(), [], True
-        self._num_values = 0
-        self._ready.clear()
+        """The oldest pending frame, tokens merged, and empty if there is none. The load is the caller's to add."""
+        if not self._full:
+            self._close_frame()
+        frame, rows, num_values = self._full.popleft()
+        self._num_values -= num_values
+        self._is_empty = not self._full and not self._frame_bytes
+        if self._is_empty:
+            self._ready.clear()
         if rows:
             merged, logprobs = merge_rows(rows)
             frame.tokens.handles = pack_ints(merged.handles)
@@ -106,15 +120,30 @@ class Outbox:
         self._rows.append(rows)
         if len(self._rows) > _MOST_PARTS:
             self._rows = [compacted(self._rows)]
-        self._added(len(rows.ids) + sum(_num_values(logprobs) for logprobs in rows.logprobs.values()))
+        num_logprobs = sum(_num_values(logprobs) for logprobs in rows.logprobs.values())
+        # Rows are merged: only what they hold is kept for a reader that is away.
+        self._added(len(rows.ids) + num_logprobs, num_more_bytes=_BYTES_A_ROW * len(rows))
 
-    def _added(self, num_values: int) -> None:
+    def _added(self, num_values: int, *, num_entries: int = 0, num_more_bytes: int = 0) -> None:
         """So much was added; too much in all is dropped, and so is what comes later."""
         self._is_empty = False
         self._num_values += num_values
+        self._frame_values += num_values
+        self._frame_bytes += 4 * num_values + num_more_bytes
+        self._frame_entries += num_entries
         if self._num_values > self._most_values:
             self.is_overfull = True
-            self._frame, self._rows = scheduler_pb2.ServeResponse(), []
+            self._full.clear()
+            self._close_frame()
+            self._full.clear()
+        elif self._frame_bytes >= MAX_FRAME_BYTES or self._frame_entries >= MAX_FRAME_ENTRIES:
+            self._close_frame()
+
+    def _close_frame(self) -> None:
+        """What comes from now on belongs into another frame."""
+        self._full.append((self._frame, self._rows, self._frame_values))
+        self._frame, self._rows = scheduler_pb2.ServeResponse(), []
+        self._frame_values = self._frame_bytes = self._frame_entries = 0
 
 
 def stalled() -> MeshError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixmesh.daemons.runtime.arrays import as_ints, empty_ints
+from radixmesh.daemons.runtime.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
 from radixmesh.daemons.runtime.step import Admit, Task
+from radixmesh.daemons.runtime.step_codec import admit_bytes
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.growth import GrowthEstimate
 from radixmesh.daemons.scheduler.held_back import HeldBack
@@ -18,9 +20,6 @@ from radixmesh.daemons.scheduler.validation import pages_for
 
 # More than that are not held back at a time: they could not all run next anyway.
 _MAX_HELD = 256
-# An admit carries its tokens and cached pages whole, up to 12 bytes a token, however little of it is to be computed:
-# without a bound a plan that admits many long cached prompts would be no message that a worker takes.
-_MAX_ADMIT_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +74,8 @@ class Prefill:
                 return
             is_blocked |= not self._add_chunk(state, draft, request)
         while may_admit and not is_blocked and not draft.has_retracted and draft.token_budget > 0:
-            if draft.num_admit_tokens >= _MAX_ADMIT_TOKENS:
+            # An admit carries its tokens, cached pages and options whole, however little of it is to be computed.
+            if draft.num_admit_bytes >= MAX_FRAME_BYTES or len(draft.admits) >= MAX_FRAME_ENTRIES:
                 return
             request_or_none = only or self._queue.head()
             if request_or_none is None or not self._admit(state, draft, request_or_none) or only is not None:
@@ -95,7 +95,10 @@ class Prefill:
         return self._growth.reserved_of(state.table, page_size, slot)
 
     def _add_chunk(self, state: EpochState, draft: PlanDraft, request: Request) -> bool:
-        """Adds the next chunk of a request in a slot; False if there is no page for a single token."""
+        """Adds the next chunk of a request in a slot; False if there is no page for a single token.
+
+        None is added where the logprobs of its prompt would make the result's message too long: the next plan's turn.
+        """
         table, page_size, slot = state.table, state.group.page_size, request.slot
         planned, target = table.planned_len.item(slot), table.target_len.item(slot)
         num_pages, available = table.num_pages.item(slot), state.pages.num_available
@@ -103,6 +106,12 @@ class Prefill:
         length = min(length, (num_pages + available) * page_size - planned)
         if length <= 0:
             return False
+        token_bytes = _logprob_bytes(request)
+        if token_bytes:
+            length = min(length, (MAX_FRAME_BYTES - draft.num_logprob_bytes) // token_bytes)
+            if length <= 0:
+                return True
+            draft.num_logprob_bytes += length * token_bytes
         is_last = planned + length == target
         missing = max(0, pages_for(planned + length, page_size) - num_pages)
         if is_last:
@@ -147,8 +156,9 @@ class Prefill:
             request.cached_tokens = min(cached_len, request.prompt_len)
         self._counters.admitted(request.total_len, cached_len)
         self._observer.admitted(request)
-        draft.admits.append(_admit_of(state, request, match, cached_len))
-        draft.num_admit_tokens += request.total_len
+        admit = _admit_of(state, request, match, cached_len)
+        draft.admits.append(admit)
+        draft.num_admit_bytes += admit_bytes(admit)
         state.prefilling.append(request)
         self._held_back.lead(state, request, cached_len)
         self._add_chunk(state, draft, request)
@@ -184,6 +194,14 @@ def _is_prefilling(state: EpochState, request: Request) -> bool:
         and state.table.requests[slot] is request
         and bool(state.table.planned_len[slot] < state.table.target_len[slot])
     )
+
+
+def _logprob_bytes(request: Request) -> int:
+    """Bytes that a result has for each token of a chunk, 0 = no logprobs of the prompt are wanted (any more)."""
+    sampling = request.submission.sampling
+    if not sampling.prompt_logprobs or request.logprobs_start >= request.prompt_len:
+        return 0
+    return 4 + 8 * (sampling.num_top_logprobs or 0)
 
 
 def _admit_of(state: EpochState, request: Request, match: Match, cached_len: int) -> Admit:

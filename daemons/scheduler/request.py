@@ -17,6 +17,7 @@ from enum import Enum
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.step import Task
 
@@ -135,8 +136,3 @@ class Request:
         if self.submission.sampling.prompt_logprobs and self.logprobs_start < self.prompt_len:
             limit = min(limit, max(0, self.logprobs_start - 1))
         return limit
-
-
-def cache_name(adapter: str, salt: str) -> str:
-    """Name of the cache namespace of (adapter, salt); different pairs have different names."""
-    return f"{len(adapter)}:{adapter}{salt}" if adapter or salt else ""

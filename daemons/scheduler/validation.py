@@ -9,10 +9,14 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.frames import MAX_ENTRY_BYTES, too_large
 from radixmesh.daemons.runtime.step import Task
 from radixmesh.daemons.scheduler.group_info import GroupInfo
 from radixmesh.daemons.scheduler.request import Request, Submission
 from radixmesh.daemons.scheduler.stop_conditions import end_ids_of
+
+# Tokens that a plan can admit at once with what it says of each: an id, a cached page and its generation.
+_MOST_TOKENS = MAX_ENTRY_BYTES // 12
 
 
 def check_submission(submission: Submission, group: GroupInfo) -> None:
@@ -97,7 +101,7 @@ def _wanted_total_len(submission: Submission, group: GroupInfo) -> int:
 
 def _most_total_len(group: GroupInfo) -> int:
     # The last token is sampled, never computed: it needs no KV.
-    return group.num_pages * group.page_size + 1
+    return min(group.num_pages * group.page_size + 1, _MOST_TOKENS)
 
 
 def _check_size(submission: Submission, group: GroupInfo) -> None:
@@ -111,6 +115,8 @@ def _check_size(submission: Submission, group: GroupInfo) -> None:
     # Without max_tokens the output ends where memory does; with it the caller asked for more than there is.
     least = num_prompt + max(1, len(submission.resumed_output_ids))
     wanted = least if submission.stop.max_tokens is None else _wanted_total_len(submission, group)
+    if wanted > _MOST_TOKENS:
+        raise too_large(f"a request of {wanted} tokens", 12 * wanted)
     if wanted > _most_total_len(group):
         needed = pages_for(wanted - 1, group.page_size)
         raise MeshError(

@@ -11,6 +11,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer import outbox as outbox_module
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
+from radixmesh.daemons.detokenizer.frames import write_response
 from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
 from radixmesh.daemons.detokenizer.outbox import Outbox
 from radixmesh.daemons.detokenizer.output_decoder import StopHit
@@ -72,7 +73,7 @@ async def test_strangers_fill_it_too() -> None:
 
 
 async def test_more_than_a_message_holds_goes_out_in_several() -> None:
-    limit = outbox_module.MAX_RESPONSE_BYTES
+    limit = outbox_module.MAX_FRAME_BYTES
     outbox = Outbox(1 << 40)
     outbox.put([delta(handle, 0, "x" * (limit // 2), 1) for handle in range(9)], [])
     outbox.close()
@@ -82,6 +83,39 @@ async def test_more_than_a_message_holds_goes_out_in_several() -> None:
         handles += [d.handle for d in pending.deltas]
     assert handles == list(range(9))
     assert outbox.has_room
+
+
+async def test_a_text_larger_than_a_message_comes_in_parts_and_its_end_with_the_last() -> None:
+    text, outbox = "aé🗼" * 600_000, Outbox(1 << 40)
+    stop = StopHit("d", 9)
+    outbox.put([delta(1, 5, text, 9, stop=stop, is_final=True), delta(2, 0, "x", 3)], [])
+    outbox.close()
+    rows = []
+    while (pending := await outbox.take()) is not None:
+        assert write_response(pending).ByteSize() <= outbox_module.MAX_FRAME_BYTES + 1024
+        rows += pending.deltas
+    parts = [row for row in rows if row.handle == 1]
+    assert len(parts) > 1 and "".join(part.text for part in parts) == text
+    offset = 5
+    for part in parts:
+        assert part.text_offset == offset
+        offset += len(part.text.encode())
+    assert [(part.num_tokens, part.stop, part.is_final) for part in parts[:-1]] == [(0, None, False)] * (len(parts) - 1)
+    assert (parts[-1].num_tokens, parts[-1].stop, parts[-1].is_final) == (9, stop, True)
+    assert [row.text for row in rows if row.handle == 2] == ["x"]
+
+
+async def test_a_response_is_bounded_in_entries() -> None:
+    outbox = Outbox(1 << 40)
+    outbox.put([delta(handle, 0, "x", 1) for handle in range(10_000)], [])
+    error = MeshError(ErrorReason.ERROR_REASON_UNKNOWN_REQUEST, "no such entry")
+    outbox.put([], [EntryFailure(handle, True, error) for handle in range(10_000, 12_000)])
+    outbox.close()
+    handles: list[int] = []
+    while (pending := await outbox.take()) is not None:
+        assert len(pending.deltas) + len(pending.failures) <= outbox_module.MAX_FRAME_ENTRIES
+        handles += [delta.handle for delta in pending.deltas] + [failure.handle for failure in pending.failures]
+    assert handles == list(range(12_000))
 
 
 async def test_an_entry_opened_anew_says_nothing_of_its_former_life() -> None:

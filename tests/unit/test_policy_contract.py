@@ -1,19 +1,33 @@
-"""What every routing policy keeps, and what each promises beyond that."""
+"""Every placement policy's contract, and what each promises beyond that."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.router.policy import POLICIES, Candidate, RoutingRequest, make_policy
+from radixmesh.daemons.router.placement.policies import POLICIES, Candidates, PlacementPolicy, make_policy
 from radixmesh.daemons.runtime.errors import MeshError
 
-REQUEST = RoutingRequest(request_id="r", prompt_ids=b"\1\0\0\0", cache_salt="")
+LENGTH = 1000
 
 
-def candidates_of(loads: dict[str, int]) -> list[Candidate]:
-    return [Candidate(address=address, num_outstanding=load) for address, load in loads.items()]
+def candidates_of(loads: dict[str, int], **columns: list[int]) -> Candidates:
+    given = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
+    none = np.zeros(len(loads), dtype=np.int64)
+    return Candidates(
+        addresses=list(loads),
+        num_outputs=np.array(list(loads.values()), dtype=np.int64),
+        matched_tokens=given.get("matched_tokens", none),
+        queued_tokens=given.get("queued_tokens", none),
+        free_tokens=given.get("free_tokens", none + 100_000),
+        cached_tokens=given.get("cached_tokens", none),
+    )
+
+
+def pick(policy: PlacementPolicy, candidates: Candidates, first_key: int = 7) -> int:
+    return policy.pick(LENGTH, first_key, candidates)
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
@@ -22,35 +36,78 @@ def test_a_policy_picks_one_of_those_there_are_and_changes_nothing(name: str, ro
     policy = make_policy(name)
     for loads in rounds:
         candidates = candidates_of(loads)
-        before = list(candidates)
-        assert 0 <= policy.pick(REQUEST, candidates) < len(candidates)
-        assert candidates == before
+        before = [column.copy() for column in (candidates.num_outputs, candidates.matched_tokens)]
+        assert 0 <= pick(policy, candidates) < len(loads)
+        after = (candidates.num_outputs, candidates.matched_tokens)
+        assert all((one == other).all() for one, other in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("name", ["cache_aware", "least_load", "round_robin"])
 @given(num=st.integers(2, 6), num_requests=st.integers(1, 60))
-def test_a_burst_does_not_all_go_to_one_replica(name: str, num: int, num_requests: int) -> None:
+def test_a_burst_of_unknown_prompts_is_spread_evenly(name: str, num: int, num_requests: int) -> None:
     """Load is counted at selection: no answer comes back during the burst."""
     policy, loads = make_policy(name), {f"s{i}": 0 for i in range(num)}
     for _ in range(num_requests):
-        loads[f"s{policy.pick(REQUEST, candidates_of(loads))}"] += 1
+        queued = [LENGTH * count for count in loads.values()]
+        loads[f"s{pick(policy, candidates_of(loads, queued_tokens=queued))}"] += 1
     assert max(loads.values()) - min(loads.values()) <= 1
 
 
 def test_round_robin_keeps_turns_when_one_comes_or_goes() -> None:
     policy = make_policy("round_robin")
 
-    def pick(names: str) -> str:
-        return names[policy.pick(REQUEST, candidates_of(dict.fromkeys(names, 0)))]
+    def turn(names: str) -> str:
+        return names[pick(policy, candidates_of(dict.fromkeys(names, 0)))]
 
-    assert [pick("abc"), pick("abc"), pick("ac"), pick("ac"), pick("abc")] == ["a", "b", "c", "a", "b"]
+    assert [turn("abc"), turn("abc"), turn("ac"), turn("ac"), turn("abc")] == ["a", "b", "c", "a", "b"]
 
 
 def test_least_load_picks_the_smallest_and_the_first_of_equals() -> None:
-    policy = make_policy("least_load")
-    assert policy.pick(REQUEST, candidates_of({"a": 3, "b": 1, "c": 1})) == 1
+    assert pick(make_policy("least_load"), candidates_of({"a": 3, "b": 1, "c": 1})) == 1
+
+
+def test_power_of_two_never_picks_the_most_loaded_of_two() -> None:
+    policy = make_policy("power_of_two")
+    assert {pick(policy, candidates_of({"a": 9, "b": 0})) for _ in range(50)} == {1}
+
+
+def test_prefix_hash_keeps_a_prefix_at_one_replica_until_that_has_more_than_its_share() -> None:
+    policy = make_policy("prefix_hash")
+    names = {f"s{i}": 8 for i in range(8)}
+    home = pick(policy, candidates_of(names))
+    assert {pick(policy, candidates_of(names)) for _ in range(5)} == {home}
+    crowded = {name: 40 if index == home else 8 for index, (name, _) in enumerate(names.items())}
+    assert pick(policy, candidates_of(crowded)) != home
+    # Most prefixes stay where they are when a replica goes.
+    keys = np.random.default_rng(0).integers(0, 1 << 64, size=400, dtype=np.uint64).tolist()
+    before = [list(names)[pick(policy, candidates_of(names), key)] for key in keys]
+    fewer = {name: load for name, load in names.items() if name != "s3"}
+    after = [list(fewer)[pick(policy, candidates_of(fewer), key)] for key in keys]
+    assert all(one == other for one, other in zip(before, after, strict=True) if one != "s3")
+
+
+def test_cache_threshold_follows_the_gateway_it_is_named_after() -> None:
+    policy = make_policy("cache_threshold")
+    assert pick(policy, candidates_of({"a": 3, "b": 9}, matched_tokens=[0, 600])) == 1
+    assert pick(policy, candidates_of({"a": 3, "b": 9}, matched_tokens=[0, 400], cached_tokens=[10, 20])) == 0
+    assert pick(policy, candidates_of({"a": 3, "b": 60}, matched_tokens=[0, 900])) == 0
+
+
+def test_cache_aware_goes_where_the_prefix_is_until_its_queue_is_longer_than_the_prefill() -> None:
+    policy = make_policy("cache_aware")
+
+    def chosen(queued: int) -> int:
+        return pick(policy, candidates_of({"a": 1, "b": 1}, matched_tokens=[900, 0], queued_tokens=[queued, 0]))
+
+    assert [chosen(0), chosen(800), chosen(1000)] == [0, 0, 1]
+
+
+def test_cache_aware_counts_what_a_prompt_would_evict() -> None:
+    loads = {"full": 1, "free": 1}
+    candidates = candidates_of(loads, queued_tokens=[0, 300], free_tokens=[0, 5000])
+    assert pick(make_policy("cache_aware"), candidates) == 1
 
 
 def test_an_unknown_policy_names_those_there_are() -> None:
-    with pytest.raises(MeshError, match="least_load, round_robin"):
+    with pytest.raises(MeshError, match="least_load, power_of_two"):
         make_policy("psychic")

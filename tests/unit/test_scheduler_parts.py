@@ -231,7 +231,7 @@ def test_ended_keys_are_remembered_within_bounds() -> None:
     for _ in range(5):
         world.submit([2, 3], stop=Stop(max_tokens=1))
     world.run()
-    known = [world.planner._submissions.has_ended(f"r{i}", None) for i in range(1, 6)]
+    known = [world.planner._submissions.has_ended(f"r{i}", None, None) for i in range(1, 6)]
     assert known == [False, False, True, True, True]
 
 

@@ -78,7 +78,8 @@ class SchedulerServiceServicer(object):
         every second: a router that hears nothing for 5 s takes the scheduler for dead.
         Positions: token rows carry (attempt, first_output_index); tokens of one output come in order without gaps.
         A gap: cannot happen on one stream; a router that sees one drops the stream and resubmits.
-        A slow reader: one pending frame per router; later steps merge into it until the stream is writable.
+        A slow reader: one pending frame per router; later steps merge into it until the stream is writable, or it has 4 MiB: then
+        the next one is begun. A router for which 16 MiB wait loses the stream.
         Ends: when the stream ends, the router's requests are aborted after 2 s unless superseded by then; their pages stay cached.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -1,0 +1,194 @@
+"""One replica's prefix cache as its scheduler reports it, kept in the common index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from radixmesh.daemons.router.placement.prefix_index import PrefixIndex
+from radixmesh.daemons.router.placement.prompt_keys import PromptKeys, block_ends
+
+# Of a node beside its ids: the object, its numbers, its place in the table. Measured with tracemalloc.
+_NODE_BYTES = 400
+_KEYS_A_SLICE = 4096
+
+
+class ViewError(Exception):
+    """Changes that do not fit what was reported before: only a new snapshot helps."""
+
+
+class ViewTooLargeError(Exception):
+    """The view needs more bytes than it may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Insert:
+    """A new leaf. parent 0: at the top of its namespace. ids: i32 array, not empty."""
+
+    node: int
+    parent: int
+    ids: bytes
+    namespace: str
+    weights_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """The first num_upper tokens of node become node `upper`, which takes its place."""
+
+    node: int
+    upper: int
+    num_upper: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trim:
+    """A leaf keeps its first num_left tokens."""
+
+    node: int
+    num_left: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheChange:
+    """One report, applied in this order. revision: of the cache after it; a snapshot's parts all carry the same one."""
+
+    revision: int
+    is_snapshot: bool = False
+    is_reset: bool = False
+    splits: Sequence[Split] = ()
+    inserts: Sequence[Insert] = ()
+    trims: Sequence[Trim] = ()
+    evicted: Sequence[int] = ()
+
+
+class _Node:
+    """A run of tokens below its parent. before, after: sums of the prefixes that end at its start and at its end."""
+
+    __slots__ = ("after", "before", "ids", "keys", "num_children", "parent", "start")
+
+    def __init__(self, parent: int, start: int, ids: bytes, before: int) -> None:
+        self.parent = parent
+        self.start = start
+        self.ids = ids
+        self.before = before
+        self.after = before
+        self.keys: tuple[int, ...] = ()
+        self.num_children = 0
+
+
+class CacheView:
+    """Nodes by id. Changes are applied as they are reported; the index holds the prefixes that end a block."""
+
+    def __init__(self, replica: int, index: PrefixIndex, keys: PromptKeys, *, max_bytes: int) -> None:
+        self._replica = replica
+        self._index = index
+        self._keys = keys
+        self.max_bytes = max_bytes
+        self._nodes: dict[int, _Node] = {}
+        self._discarded: list[_Node] = []
+        self.num_tokens = 0
+        self.num_bytes = 0
+        self.weights_version = 0
+        """The latest one reported; prefixes of others serve no new request."""
+
+    def apply(self, change: CacheChange) -> None:
+        """Raises ViewError for what does not fit, ViewTooLargeError; the view is to be cleared after either."""
+        if change.is_reset:
+            self.discard()
+        for split in change.splits:
+            self._split(split)
+        for insert in change.inserts:
+            self._insert(insert)
+        for trim in change.trims:
+            self._trim(trim)
+        for node in change.evicted:
+            self._evict(node)
+
+    def discard(self) -> None:
+        """All nodes are gone; clear_index() takes their prefixes from the index, which may take long."""
+        self._discarded.extend(self._nodes.values())
+        self._nodes.clear()
+        self.num_tokens = self.num_bytes = 0
+
+    def clear_index(self) -> Iterator[None]:
+        """Takes discarded prefixes from the index, some thousand at each step. Finish it before the next change."""
+        pending = (key for node in self._discarded for key in node.keys)
+        while batch := list(islice(pending, _KEYS_A_SLICE)):
+            self._index.remove(self._replica, batch)
+            yield
+        self._discarded.clear()
+
+    def _insert(self, insert: Insert) -> None:
+        if insert.node in self._nodes or insert.node < 1 or not insert.ids or len(insert.ids) % 4:
+            raise ViewError(f"node {insert.node} is inserted twice, or has no ids")
+        if insert.parent:
+            parent = self._node(insert.parent)
+            start, before = parent.start + len(parent.ids) // 4, parent.after
+            parent.num_children += 1
+        else:
+            start, before = 0, self._keys.root(insert.namespace, insert.weights_version)
+        self.weights_version = max(self.weights_version, insert.weights_version)
+        node = _Node(insert.parent, start, insert.ids, before)
+        self._hash(node)
+        self._index.add(self._replica, node.keys)
+        self._nodes[insert.node] = node
+        self._count(len(insert.ids), 1)
+
+    def _split(self, split: Split) -> None:
+        node = self._node(split.node)
+        cut = 4 * split.num_upper
+        if split.upper in self._nodes or split.upper < 1 or not 0 < cut < len(node.ids):
+            raise ViewError(f"node {split.node} cannot be split at {split.num_upper}")
+        upper = _Node(node.parent, node.start, node.ids[:cut], node.before)
+        self._hash(upper)
+        upper.num_children = 1
+        node.parent, node.start, node.ids, node.before = (
+            split.upper,
+            node.start + split.num_upper,
+            node.ids[cut:],
+            upper.after,
+        )
+        # The same tuple of keys, divided: the index does not change.
+        node.keys = node.keys[len(upper.keys) :]
+        self._nodes[split.upper] = upper
+        self._count(0, 1)
+
+    def _trim(self, trim: Trim) -> None:
+        node = self._node(trim.node)
+        if node.num_children or not 0 < 4 * trim.num_left < len(node.ids):
+            raise ViewError(f"node {trim.node} cannot be trimmed to {trim.num_left}")
+        before = node.keys
+        self._count(4 * trim.num_left - len(node.ids), 0)
+        node.ids = node.ids[: 4 * trim.num_left]
+        self._hash(node)
+        self._index.remove(self._replica, before[len(node.keys) :])
+
+    def _evict(self, number: int) -> None:
+        node = self._node(number)
+        if node.num_children:
+            raise ViewError(f"node {number} is evicted before its children")
+        if node.parent:
+            self._nodes[node.parent].num_children -= 1
+        del self._nodes[number]
+        self._index.remove(self._replica, node.keys)
+        self._count(-len(node.ids), -1)
+
+    def _hash(self, node: _Node) -> None:
+        sums = self._keys.sums(node.ids, node.start, node.before)
+        node.after = int(sums[-1])
+        node.keys = tuple(sums[block_ends(node.start, len(sums))].tolist())
+
+    def _node(self, number: int) -> _Node:
+        node = self._nodes.get(number)
+        if node is None:
+            raise ViewError(f"there is no node {number}")
+        return node
+
+    def _count(self, id_bytes: int, nodes: int) -> None:
+        self.num_tokens += id_bytes // 4
+        # A key costs about 100 bytes in the index, for each block of 32 tokens: as much as 3.2 bytes a token.
+        self.num_bytes += id_bytes + id_bytes * 4 // 5 + nodes * _NODE_BYTES
+        if self.num_bytes > self.max_bytes:
+            raise ViewTooLargeError(f"{self.num_tokens} tokens need {self.num_bytes} bytes, more than {self.max_bytes}")

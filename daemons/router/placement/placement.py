@@ -1,0 +1,203 @@
+"""Decides which replica gets an output, and keeps what the decision needs: loads, views of caches, what was sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from radixmesh.daemons.router.placement.cache_view import CacheChange, CacheView
+from radixmesh.daemons.router.placement.policies import Candidates, PlacementPolicy
+from radixmesh.daemons.router.placement.prefix_index import PrefixIndex, matched_tokens
+from radixmesh.daemons.router.placement.prompt_keys import BLOCK, PromptKeys
+from radixmesh.daemons.router.placement.replicas import ReplicaLoad, Replicas
+from radixmesh.daemons.router.placement.sent_prompts import SentPrompts
+
+# A prompt is in the reported cache once its prefill is done; until then it counts as sent.
+_SENT_S = 10.0
+# Of a replica whose cache is not reported and whose KV memory is not known.
+_SENT_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedRequest:
+    """What placement looks at. prompt_ids: i32 array, not empty. namespace: of the cache, see cache_namespace.py."""
+
+    prompt_ids: bytes
+    namespace: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) // 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """index: among the rows asked about. matched_tokens: cached there. best_tokens: the most that any of them has."""
+
+    index: int
+    row: int
+    num_tokens: int
+    matched_tokens: int
+    best_tokens: int
+    keys: Sequence[int]
+
+    @property
+    def reason(self) -> str:
+        """cached: the longest match was chosen; spread: another has a longer one; new: nobody has any of it."""
+        if not self.best_tokens:
+            return "new"
+        return "cached" if self.matched_tokens == self.best_tokens else "spread"
+
+
+class _Replica:
+    """One replica's views. kv_tokens: what its cache can hold at most; 0 = not known."""
+
+    def __init__(self, view: CacheView, sent: SentPrompts) -> None:
+        self.view = view
+        self.sent = sent
+        self.is_reported = False
+        self.kv_tokens = 0
+
+
+class Placement:
+    """All replicas of a router. Rows are numbers that add() gives out. Not for several threads."""
+
+    def __init__(
+        self,
+        policy: PlacementPolicy,
+        *,
+        view_bytes: int = 512 << 20,
+        now: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+    ) -> None:
+        """view_bytes: of all views together; a replica that would take more is guessed at by what was sent there."""
+        self.policy = policy
+        self.replicas = Replicas()
+        self._view_bytes = view_bytes
+        self._now = now
+        self._keys = PromptKeys(seed)
+        self._index = PrefixIndex()
+        self._sent_index = PrefixIndex()
+        self._rows: dict[int, _Replica] = {}
+        self._versions: tuple[int, ...] = (0,)
+
+    def add(self, address: str) -> int:
+        """A new replica's row."""
+        row = self.replicas.add(address)
+        view = CacheView(row, self._index, self._keys, max_bytes=self._view_bytes)
+        sent = SentPrompts(row, self._sent_index, max_keys=_SENT_TOKENS // BLOCK)
+        self._rows[row] = _Replica(view, sent)
+        return row
+
+    def remove(self, row: int) -> None:
+        """The replica is gone."""
+        replica = self._rows.pop(row)
+        replica.view.discard()
+        for _ in replica.view.clear_index():
+            pass
+        replica.sent.clear()
+        self.replicas.remove(row)
+        self._note_versions()
+
+    def restart(self, row: int, kv_tokens: int) -> None:
+        """A new stream to the replica, which may be another process: its cache is told anew, or guessed at."""
+        replica = self._rows[row]
+        replica.kv_tokens = kv_tokens
+        replica.sent.resize((kv_tokens or _SENT_TOKENS) // BLOCK)
+        self.replicas.restart(row)
+
+    def take_load(self, row: int, load: ReplicaLoad) -> None:
+        """The replica's own figures."""
+        self.replicas.take_load(row, load)
+
+    def apply(self, row: int, change: CacheChange) -> None:
+        """The replica's cache has changed. Raises ViewError or ViewTooLargeError; lose_view() then."""
+        replica = self._rows[row]
+        view = replica.view
+        others = sum(other.view.num_bytes for other in self._rows.values()) - view.num_bytes
+        view.max_bytes = self._view_bytes - others
+        version = view.weights_version
+        view.apply(change)
+        replica.is_reported = True
+        if view.weights_version != version:
+            self._note_versions()
+
+    def lose_view(self, row: int) -> Iterator[None]:
+        """The replica's cache is not known any more. Iterate to the end, with pauses, before the next apply()."""
+        replica = self._rows[row]
+        replica.is_reported = False
+        replica.view.discard()
+        yield from replica.view.clear_index()
+
+    def choose(self, request: PlacedRequest, rows: Sequence[int]) -> Decision:
+        """The replica of `rows`, not empty, that gets the output."""
+        num_tokens = request.num_tokens
+        keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
+        chosen = np.asarray(rows, dtype=np.intp)
+        table = self.replicas
+        matched = (
+            self._matched(request, keys)[chosen] if self.policy.needs_matches else np.zeros(len(rows), dtype=np.int64)
+        )
+        # The last token is always computed.
+        np.minimum(matched, num_tokens - 1, out=matched)
+        candidates = Candidates(
+            addresses=[table.addresses[row] for row in rows],
+            matched_tokens=matched,
+            num_outputs=table.num_outputs[chosen],
+            queued_tokens=table.queued_tokens[chosen],
+            free_tokens=table.free_tokens[chosen],
+            cached_tokens=table.cached_tokens[chosen],
+        )
+        first = keys[0] if keys else int.from_bytes(request.prompt_ids[:8].ljust(8, b"\0"), "little")
+        index = self.policy.pick(num_tokens, first, candidates)
+        return Decision(
+            index=index,
+            row=rows[index],
+            num_tokens=num_tokens,
+            matched_tokens=int(matched[index]),
+            best_tokens=int(matched.max()),
+            keys=keys,
+        )
+
+    def take_sent(self, decision: Decision, sequence: int) -> None:
+        """The output of a decision was sent, as that submit."""
+        uncached = decision.num_tokens - decision.matched_tokens
+        self.replicas.take_sent(decision.row, sequence, decision.num_tokens, uncached)
+        if self.policy.needs_matches:
+            self._rows[decision.row].sent.add(decision.keys, self._now())
+
+    def tick(self) -> None:
+        """Call every second or so: what was sent is by now in the caches that are reported."""
+        before = self._now() - _SENT_S
+        for replica in self._rows.values():
+            if replica.is_reported:
+                replica.sent.forget_before(before)
+
+    def num_cached_tokens(self, row: int) -> int | None:
+        """Tokens in the replica's view; None where its cache is guessed at."""
+        replica = self._rows[row]
+        return replica.view.num_tokens if replica.is_reported else None
+
+    @property
+    def view_bytes(self) -> int:
+        """About the bytes of all views together."""
+        return sum(replica.view.num_bytes for replica in self._rows.values())
+
+    def _matched(self, request: PlacedRequest, keys: list[int]) -> npt.NDArray[np.int64]:
+        count = len(self.replicas)
+        matched = matched_tokens(self._index.match(keys), count)
+        for version in self._versions[1:]:
+            # Replicas with other weights: rare, while an update goes round.
+            other = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, version))
+            np.maximum(matched, matched_tokens(self._index.match(other), count), out=matched)
+        if len(self._sent_index):
+            np.maximum(matched, matched_tokens(self._sent_index.match(keys), count), out=matched)
+        return matched
+
+    def _note_versions(self) -> None:
+        versions = {replica.view.weights_version for replica in self._rows.values() if replica.is_reported}
+        self._versions = tuple(sorted(versions, reverse=True)) or (0,)

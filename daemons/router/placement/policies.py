@@ -1,0 +1,188 @@
+"""Policies of placement: a seam with a registry. A policy looks at columns, a row for each replica."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.placement.replicas import IntColumn
+from radixmesh.daemons.runtime.errors import MeshError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Replicas that can take an output, in the order of adding; every column has as many entries.
+
+    matched_tokens: of the prompt, that the replica has cached as far as the router knows. Others: see Replicas.
+    """
+
+    addresses: Sequence[str]
+    matched_tokens: IntColumn
+    num_outputs: IntColumn
+    queued_tokens: IntColumn
+    free_tokens: IntColumn
+    cached_tokens: IntColumn
+
+
+class PlacementPolicy(ABC):
+    """Chooses among candidates. Load is counted at selection: columns already include what was sent a moment ago."""
+
+    needs_matches = False
+    """Whether it looks at matched_tokens: they are zero otherwise."""
+
+    @abstractmethod
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        """Index of the chosen one of the candidates, which are not empty, and not modified.
+
+        num_tokens: of the prompt. first_key: equal for prompts with an equal first block.
+        """
+
+
+class RoundRobin(PlacementPolicy):
+    """Each replica in turn."""
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        # Turns go by address, not by position: one that comes or goes must not shift the turns of the others.
+        later = [address for address in candidates.addresses if address > self._last]
+        self._last = min(later or candidates.addresses)
+        return candidates.addresses.index(self._last)
+
+
+class LeastLoad(PlacementPolicy):
+    """The replica with the fewest outputs; the first of equals."""
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        return int(candidates.num_outputs.argmin())
+
+
+class Random(PlacementPolicy):
+    """Any replica."""
+
+    def __init__(self) -> None:
+        self._random = random.Random()
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        return self._random.randrange(len(candidates.addresses))
+
+
+class PowerOfTwo(Random):
+    """The one with fewer outputs of two random ones (M. Mitzenmacher, "The power of two choices", 2001)."""
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        if len(candidates.addresses) == 1:
+            return 0
+        one, other = self._random.sample(range(len(candidates.addresses)), 2)
+        return min(one, other, key=lambda index: int(candidates.num_outputs[index]))
+
+
+class PrefixHash(PlacementPolicy):
+    """Prompts with an equal first block go to one replica, unless it has much more than its share of the outputs.
+
+    Consistent hashing with bounded loads (V. Mirrokni, M. Thorup and M. Zadimoghaddam, 2018): a replica takes at most
+    1.25 times the mean; what is beyond goes to the next one on the ring.
+    """
+
+    _POINTS = 64
+    _MOST_OF_MEAN = 1.25
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+        self._ring: list[tuple[int, int]] = []
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        names = tuple(candidates.addresses)
+        if names != self._names:
+            self._names, self._ring = (
+                names,
+                sorted(
+                    (_point(f"{name}/{number}"), index)
+                    for index, name in enumerate(names)
+                    for number in range(self._POINTS)
+                ),
+            )
+        loads = candidates.num_outputs
+        most = self._MOST_OF_MEAN * (int(loads.sum()) + 1) / len(names)
+        first = bisect.bisect_left(self._ring, (first_key, 0))
+        for step in range(len(self._ring)):
+            index = self._ring[(first + step) % len(self._ring)][1]
+            if loads[index] + 1 <= most:
+                return index
+        return int(loads.argmin())
+
+
+class CacheThreshold(PlacementPolicy):
+    """SGLang's gateway: the longest match if it is more than half the prompt and loads are even, else the least loaded
+    replica, or the one with the smallest cache where nobody knows the prompt.
+
+    Source: the "cache-aware" policy of sgl-model-gateway; its defaults.
+    """
+
+    needs_matches = True
+    _CACHE_SHARE = 0.5
+    _BALANCE_OUTPUTS = 32
+    _BALANCE_RATIO = 1.1
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        loads = candidates.num_outputs
+        most, least = int(loads.max()), int(loads.min())
+        if most - least > self._BALANCE_OUTPUTS and most > self._BALANCE_RATIO * least:
+            return int(loads.argmin())
+        best = int(candidates.matched_tokens.argmax())
+        if candidates.matched_tokens[best] > self._CACHE_SHARE * num_tokens:
+            return best
+        return int(candidates.cached_tokens.argmin())
+
+
+class CacheAware(PlacementPolicy):
+    """The replica where the output costs least time, its own and that of others, counted in tokens to prefill.
+
+    Its own wait: the tokens queued there, and those of the prompt that are not cached. The cost to others: the tokens
+    computed again by those whose cached prefixes the prompt's KV evicts, and a little for every output that runs there.
+    A prefix whose replica has a long queue so spreads to a second one, as soon as waiting costs more than computing.
+    """
+
+    needs_matches = True
+    # Of an evicted token: some of what is evicted is never asked for again.
+    _EVICTED = 0.5
+    # A running output takes a row of every step; among equals the replica with fewer of them is faster.
+    _OUTPUT = 16.0
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+        uncached = num_tokens - candidates.matched_tokens
+        evicted = np.maximum(uncached - candidates.free_tokens, 0)
+        cost = uncached + candidates.queued_tokens + self._EVICTED * evicted + self._OUTPUT * candidates.num_outputs
+        return int(cost.argmin())
+
+
+POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
+    "cache_aware": CacheAware,
+    "cache_threshold": CacheThreshold,
+    "least_load": LeastLoad,
+    "power_of_two": PowerOfTwo,
+    "prefix_hash": PrefixHash,
+    "random": Random,
+    "round_robin": RoundRobin,
+}
+
+
+def make_policy(name: str) -> PlacementPolicy:
+    """The policy of that name. Raises INVALID_ARGUMENT, naming those there are."""
+    creator = POLICIES.get(name)
+    if creator is None:
+        message = f"there is no routing policy {name!r}: choose one of {', '.join(sorted(POLICIES))}"
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "policy"})
+    return creator()
+
+
+def _point(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,140 @@
+"""What is known of every replica, as columns: a decision among a thousand takes as long as a few array operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+IntColumn = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """A scheduler's own figures. submit_sequence: the last of this router's submits that they include. Tokens of KV."""
+
+    submit_sequence: int
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    free_tokens: int
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Sent:
+    """An own output that is there. uncached: of its num_tokens, as far as is known; both 0 once it has begun."""
+
+    num_tokens: int
+    uncached: int
+
+
+@dataclass(slots=True)
+class _Others:
+    """What other routers sent there, by the latest load."""
+
+    outputs: int = 0
+    tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Replica:
+    sent: dict[int, _Sent] = field(default_factory=dict)
+    others: _Others = field(default_factory=_Others)
+
+
+class Replicas:
+    """Rows by number. A row that was removed is used again by the next one added.
+
+    A load comes once a second. What this router knows better, since it sent the output and sees its tokens, counts at
+    once; of a load only what others have there is believed.
+    """
+
+    def __init__(self) -> None:
+        self.addresses: list[str] = []
+        self._free: list[int] = []
+        self._replicas: list[_Replica] = []
+        self.num_outputs: IntColumn = np.zeros(0, dtype=np.int64)
+        """Outputs running or waiting there."""
+        self.queued_tokens: IntColumn = np.zeros(0, dtype=np.int64)
+        """Tokens still to be prefilled there."""
+        self.free_tokens: IntColumn = np.zeros(0, dtype=np.int64)
+        self.cached_tokens: IntColumn = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    def add(self, address: str) -> int:
+        """The number of a new row, all zero."""
+        if self._free:
+            row = self._free.pop()
+            self.addresses[row], self._replicas[row] = address, _Replica()
+            for column in self._columns():
+                column[row] = 0
+            return row
+        self.addresses.append(address)
+        self._replicas.append(_Replica())
+        if len(self.addresses) > len(self.num_outputs):
+            self._grow()
+        return len(self.addresses) - 1
+
+    def remove(self, row: int) -> None:
+        """The row may be used again."""
+        self.addresses[row] = ""
+        self._free.append(row)
+
+    def restart(self, row: int) -> None:
+        """A new stream: sequences begin anew, and nothing sent before is still there."""
+        self._replicas[row] = _Replica()
+        self._update(row)
+
+    def take_load(self, row: int, load: ReplicaLoad) -> None:
+        """The scheduler's figures. Its waiting_tokens are of whole prompts, cached or not."""
+        replica = self._replicas[row]
+        included = [sent for sequence, sent in replica.sent.items() if sequence <= load.submit_sequence]
+        own_tokens = sum(sent.num_tokens for sent in included)
+        replica.others.outputs = max(0, load.num_running + load.num_waiting - len(included))
+        replica.others.tokens = max(0, load.waiting_tokens - own_tokens)
+        self.free_tokens[row] = load.free_tokens
+        self.cached_tokens[row] = load.cached_tokens
+        self._update(row)
+
+    def take_sent(self, row: int, sequence: int, num_tokens: int, uncached: int) -> None:
+        """An output was sent there as that submit; `uncached` of its num_tokens are to be prefilled."""
+        self._replicas[row].sent[sequence] = _Sent(num_tokens, uncached)
+        self.num_outputs[row] += 1
+        self.queued_tokens[row] += uncached
+
+    def take_first_token(self, row: int, sequence: int) -> None:
+        """The prefill of that submit is done."""
+        sent = self._replicas[row].sent.get(sequence)
+        if sent is not None:
+            self.queued_tokens[row] -= sent.uncached
+            sent.num_tokens = sent.uncached = 0
+
+    def take_left(self, row: int, sequence: int) -> None:
+        """The output of that submit has ended, or gone elsewhere."""
+        sent = self._replicas[row].sent.pop(sequence, None)
+        if sent is not None:
+            self.num_outputs[row] -= 1
+            self.queued_tokens[row] -= sent.uncached
+
+    def num_own(self, row: int) -> int:
+        """Own outputs that are there."""
+        return len(self._replicas[row].sent)
+
+    def _update(self, row: int) -> None:
+        replica = self._replicas[row]
+        self.num_outputs[row] = replica.others.outputs + len(replica.sent)
+        self.queued_tokens[row] = replica.others.tokens + sum(sent.uncached for sent in replica.sent.values())
+
+    def _columns(self) -> Iterator[IntColumn]:
+        yield from (self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens)
+
+    def _grow(self) -> None:
+        size = max(16, 2 * len(self.num_outputs))
+        self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens = (
+            np.concatenate([column, np.zeros(size - len(column), dtype=np.int64)]) for column in self._columns()
+        )

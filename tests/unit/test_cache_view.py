@@ -1,0 +1,207 @@
+"""A router's view of a replica's cache equals the scheduler's tree, after any changes, gaps and restarts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from radixmesh.daemons.router.grpc_peers import cache_change
+from radixmesh.daemons.router.placement.cache_view import (
+    CacheChange,
+    CacheView,
+    Insert,
+    Split,
+    Trim,
+    ViewError,
+    ViewTooLargeError,
+)
+from radixmesh.daemons.router.placement.prefix_index import PrefixIndex, matched_tokens
+from radixmesh.daemons.router.placement.prompt_keys import BLOCK, PromptKeys
+from radixmesh.daemons.router.placement.sent_prompts import SentPrompts
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.scheduler.cache_feed import CacheFeed
+from radixmesh.daemons.scheduler.cache_watch import change_messages
+from radixmesh.daemons.scheduler.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.radix_cache import RadixCache
+
+NAMES = (Namespace("", 1), Namespace("0:salt", 1), Namespace("", 2))
+
+
+class Replica:
+    """A scheduler's cache that prompts are inserted into and evicted from, and the router's view of it."""
+
+    def __init__(self, row: int, index: PrefixIndex, keys: PromptKeys, *, page_size: int = 1, num_pages: int = 600):
+        self.cache = RadixCache(page_size=page_size, num_pages=num_pages)
+        self.feed = CacheFeed(max_events=50)
+        self.feed.follow(self.cache)
+        self.view = CacheView(row, index, keys, max_bytes=1 << 30)
+        self.free = list(range(num_pages))
+        self.watch()
+
+    def watch(self) -> None:
+        """Begins anew, with what is there."""
+        self.view.discard()
+        for _ in self.view.clear_index():
+            pass
+        content = self.feed.open()
+        assert content is not None
+        self.revision = self.feed.revision
+        content.order()
+        for node, parent, ids, name in content.nodes():
+            insert = Insert(
+                node=node + 1,
+                parent=parent + 1,
+                ids=ids.astype("<i4").tobytes(),
+                namespace=name.name,
+                weights_version=name.weights_version,
+            )
+            self.view.apply(CacheChange(revision=self.revision, inserts=[insert]))
+
+    def insert(self, name: Namespace, ids: IntArray) -> None:
+        num_pages = len(ids) // self.cache.page_size
+        ids = ids[: num_pages * self.cache.page_size]
+        missing = num_pages - len(self.free)
+        if missing > 0:
+            self.free.extend(self.cache.evict(missing).tolist())
+        if len(self.free) < num_pages:
+            return
+        pages = np.array([self.free.pop() for _ in range(num_pages)], np.int32)
+        done = self.cache.insert(name, ids, pages)
+        self.free.extend(pages[: done.num_known].tolist())
+
+    def read(self) -> None:
+        """What the feed has kept; from the content where it has not."""
+        events = self.feed.events_after(self.revision, 1 << 30, 1 << 30)
+        if events is None:
+            return self.watch()
+        for message in change_messages(events, self.revision):
+            self.view.apply(cache_change(message))
+            self.revision = message.revision
+
+    def cached(self, name: Namespace, ids: IntArray) -> int:
+        """Tokens of the prompt in the scheduler's tree."""
+        return self.cache.probe(name, ids).num_pages * self.cache.page_size
+
+
+def _prompts(rng: np.random.Generator) -> list[IntArray]:
+    """Prompts that share prefixes of any length."""
+    prompts: list[IntArray] = []
+    for _ in range(12):
+        length = int(rng.integers(1, 200))
+        ids = rng.integers(0, int(rng.choice([2, 1000])), length).astype(np.int32)
+        if prompts and rng.random() < 0.7:
+            other = prompts[int(rng.integers(len(prompts)))]
+            shared = int(rng.integers(0, len(other) + 1))
+            ids = np.concatenate([other[:shared], ids[: max(1, length - shared)]])
+        prompts.append(ids)
+    return prompts
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@given(seed=st.integers(0, 10_000))
+def test_the_view_equals_the_tree_whatever_happens(page_size: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    keys, index = PromptKeys(seed), PrefixIndex()
+    replicas = [Replica(row, index, keys, page_size=page_size, num_pages=600 // page_size) for row in range(3)]
+    prompts = _prompts(rng)
+    for _ in range(60):
+        replica = replicas[int(rng.integers(3))]
+        match int(rng.integers(10)):
+            case 0:
+                replica.read()
+            case 1:
+                replica.watch()
+            case 2:
+                freed = replica.cache.evict(int(rng.integers(1, 40)))
+                replica.free.extend(freed.tolist())
+            case _:
+                name = NAMES[int(rng.integers(3))]
+                replica.insert(name, prompts[int(rng.integers(len(prompts)))])
+    for replica in replicas:
+        replica.read()
+    for name in NAMES:
+        root = keys.root(*name)
+        for ids in prompts:
+            found = matched_tokens(index.match(keys.of_prompt(ids.astype("<i4").tobytes(), root)), 3)
+            assert found.tolist() == [replica.cached(name, ids) // BLOCK * BLOCK for replica in replicas]
+    for replica in replicas:
+        replica.view.discard()
+        for _ in replica.view.clear_index():
+            pass
+    assert len(index) == 0, "nothing is left of replicas that are gone"
+
+
+def _ids(count: int) -> bytes:
+    return np.arange(count, dtype="<i4").tobytes()
+
+
+def _insert(node: int, parent: int = 0, count: int = 100) -> Insert:
+    return Insert(node=node, parent=parent, ids=_ids(count), namespace="", weights_version=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        CacheChange(revision=2, inserts=[_insert(1)]),
+        CacheChange(revision=2, inserts=[_insert(0)]),
+        CacheChange(revision=2, inserts=[_insert(3, parent=9)]),
+        CacheChange(revision=2, inserts=[_insert(3, count=0)]),
+        CacheChange(revision=2, inserts=[Insert(node=3, parent=0, ids=b"123", namespace="", weights_version=0)]),
+        CacheChange(revision=2, splits=[Split(node=1, upper=3, num_upper=100)]),
+        CacheChange(revision=2, splits=[Split(node=1, upper=2, num_upper=5)]),
+        CacheChange(revision=2, splits=[Split(node=1, upper=3, num_upper=0)]),
+        CacheChange(revision=2, trims=[Trim(node=1, num_left=5)]),
+        CacheChange(revision=2, trims=[Trim(node=2, num_left=100)]),
+        CacheChange(revision=2, evicted=[1]),
+        CacheChange(revision=2, evicted=[7]),
+    ],
+)
+def test_changes_that_do_not_fit_are_refused(change: CacheChange) -> None:
+    view = CacheView(0, PrefixIndex(), PromptKeys(0), max_bytes=1 << 20)
+    view.apply(CacheChange(revision=1, inserts=[_insert(1), _insert(2, parent=1)]))
+    with pytest.raises(ViewError):
+        view.apply(change)
+
+
+def test_a_view_is_bounded_in_bytes_and_can_begin_anew() -> None:
+    index = PrefixIndex()
+    view = CacheView(0, index, PromptKeys(0), max_bytes=100_000)
+    with pytest.raises(ViewTooLargeError):
+        for node in range(1, 1000):
+            view.apply(CacheChange(revision=node, inserts=[_insert(node, parent=node - 1)]))
+    assert view.num_tokens < 20_000
+    view.discard()
+    for _ in view.clear_index():
+        pass
+    assert len(index) == 0 and view.num_bytes == 0
+    view.apply(CacheChange(revision=1, inserts=[_insert(1)]))
+
+
+def test_sent_prompts_are_bounded_and_forget_the_longest_first() -> None:
+    index, keys = PrefixIndex(), PromptKeys(0)
+    sent = SentPrompts(0, index, max_keys=6)
+    root = keys.root("", 0)
+    one = keys.of_prompt(_ids(4 * BLOCK), root)
+    other = keys.of_prompt(_ids(4 * BLOCK)[::-1], root)
+    sent.add(one, now=1.0)
+    sent.add(other, now=2.0)
+    assert len(sent) == 6
+    assert index.match(one) == [(1, 2 * BLOCK)], "its longer prefixes left first"
+    assert index.match(other) == [(1, 4 * BLOCK)]
+    sent.forget_before(1.5)
+    assert index.match(one) == [] and index.match(other) == [(1, 4 * BLOCK)]
+    sent.clear()
+    assert len(index) == len(sent) == 0
+
+
+@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), max_size=30), st.integers(0, 40))
+def test_the_longest_match_is_found_for_every_replica(holdings: list[tuple[int, int]], length: int) -> None:
+    index = PrefixIndex()
+    keys = [3 * n + 1 for n in range(length)]
+    expected = [0] * 201
+    for replica, blocks in holdings:
+        index.add(replica, keys[:blocks])
+        expected[replica] = max(expected[replica], min(blocks, length) * BLOCK)
+    assert matched_tokens(index.match(keys), 201).tolist() == expected
