@@ -192,6 +192,12 @@ class Request:
         return self.resolved.stop.max_tokens
 
     @property
+    def max_total_len(self) -> int:
+        """Tokens of prompt and output at most; the vector of an embed or score task counts as one."""
+        is_pooled = self.resolved.task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
+        return self.num_prompt + (1 if is_pooled else self.max_tokens)
+
+    @property
     def are_prompt_logprobs_due(self) -> bool:
         """Whether prompt logprobs are incomplete: nothing of output 0 is delivered before them."""
         return self.prompt_logprobs is not None and self.prompt_logprobs.end < self.num_prompt

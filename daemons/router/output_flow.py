@@ -12,6 +12,7 @@ from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.placement.placement import Decision
 from radixmesh.daemons.router.request_times import RequestTimes
+from radixmesh.daemons.router.resolver import is_pooled
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
 from radixmesh.daemons.runtime.errors import MeshError
@@ -22,6 +23,8 @@ log = get_logger(__name__)
 
 # How long a finish by stop string waits for the scheduler's usage; the text is out already.
 _USAGE_WAIT_S = 0.5
+# Replicas differ in size: these say that one is too small, not that the request is wrong.
+_TOO_SMALL = (ErrorReason.ERROR_REASON_NEVER_FITS, ErrorReason.ERROR_REASON_PROMPT_TOO_LONG)
 
 
 class OutputFlow:
@@ -143,12 +146,12 @@ class OutputFlow:
         output.vector = values
         output.request.delivery.mark(output)
 
-    def on_finished(self, output: Output, ending: Ending) -> None:
+    def on_finished(self, output: Output, link: SchedulerLink, ending: Ending) -> None:
         if output.state is OutputState.STOPPING:
             assert output.ending is not None
             output.ending = replace(output.ending, cached_tokens=ending.cached_tokens)
             self._finish(output)
-        elif ending.error is not None and ending.error.status == "UNAVAILABLE":
+        elif self._may_run_elsewhere(output, link, ending):
             self._place_again(output)
         elif output.is_open:
             self._end(output, _as_told(ending))
@@ -158,6 +161,8 @@ class OutputFlow:
             return
         if error.status == "UNAVAILABLE" or error.reason == ErrorReason.ERROR_REASON_OVERLOADED:
             self.schedulers.place_rejected(output, link, error)
+        elif error.reason in _TOO_SMALL and self.schedulers.fits_elsewhere(output, link):
+            self.schedulers.place(output)
         else:
             self._end(
                 output,
@@ -249,6 +254,11 @@ class OutputFlow:
         elif output.state is not OutputState.REPLAYING:
             self.schedulers.place(output)
 
+    def _may_run_elsewhere(self, output: Output, link: SchedulerLink, ending: Ending) -> bool:
+        if ending.error is not None and ending.error.status == "UNAVAILABLE":
+            return True
+        return output.is_open and _is_too_small(output, ending) and self.schedulers.fits_elsewhere(output, link)
+
     def _place_again(self, output: Output) -> None:
         """The output was on a scheduler and is not any more."""
         if output.state is not OutputState.RUNNING:
@@ -303,3 +313,11 @@ def _superseded(error: MeshError) -> MeshError:
 def _reason_of(output: Output) -> str:
     """How an output ended; "left" where its client did not wait for that."""
     return "left" if output.ending is None else _reason_label(output.ending)
+
+
+def _is_too_small(output: Output, ending: Ending) -> bool:
+    """Whether the scheduler ended the output because it has no room for more, where more was asked for."""
+    if ending.error is not None:
+        return ending.error.reason in _TOO_SMALL
+    is_cut = ending.reason == common_pb2.FINISH_REASON_LENGTH and ending.num_output < output.request.max_tokens
+    return is_cut and not is_pooled(output.request.resolved.task)

@@ -13,10 +13,10 @@ from radixmesh.daemons.router.delivery import Delivery
 from radixmesh.daemons.router.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.logprob_track import LogprobTrack
 from radixmesh.daemons.router.request_times import RequestTimes
-from radixmesh.daemons.router.resolver import check_names, check_request, end_ids_of, resolve
+from radixmesh.daemons.router.resolver import check_names, check_request, end_ids_of, is_pooled, resolve
 from radixmesh.daemons.router.resume import check_resume, rebuild
-from radixmesh.daemons.router.scheduler_link import is_same_model
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.served_models import ServedModel, is_same_model
 from radixmesh.daemons.router.tokenizer_pool import TokenizerPool
 from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
@@ -96,7 +96,7 @@ class RequestMaker:
             request_id=request_id,
             prompt_ids=prompt_ids,
             identity=model.identity,
-            kv_tokens=model.kv_tokens,
+            default_request_len=model.default_request_len(len(prompt_ids) // 4),
         )
         request = _request_of(resolved, delivery, message.resume.resumption, deadline)
         for index in range(draft.n):
@@ -115,9 +115,11 @@ class RequestMaker:
         _require_time(deadline)
         self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
         claimed = message.resume.resolved
-        model = await self._in_time(self._schedulers.find_model(claimed.model, self._scheduler_wait_s), deadline)
+        found = self._schedulers.find_model(claimed.model, self._scheduler_wait_s, claimed.model_identity)
+        model = await self._in_time(found, deadline)
         if not is_same_model(model.identity, claimed.model_identity):
             raise _other_model(model.identity, claimed.model_identity)
+        _require_size(message.resume.resolved, model)
         resolved, progress = rebuild(message, model.identity)
         request = _request_of(resolved, delivery, message.resume.resumption, deadline)
         for index, known in enumerate(progress):
@@ -219,6 +221,14 @@ def _require_time(deadline: float | None) -> None:
 def _too_late() -> MeshError:
     message = "the request's deadline_ms passed before it could start: give it more time"
     return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
+
+
+def _require_size(claimed: router_pb2.Resolved, model: ServedModel) -> None:
+    """Raises NO_REPLICA for a resume that is larger than any replica: the one that it fitted may come back."""
+    wanted = len(claimed.prompt_ids) // 4 + (1 if is_pooled(claimed.task) else claimed.stop.max_tokens)
+    if wanted > model.max_request_len:
+        message = f"no replica of {model.name!r} holds {wanted} tokens now, the largest {model.max_request_len}: retry"
+        raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
 
 
 def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> MeshError:

@@ -64,17 +64,16 @@ def resolve(
     request_id: str,
     prompt_ids: bytes,
     identity: common_pb2.ModelIdentity,
-    kv_tokens: int = 0,
+    default_request_len: int = 0,
 ) -> router_pb2.Resolved:
     """The request for one model. A seed is drawn where none is given. Raises MeshError naming the field.
 
-    prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds. kv_tokens: what
-    the largest replica's KV memory holds, 0 = unknown; max_tokens, where it is not given, is what fits there too.
+    prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds.
+    default_request_len: prompt and output together where max_tokens is not given, 0 = as much as the context holds.
     """
     room = check_prompt(prompt_ids, identity)
     check_options(draft.sampling, draft.stop, identity)
-    # The last token is sampled, never computed: it needs no KV.
-    default = min(room, max(1, kv_tokens + 1 - len(prompt_ids) // 4)) if kv_tokens else room
+    default = max(1, (default_request_len or identity.max_total_len) - len(prompt_ids) // 4)
     max_tokens = min(draft.stop.max_tokens or default, room)
     stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
     task = request.task or common_pb2.TASK_GENERATE
@@ -122,7 +121,7 @@ def check_ids(ids: IntArray, vocab_size: int, what: str) -> None:
         raise MeshError(
             ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY,
             f"id {token} in {what} is outside the vocabulary: ids are 0 to {vocab_size - 1}",
-            {"position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
+            {"field": what, "position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
         )
 
 

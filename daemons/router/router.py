@@ -24,7 +24,7 @@ from radixmesh.daemons.router.request_times import RequestTimes
 from radixmesh.daemons.router.resolver import check_names
 from radixmesh.daemons.router.resume import check_resume, rebuild
 from radixmesh.daemons.router.scheduler_pool import SchedulerPool
-from radixmesh.daemons.router.tenancy import bind_tenant
+from radixmesh.daemons.router.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.turnstile import Turnstile
 from radixmesh.daemons.runtime.caller import current_caller
 from radixmesh.daemons.runtime.errors import MeshError
@@ -138,6 +138,7 @@ class Router:
         self._progress.require_serving()
         _drop_unknown_fields(message)
         bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
+        bind_priority(message, current_caller())
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         check_request_id(request_id)
         delivery = Delivery(self._journal, self._turnstile, self._times)

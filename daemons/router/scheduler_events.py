@@ -26,7 +26,7 @@ class SchedulerEvents(Protocol):
     def on_vector(self, output: Output, values: bytes) -> None:
         """The f32 array that an embed or score task asked for; its Finished follows."""
 
-    def on_finished(self, output: Output, ending: Ending) -> None:
+    def on_finished(self, output: Output, link: SchedulerLink, ending: Ending) -> None:
         """The scheduler is done with output; all its ids are in the journal."""
 
     def on_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:

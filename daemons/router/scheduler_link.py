@@ -14,6 +14,7 @@ from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.scheduler_events import SchedulerEvents
 from radixmesh.daemons.router.serve_checks import ServeChecks
 from radixmesh.daemons.router.serve_frames import ServeFrames
+from radixmesh.daemons.router.served_models import is_same_model
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.hello import SHARING_VERSION, check_hello
@@ -42,7 +43,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.is_draining = False
         self.identity: common_pb2.ModelIdentity | None = None
         self.adapters: tuple[str, ...] = ()
-        self.kv_tokens = 0
+        self._page_size = self._num_pages = 0
         self.load = scheduler_pb2.Load()
         self.group_since = time.monotonic()
         self._sequence = 0
@@ -69,7 +70,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def replica_load(self) -> ReplicaLoad:
         """The scheduler's latest figures."""
         load = self.load
-        page_size = self.kv_tokens // load.total_pages if load.total_pages else 1
+        page_size = self._page_size
         return ReplicaLoad(
             submit_sequence=load.submit_sequence,
             num_running=load.num_running,
@@ -88,13 +89,35 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         """Names served, the base model first; empty before the first connection."""
         return () if self.identity is None else (self.identity.name, *self.adapters)
 
-    def takes(self, model: str, identity: common_pb2.ModelIdentity) -> bool:
-        """Whether a new submit for that model can go here and would give what the identity promises."""
-        if not self.is_connected or self.is_draining or self.load.is_draining or model not in self.models:
+    @property
+    def max_total_len(self) -> int:
+        """The model's context here, in tokens; 0 before the first connection."""
+        return 0 if self.identity is None else self.identity.max_total_len
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV memory holds; 0 = the scheduler does not tell, or was never connected."""
+        return (self.load.total_pages or self._num_pages) * self._page_size
+
+    @property
+    def max_request_len(self) -> int:
+        """The most tokens of prompt and output together that context and KV memory hold; 0 before the first connection.
+
+        Kept while the scheduler is away.
+        """
+        # The last token is sampled, never computed: it needs no KV.
+        return min(self.max_total_len, self.kv_tokens + 1) if self.kv_tokens else self.max_total_len
+
+    def serves(self, model: str, identity: common_pb2.ModelIdentity) -> bool:
+        """Whether outputs here are what the identity promises, now or once the scheduler is back."""
+        return self.identity is not None and model in self.models and is_same_model(self.identity, identity)
+
+    @property
+    def takes_submits(self) -> bool:
+        """Whether new submits can go here."""
+        if not self.is_connected or self.is_draining or self.load.is_draining:
             return False
-        if self.load.group == scheduler_pb2.GROUP_STATE_STANDBY:
-            return False
-        return self.identity is not None and is_same_model(self.identity, identity)
+        return self.load.group != scheduler_pb2.GROUP_STATE_STANDBY
 
     def outputs(self) -> list[Output]:
         """Outputs that are here."""
@@ -161,10 +184,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     def _welcome(self, frame: _Response) -> str:
         version = check_hello(frame.hello.hello, self._hello)
-        identity = frame.hello.hello.model
         self._checks.hello(frame.hello)
-        self.identity, self.adapters = identity, tuple(frame.hello.adapters)
-        self.kv_tokens = frame.hello.num_pages * frame.hello.page_size
+        self.identity, self.adapters = frame.hello.hello.model, tuple(frame.hello.adapters)
+        self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
         self._frames.can_share = version >= SHARING_VERSION
@@ -325,12 +347,4 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             cached_tokens=min(finished.usage.cached_tokens, output.request.num_prompt),
             error=error,
         )
-        self._events.on_finished(output, ending)
-
-
-def is_same_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> bool:
-    """Whether outputs of one continue outputs of the other; what one side does not know is not compared."""
-    return all(
-        not getattr(ours, name) or not getattr(theirs, name) or getattr(ours, name) == getattr(theirs, name)
-        for name in ("model_fingerprint", "tokenizer_fingerprint", "sampler_version", "vocab_size")
-    )
+        self._events.on_finished(output, self, ending)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.candidates import able, fitting, nobody
 from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
 from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
 from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.served_models import ServedModel, pick_model, served_models
 from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.name_watch import PeerPool
@@ -22,19 +24,6 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 _MIN_SHUN_S = 0.05
 _MAX_SHUN_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
-
-
-class ServedModel(NamedTuple):
-    """A model that is or was served. base_model: "" for a base model. num_schedulers: how many serve it now.
-
-    kv_tokens: tokens that the largest of their KV memories holds.
-    """
-
-    name: str
-    identity: common_pb2.ModelIdentity
-    base_model: str
-    num_schedulers: int
-    kv_tokens: int
 
 
 class SchedulerPool(PeerPool):
@@ -119,40 +108,33 @@ class SchedulerPool(PeerPool):
         await asyncio.gather(*(link.close() for link in self.links))
 
     def models(self) -> list[ServedModel]:
-        """Every model heard of, in the order of schedulers."""
-        found: dict[str, ServedModel] = {}
-        for link in sorted(self.links, key=lambda link: not link.is_connected):
-            for name in link.models:
-                assert link.identity is not None
-                known = found.get(name)
-                identity = common_pb2.ModelIdentity()
-                identity.CopyFrom(link.identity)
-                identity.name = name
-                base = "" if name == link.identity.name else link.identity.name
-                before = known or ServedModel(name, identity, base, 0, 0)
-                found[name] = before._replace(
-                    num_schedulers=before.num_schedulers + link.is_connected,
-                    kv_tokens=max(before.kv_tokens, link.kv_tokens),
-                )
-        return list(found.values())
+        """Every name heard of with the model that most serve under it, in the order of schedulers."""
+        named: dict[str, ServedModel] = {}
+        for model in served_models(self.links):
+            named.setdefault(model.name, model)
+        return list(named.values())
 
-    def served(self, name: str) -> ServedModel | None:
-        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it."""
-        wanted = self._aliases.resolve(name)
-        return next((model for model in self.models() if wanted in ("", model.name)), None)
+    def served(self, name: str, like: common_pb2.ModelIdentity | None = None) -> ServedModel | None:
+        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it.
+
+        like: preferred among several models of that name.
+        """
+        return pick_model(served_models(self.links), self._aliases.resolve(name), like)
 
     def aliases_of(self, name: str) -> list[str]:
         """Further names under which a served model may be asked for."""
         return self._aliases.of(name)
 
-    async def find_model(self, name: str, timeout_s: float) -> ServedModel:
-        """The model of that name, or the first where it is empty; waits while schedulers are still to be reached.
+    async def find_model(
+        self, name: str, timeout_s: float, like: common_pb2.ModelIdentity | None = None
+    ) -> ServedModel:
+        """As served(), but waits while schedulers are still to be reached.
 
         Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
         """
         until = time.monotonic() + timeout_s
         while True:
-            if (found := self.served(name)) is not None:
+            if (found := self.served(name, like)) is not None:
                 return found
             models = self.models()
             remaining = until - time.monotonic()
@@ -195,7 +177,7 @@ class SchedulerPool(PeerPool):
         output.num_rejections = 0
         if output.waiting_since is not None and time.monotonic() - output.waiting_since > self._wait_s:
             # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
-            self._fail(output, self._nobody(output))
+            self._fail(output, nobody(self.links, output, self._wait_s))
             return
         self.place(output)
 
@@ -210,6 +192,11 @@ class SchedulerPool(PeerPool):
         if output.waiting_since is None:
             output.waiting_since = time.monotonic()
         self.place(output)
+
+    def fits_elsewhere(self, output: Output, link: SchedulerLink) -> bool:
+        """Whether another scheduler holds an output that is too large for link: then link is not asked again."""
+        output.shunned[link.address] = math.inf
+        return any(output.shunned.get(other.address) != math.inf for other in fitting(self.links, output.request))
 
     def release(self, output: Output) -> None:
         """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
@@ -267,7 +254,7 @@ class SchedulerPool(PeerPool):
         for output in tuple(self._waiting):
             if output.waiting_since is not None and now - output.waiting_since > self._wait_s:
                 del self._waiting[output]
-                self._fail(output, self._nobody(output))
+                self._fail(output, nobody(self.links, output, self._wait_s))
 
     async def abort_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
         """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
@@ -294,7 +281,9 @@ class SchedulerPool(PeerPool):
             if not is_standby and now - link.group_since < self._migrate_after_s:
                 continue
             for output in link.outputs():
-                if output.state is OutputState.RUNNING and self._serving(output):
+                if output.state is OutputState.RUNNING and any(
+                    other.is_group_serving for other in able(self.links, output, now)
+                ):
                     self._take_from(link, output)
             self.place_waiting()
 
@@ -308,34 +297,24 @@ class SchedulerPool(PeerPool):
             output.move_to(OutputState.WAITING)
             self._waiting[output] = None
 
-    def _serving(self, output: Output) -> list[SchedulerLink]:
-        resolved = output.request.resolved
-        return [
-            link for link in self.links if link.is_group_serving and link.takes(resolved.model, resolved.model_identity)
-        ]
-
     def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
         """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
         request = output.request
         resolved = request.resolved
-        able = self._serving(output)
-        if not able:
-            able = [link for link in self.links if link.takes(resolved.model, resolved.model_identity)]
-        now = time.monotonic()
-        able = [link for link in able if output.shunned.get(link.address, 0.0) <= now]
-        if not able:
+        links = able(self.links, output, time.monotonic())
+        if not links:
             return None, None
         for sibling in request.outputs:
             # Outputs of one request share their prompt's KV.
-            if sibling.scheduler in able:
+            if sibling.scheduler in links:
                 return sibling.scheduler, None
-        adapter = resolved.model if able[0].identity is None or resolved.model != able[0].identity.name else ""
+        adapter = resolved.model if links[0].identity is None or resolved.model != links[0].identity.name else ""
         wanted = PlacedRequest(
             prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
             namespace=cache_name(adapter, resolved.cache_salt),
         )
-        decision = self._placement.choose(wanted, [self._rows[link.address] for link in able])
-        return able[decision.index], decision
+        decision = self._placement.choose(wanted, [self._rows[link.address] for link in links])
+        return links[decision.index], decision
 
     def _take_sent(self, link: SchedulerLink, decision: Decision | None) -> None:
         if decision is not None:
@@ -358,8 +337,3 @@ class SchedulerPool(PeerPool):
             message = f"no scheduler was added as {address!r}: see ListSchedulers"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "address"})
         return link
-
-    def _nobody(self, output: Output) -> MeshError:
-        model = output.request.resolved.model
-        message = f"no scheduler could take model {model!r} for {self._wait_s:g} s: retry, with resume to continue"
-        return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.resolver import MAX_NAME_BYTES
 from radixmesh.daemons.runtime.caller import Caller
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
 
@@ -22,6 +24,27 @@ def bind_tenant(message: router_pb2.GenerateRequest, caller: Caller, *, shares_c
         return
     if not shares_cache:
         target.cache_salt = tenant_salt(target.tenant, target.cache_salt)
+
+
+def bind_priority(message: router_pb2.GenerateRequest, caller: Caller) -> None:
+    """Holds a request's priority to the range of the caller's key: 0 where the key has none.
+
+    Raises PERMISSION_DENIED for a new request beyond it. A resumed one goes on, within what the key allows by now.
+    """
+    low, high = caller.min_priority, caller.max_priority
+    if message.HasField("resume"):
+        resolved = message.resume.resolved
+        resolved.priority = min(max(resolved.priority, low), high)
+        return
+    # Unset is the normal priority, or what of the range is nearest to it.
+    if not message.priority:
+        message.priority = min(max(0, low), high)
+    if not low <= message.priority <= high:
+        text = (
+            f"the API key allows priorities from {low} to {high}, not {message.priority}: leave it out, or ask for it"
+        )
+        metadata = {"field": "priority", "min": str(low), "max": str(high)}
+        raise MeshError(ErrorReason.ERROR_REASON_PERMISSION_DENIED, text, metadata)
 
 
 def tenant_salt(tenant: str, salt: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,9 @@ MIN_KEY_CHARS = 16
 MAX_TENANT_BYTES = 256
 ANY_TENANT = "*"
 """In a tenant's place: who has the key says whose a request is, as a gateway does for its users."""
+MAX_PRIORITY = 1_000
+_PRIORITY = b"priority="
+_PRIORITY_RANGE = re.compile(rb"(?:(?P<low>-?[0-9]{1,4})\.\.)?(?P<high>-?[0-9]{1,4})")
 _SCHEME = "bearer"
 # How often the file is looked at, at most: a burst of calls does not become one of stat().
 _LOOK_S = 1.0
@@ -32,7 +36,8 @@ _BOM = b"\xef\xbb\xbf"
 
 
 class ApiKeys:
-    """The keys of a file. A line is `key` or `key tenant`; blank lines and those that begin with # count for nothing.
+    """The keys of a file. A line is `key`, `key tenant`, and `priority=LOW..HIGH` behind that where
+    the key's requests may have another priority than 0; blank lines and those that begin with # count for nothing.
 
     What of the file can be read is in force, from the next look on; every other line is reported in the log by its
     number. A file that is gone, unreadable, or that others may write holds no key: nobody comes in until it is mended.
@@ -130,13 +135,28 @@ def _entry(words: list[bytes]) -> tuple[bytes, Caller]:
     # A header carries nothing else: such a key could never be sent.
     if not all(0x21 <= byte <= 0x7E for byte in key):
         raise ValueError("a key has printable ASCII characters only")
+    low, high = 0, 0
+    if len(words) > 1 and words[-1].startswith(_PRIORITY):
+        low, high = _priorities(words.pop())
     if len(words) > 2:
-        raise ValueError("write a key, then one word for its tenant")
+        raise ValueError("write a key, then one word for its tenant, then priority=LOW..HIGH if it may have any but 0")
     tenant = words[1].decode() if len(words) == 2 else ""
     if not tenant.isprintable() or len(tenant.encode()) > MAX_TENANT_BYTES:
         raise ValueError(f"a tenant has printable characters only, {MAX_TENANT_BYTES} bytes at most")
-    caller = Caller(may_name_tenant=True) if tenant == ANY_TENANT else Caller(tenant)
+    is_any = tenant == ANY_TENANT
+    caller = Caller(None if is_any else tenant, may_name_tenant=is_any, min_priority=low, max_priority=high)
     return _digest(key.decode()), caller
+
+
+def _priorities(word: bytes) -> tuple[int, int]:
+    """The range that `priority=LOW..HIGH` or `priority=HIGH` (from 0) names. Raises ValueError."""
+    found = _PRIORITY_RANGE.fullmatch(word.removeprefix(_PRIORITY))
+    if found is not None:
+        high = int(found["high"])
+        low = int(found["low"]) if found["low"] is not None else min(0, high)
+        if -MAX_PRIORITY <= low <= high <= MAX_PRIORITY:
+            return low, high
+    raise ValueError(f"write priority=LOW..HIGH, both within -{MAX_PRIORITY} and {MAX_PRIORITY}")
 
 
 def _digest(key: str) -> bytes:

@@ -9,16 +9,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Caller:
     """tenant: named beside the key, empty = none is; None = the request itself says whose it is: no key was asked for,
-    or the key may name any tenant (may_name_tenant).
+    or the key may name any tenant (may_name_tenant). min_priority, max_priority: what its requests may ask for.
     """
 
     tenant: str | None = None
     may_name_tenant: bool = False
+    min_priority: int = 0
+    max_priority: int = 0
 
 
-_NOBODY = Caller()
+ANYBODY = Caller(min_priority=-(2**31), max_priority=2**31 - 1)
+"""Where no key is asked for everybody may say anything, whose a request is too."""
 # A context variable is per task, not global state: each handler sees its own.
-_caller: ContextVar[Caller] = ContextVar("radixmesh_caller", default=_NOBODY)
+_caller: ContextVar[Caller] = ContextVar("radixmesh_caller", default=ANYBODY)
 
 
 def set_caller(caller: Caller) -> None:

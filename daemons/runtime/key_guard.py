@@ -5,7 +5,7 @@ from __future__ import annotations
 from radixmesh.common.v1.common_pb2 import ErrorReason
 
 from .api_keys import ApiKeys, bearer_key, unauthenticated
-from .caller import Caller
+from .caller import ANYBODY, Caller
 from .errors import MeshError
 
 
@@ -28,7 +28,7 @@ class KeyGuard:
         authorization: the header's value. verb: what is called, for the error.
         """
         if self.is_open or (self._keys is None and not is_admin):
-            return Caller()
+            return ANYBODY
         key = bearer_key(authorization)
         caller = self._admin_keys.find(key) if self._admin_keys is not None else None
         if caller is not None:

@@ -42,6 +42,9 @@ class SchedulerSettings(CommonSettings):
     overtaking: float = setting(1.0, "later requests that may pass one by, as a multiple of the line; not of fcfs")
     queue_seed: int = setting(0, "seed of the random order")
     max_preemptions: int = setting(4, "times that one request gives way to higher priorities (queue policy priority)")
+    priority_across_tenants: bool = setting(
+        False, "priorities count before the turns of tenants, not within them: a higher one may starve other tenants"
+    )
     hold_tokens: int = setting(32, "a shared prefix of so many tokens that is being computed is waited for")
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a breach (tests)")
     hang_s: float = setting(5.0, "seconds without a result after which a worker counts as dead, at least")
@@ -91,6 +94,7 @@ class SchedulerSettings(CommonSettings):
             overtaking=self.overtaking,
             queue_seed=self.queue_seed,
             max_preemptions=self.max_preemptions,
+            priority_across_tenants=self.priority_across_tenants,
             hold_tokens=self.hold_tokens,
             check_invariants=self.check_invariants,
         )

@@ -1,7 +1,7 @@
-"""The seam of the queue's order: the waiting requests of one (priority, router, tenant), and which of them is next.
+"""The seam of the queue's order: the waiting requests of one (router, tenant) and priority, and which of them is next.
 
-A strategy orders what is alike: priorities go first whatever the strategy, and lanes of one priority take turns
-(queue.py), so that no router or tenant gains by what it sends.
+A strategy orders what is alike: lanes take turns (queue.py), so that no router or tenant gains by what it sends, and
+within a lane higher priorities go first whatever the strategy.
 """
 
 from __future__ import annotations
@@ -95,6 +95,57 @@ class SortedLane(Lane):
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._members)
+
+
+class PriorityLane(Lane):
+    """Lanes of one (router, tenant), one a priority: the highest goes first, each in the order of `make_lane`."""
+
+    def __init__(self, make_lane: Callable[[], Lane]) -> None:
+        self._make_lane = make_lane
+        self._lanes: dict[int, Lane] = {}
+        self._heap: list[int] = []
+        """Negated priorities of _lanes, and of some that are gone; each once."""
+        self._listed: set[int] = set()
+        self._num = 0
+
+    def push(self, request: Request) -> None:
+        self._num += 1
+        priority = request.submission.priority
+        lane = self._lanes.get(priority)
+        if lane is None:
+            lane = self._lanes[priority] = self._make_lane()
+            if priority not in self._listed:
+                self._listed.add(priority)
+                heapq.heappush(self._heap, -priority)
+        lane.push(request)
+
+    def head(self, view: PlanView) -> Request | None:
+        while self._heap:
+            lane = self._lanes.get(-self._heap[0])
+            if lane is not None:
+                return lane.head(view)
+            self._listed.discard(-heapq.heappop(self._heap))
+        return None
+
+    def remove(self, request: Request) -> None:
+        self._lanes[request.submission.priority].remove(request)
+        self._drop_empty(request)
+
+    def admitted(self, request: Request) -> None:
+        self._lanes[request.submission.priority].admitted(request)
+        self._drop_empty(request)
+
+    def _drop_empty(self, request: Request) -> None:
+        self._num -= 1
+        if not len(self._lanes[request.submission.priority]):
+            del self._lanes[request.submission.priority]
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[Request]:
+        for lane in self._lanes.values():
+            yield from lane
 
 
 class AgedLane(Lane):

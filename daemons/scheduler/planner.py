@@ -75,7 +75,11 @@ class Planner:
         self._preemption: Preemption | None = None
         if settings.queue_settings().may_preempt:
             self._preemption = Preemption(
-                self._queue, self._retraction, self.counters, max_times=settings.max_preemptions
+                self._queue,
+                self._retraction,
+                self.counters,
+                max_times=settings.max_preemptions,
+                across_tenants=settings.priority_across_tenants,
             )
 
     @property
@@ -195,6 +199,7 @@ class Planner:
             settings.cache, page_size=group.page_size, num_pages=group.num_pages, eviction=settings.eviction
         )
         self._state = EpochState(epoch, group, snapshot, cache)
+        self._state.table.ranks_across_tenants = settings.priority_across_tenants
         limits = settings.prefill_limits(group)
         self._prefill = Prefill(limits, self._queue, self._growth, self.counters, self._observer)
         for request in self._submissions.live():

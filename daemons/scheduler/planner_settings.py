@@ -16,7 +16,8 @@ class PlannerSettings:
     request will still need. max_queue, max_queue_tokens: waiting requests and tokens before OVERLOADED; None = no
     bound. cache, eviction: names in PREFIX_CACHES and EVICTION_POLICIES. queue_policy: a name in QUEUE_POLICIES;
     overtaking, queue_seed: see QueueSettings. max_preemptions: how often one request gives way to higher
-    priorities. hold_tokens: a common prefix of at least so many tokens, being computed for another, is waited for.
+    priorities. priority_across_tenants: priorities count against other tenants' requests too. hold_tokens: a common
+    prefix of at least so many tokens, being computed for another, is waited for.
     check_invariants: verify every page after every step and fail on a breach (tests)."""
 
     chunk_tokens: int = 512
@@ -32,6 +33,7 @@ class PlannerSettings:
     overtaking: float = 1.0
     queue_seed: int = 0
     max_preemptions: int = 4
+    priority_across_tenants: bool = False
     hold_tokens: int = 32
     check_invariants: bool = False
 
@@ -52,4 +54,9 @@ class PlannerSettings:
         )
 
     def queue_settings(self) -> QueueSettings:
-        return QueueSettings(policy=self.queue_policy, overtaking=self.overtaking, seed=self.queue_seed)
+        return QueueSettings(
+            policy=self.queue_policy,
+            overtaking=self.overtaking,
+            seed=self.queue_seed,
+            priority_across_tenants=self.priority_across_tenants,
+        )

@@ -11,7 +11,7 @@ import numpy as np
 from radixmesh.daemons.scheduler.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planner_counters import PlannerCounters
 from radixmesh.daemons.scheduler.prefill import Prefill
-from radixmesh.daemons.scheduler.queue import WaitingQueue
+from radixmesh.daemons.scheduler.queue import WaitingQueue, lane_key
 from radixmesh.daemons.scheduler.request import Request
 from radixmesh.daemons.scheduler.retraction import Retraction
 
@@ -19,15 +19,22 @@ _MOST_A_PLAN = 8
 
 
 class Preemption:
-    """max_times: how often one request gives way."""
+    """max_times: how often one request gives way. across_tenants: to those of other routers and tenants, too."""
 
     def __init__(
-        self, queue: WaitingQueue, retraction: Retraction, counters: PlannerCounters, *, max_times: int
+        self,
+        queue: WaitingQueue,
+        retraction: Retraction,
+        counters: PlannerCounters,
+        *,
+        max_times: int,
+        across_tenants: bool = False,
     ) -> None:
         self._queue = queue
         self._retraction = retraction
         self._counters = counters
         self._max_times = max_times
+        self._across_tenants = across_tenants
 
     def make_room(self, state: EpochState, draft: PlanDraft, prefill: Prefill) -> None:
         """Before chunks are added: retracts lower ones, lowest and youngest first, until the next request has room.
@@ -65,4 +72,7 @@ class Preemption:
         slots = np.flatnonzero((table.live > 0) & (table.priority < request.submission.priority))
         order = np.lexsort((-table.arrival[slots], table.priority[slots]))
         running = (table.requests[slot] for slot in slots[order].tolist())
-        return [r for r in running if r is not None and r.num_preempted < self._max_times]
+        victims = [r for r in running if r is not None and r.num_preempted < self._max_times]
+        if self._across_tenants:
+            return victims
+        return [victim for victim in victims if lane_key(victim) == lane_key(request)]

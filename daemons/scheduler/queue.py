@@ -1,5 +1,5 @@
-"""Requests that wait. Priorities first, then turns among (router, tenant) pairs, then the strategy's order
-(lane.py)."""
+"""Requests that wait. Turns among (router, tenant) pairs, then priorities, then the strategy's order (lane.py); or
+priorities before the turns, if the operator wants it so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from radixmesh.daemons.scheduler.lane import Lane, PlanView, ProbeRequest
-from radixmesh.daemons.scheduler.queue_policies import QueueSettings, make_lanes
+from radixmesh.daemons.scheduler.lane import Lane, PlanView, PriorityLane, ProbeRequest
+from radixmesh.daemons.scheduler.queue_policies import LaneFactory, QueueSettings, make_lanes
 from radixmesh.daemons.scheduler.request import Request
 
 # Probes of the cache a plan: about 0.1 ms.
@@ -18,14 +18,18 @@ _LaneKey = tuple[str, str]
 
 
 class WaitingQueue:
-    """All waiting requests. The highest priority goes first; lanes of one priority, a (router, tenant) pair each, take
-    turns; within a lane the strategy chooses. So a strategy's gain is that of its lane, and no lane starves another.
+    """All waiting requests. Lanes, a (router, tenant) pair each, take turns; within a lane the highest priority goes
+    first, then the strategy chooses. So a strategy's or a priority's gain is that of its lane, and no lane starves
+    another. With `priority_across_tenants` the highest priority of all goes first, and lanes of it take turns.
 
     A request that waits for what another is about to compute is held: it keeps its place but has no turn.
     """
 
     def __init__(self, settings: QueueSettings | None = None) -> None:
-        self._make_lane = make_lanes(settings or QueueSettings())
+        settings = settings or QueueSettings()
+        make_lane = make_lanes(settings)
+        self._is_priority_first = settings.priority_across_tenants
+        self._make_lane: LaneFactory = make_lane if self._is_priority_first else lambda: PriorityLane(make_lane)
         self._classes: dict[int, OrderedDict[_LaneKey, Lane]] = {}
         self._priorities: list[int] = []
         """Heap of the negated priorities in _classes, and of some that are gone; each once."""
@@ -60,7 +64,7 @@ class WaitingQueue:
 
     def admitted(self, request: Request) -> None:
         """Takes out a request that has its turn, and gives the turn to the other lanes."""
-        lanes, key = self._classes[request.submission.priority], _lane_key(request)
+        lanes, key = self._classes[self._class_of(request)], lane_key(request)
         lanes[key].admitted(request)
         lanes.move_to_end(key)
         self._count_out(request)
@@ -98,7 +102,7 @@ class WaitingQueue:
         yield from list(self._held)
 
     def _enter(self, request: Request) -> None:
-        priority, key = request.submission.priority, _lane_key(request)
+        priority, key = self._class_of(request), lane_key(request)
         lanes = self._classes.get(priority)
         if lanes is None:
             lanes = self._classes[priority] = OrderedDict()
@@ -111,22 +115,25 @@ class WaitingQueue:
         lane.push(request)
 
     def _leave(self, request: Request) -> None:
-        self._classes[request.submission.priority][_lane_key(request)].remove(request)
+        self._classes[self._class_of(request)][lane_key(request)].remove(request)
         self._drop_empty(request)
 
     def _drop_empty(self, request: Request) -> None:
         # Tenants and priorities come from clients: what is empty must not stay.
-        priority, key = request.submission.priority, _lane_key(request)
+        priority, key = self._class_of(request), lane_key(request)
         lanes = self._classes[priority]
         if not len(lanes[key]):
             del lanes[key]
         if not lanes:
             del self._classes[priority]
 
+    def _class_of(self, request: Request) -> int:
+        return request.submission.priority if self._is_priority_first else 0
+
     def _count_out(self, request: Request) -> None:
         self._num -= 1
         self.waiting_tokens -= request.total_len
 
 
-def _lane_key(request: Request) -> _LaneKey:
+def lane_key(request: Request) -> _LaneKey:
     return (request.submission.router, request.submission.tenant)

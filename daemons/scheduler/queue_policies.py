@@ -15,11 +15,12 @@ _MASK = (1 << 64) - 1
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
     """policy: a name in QUEUE_POLICIES. overtaking: see AgedLane; of those that pass others over. seed: of the random
-    order."""
+    order. priority_across_tenants: see WaitingQueue."""
 
     policy: str = "fcfs"
     overtaking: float = 1.0
     seed: int = 0
+    priority_across_tenants: bool = False
 
     @property
     def may_preempt(self) -> bool:

@@ -49,6 +49,8 @@ class SlotTable:
         self.requests: list[Request | None] = [None] * num_slots
         self.locks: list[Match | None] = [None] * num_slots
         """What each slot holds locked in the prefix cache."""
+        self.ranks_across_tenants = False
+        """Whether a priority counts against those of other tenants, see last_in_line()."""
         self._fresh: npt.NDArray[np.int32] = np.zeros((num_slots, _FRESH_COLUMNS), np.int32)
         """Output tokens that are not in their requests yet: row s holds the last num_fresh[s] of its request."""
         self._num_fresh = column()
@@ -68,12 +70,25 @@ class SlotTable:
         return sorted((r for r in self.requests if r is not None), key=lambda request: request.arrival)
 
     def last_in_line(self) -> Request:
-        """Who gives way first: of the lowest priority the youngest. Something runs."""
+        """Who gives way first where pages run out. Something runs.
+
+        Of the (router, tenant) that came last the lowest priority's youngest; with ranks_across_tenants that of all.
+        """
         slots = np.flatnonzero(self.live)
+        if not self.ranks_across_tenants:
+            last = self.requests[int(slots[self.arrival[slots].argmax()])]
+            assert last is not None
+            whose = (last.submission.router, last.submission.tenant)
+            slots = np.array([slot for slot in slots.tolist() if self._whose(slot) == whose])
         slots = slots[self.priority[slots] == self.priority[slots].min()]
         request = self.requests[int(slots[self.arrival[slots].argmax()])]
         assert request is not None
         return request
+
+    def _whose(self, slot: int) -> tuple[str, str]:
+        request = self.requests[slot]
+        assert request is not None
+        return (request.submission.router, request.submission.tenant)
 
     def take(self, request: Request, cached_len: int) -> int:
         """Puts a request into a free slot under a new generation; returns the slot. No pages yet."""

@@ -7,7 +7,7 @@ import pytest
 from support.planner_world import submission
 
 from radixmesh.daemons.scheduler.prefix_cache import NOTHING_KNOWN, Probe
-from radixmesh.daemons.scheduler.queue import WaitingQueue
+from radixmesh.daemons.scheduler.queue import WaitingQueue, lane_key
 from radixmesh.daemons.scheduler.queue_policies import QUEUE_POLICIES, QueueSettings
 from radixmesh.daemons.scheduler.request import Request
 
@@ -58,10 +58,12 @@ def drain(queue: WaitingQueue, probes: Probes, *, per_plan: int = 4) -> list[int
 
 @pytest.mark.parametrize("policy", ALL)
 @pytest.mark.parametrize("overtaking", [0.0, 2.0, ENDLESS])
-def test_everyone_comes_out_once_whatever_happens(policy: str, overtaking: float) -> None:
+@pytest.mark.parametrize("is_first", [False, True])
+def test_everyone_comes_out_once_whatever_happens(policy: str, overtaking: float, is_first: bool) -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        queue = WaitingQueue(QueueSettings(policy=policy, overtaking=overtaking))
+        settings = QueueSettings(policy=policy, overtaking=overtaking, priority_across_tenants=is_first)
+        queue = WaitingQueue(settings)
         probes, waiting, held = Probes(), set[Request](), set[Request]()
         for number in range(1, 400):
             action = int(rng.integers(0, 10))
@@ -101,7 +103,8 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, overtaking: float
                     if head is None:
                         break
                     assert head in waiting
-                    assert head.submission.priority == max(r.submission.priority for r in waiting)
+                    rivals = [r for r in waiting if is_first or lane_key(r) == lane_key(head)]
+                    assert head.submission.priority == max(r.submission.priority for r in rivals)
                     queue.admitted(head)
                     waiting.discard(head)
             assert len(queue) == len(waiting) + len(held) == len(list(queue))

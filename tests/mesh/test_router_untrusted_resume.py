@@ -71,8 +71,8 @@ async def test_nothing_that_a_client_pads_reaches_a_scheduler() -> None:
         message = padded(resume_of(), 1000)
         identity = message.resume.resolved.model_identity
         identity.eos_ids = pack_ints(range(MODEL.vocab_size))
-        identity.grammar_format = "x" * 100_000
-        message.resume.resolved.trace_context = "y" * 100_000
+        identity.grammar_format = "x" * 60_000
+        message.resume.resolved.trace_context = "y" * 60_000
         assert await read(mesh, message) == {0: oracle_ids(PROMPT, 0, 12)}, "EOS ids are the served model's"
         (submit,) = mesh.fakes[0].submits
         assert submit.ByteSize() < 300
@@ -124,7 +124,7 @@ async def test_large_claims_are_refused_before_work_is_done() -> None:
         for name, message in claims().items():
             began = time.monotonic()
             reason = await refused(mesh, message)
-            assert reason in ("INVALID_RESUME", "INVALID_ARGUMENT", "TOO_MANY_STOPS"), (name, reason)
+            assert reason in ("INVALID_RESUME", "INVALID_ARGUMENT", "TOO_MANY_STOPS", "TOO_LARGE"), (name, reason)
             assert time.monotonic() - began < 5, name
         assert not mesh.fakes[0].submits
         await mesh.settle()

@@ -51,6 +51,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.step_s = step_s
         self.per_step = per_step
         self.adapters: tuple[str, ...] = ()
+        self.num_pages = 1000  # Of one token.
         self.group = scheduler_pb2.GROUP_STATE_SERVING
         self.reject: MeshError | None = None  # Every submit gets it.
         self.is_silent = False  # Says nothing at all, but keeps the stream.
@@ -82,7 +83,9 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         try:
             while self.is_silent:
                 await asyncio.sleep(0.05)
-            hello = scheduler_pb2.SchedulerHello(hello=ours, adapters=self.adapters, page_size=1, num_pages=1000)
+            hello = scheduler_pb2.SchedulerHello(
+                hello=ours, adapters=self.adapters, page_size=1, num_pages=self.num_pages
+            )
             yield scheduler_pb2.ServeResponse(hello=hello, load=self._load(serving))
             told = time.monotonic()
             while not reader.done():
@@ -132,6 +135,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         serving.sequence = submit.sequence
         if self.reject is not None:
             serving.pending.rejected.add(handle=submit.handle, attempt=submit.attempt, error=self.reject.to_proto())
+            return
+        wanted = len(submit.prompt_ids) // 4 + submit.stop.max_tokens
+        if min(wanted, self.model.max_total_len) > self.num_pages + 1:
+            error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, f"this replica has {self.num_pages} pages")
+            serving.pending.rejected.add(handle=submit.handle, attempt=submit.attempt, error=error.to_proto())
             return
         for other in self._servings:
             for handle, run in tuple(other.runs.items()):
@@ -277,7 +285,8 @@ def ending_of(
 ) -> common_pb2.FinishReason | None:
     if ids[-1] in end_ids_of(model, submit):
         return common_pb2.FINISH_REASON_STOP
-    return common_pb2.FINISH_REASON_LENGTH if len(ids) >= submit.stop.max_tokens else None
+    most = min(submit.stop.max_tokens, model.max_total_len - len(submit.prompt_ids) // 4)
+    return common_pb2.FINISH_REASON_LENGTH if len(ids) >= most else None
 
 
 def logprobs_of(ids: list[int], first: int, num_top: int) -> common_pb2.Logprobs:

@@ -41,6 +41,17 @@ def kernel_tolerance(dtype: torch.dtype, num_terms: int, magnitude: float) -> di
     return {"rtol": 4 * unit_roundoff(dtype), "atol": 2 * sum_tolerance(num_terms, magnitude)}
 
 
+def random_product_tolerance(dtype: torch.dtype, num_terms: int, expected: torch.Tensor) -> dict[str, float]:
+    """rtol and atol of two products of random rows, added in float32, of which intermediate results are of `dtype`.
+
+    The magnitudes of n random terms are together sqrt(n) times their sum, and roundings add like a random walk: n x u
+    times the largest sum, with room for the tail of it.
+    """
+    largest, unit = float(expected.abs().max()), unit_roundoff(dtype)
+    intermediate = 0.0 if dtype is torch.float32 else 4 * unit * largest
+    return {"rtol": 4 * unit, "atol": 6 * num_terms * unit_roundoff(torch.float32) * largest + intermediate}
+
+
 def attention_tolerance(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, scale: float, num_keys: int
 ) -> float:

@@ -12,8 +12,9 @@ import pytest
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.journal import Journal
 from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.router.tenancy import bind_priority
 from radixmesh.daemons.runtime.api_keys import ApiKeys, bearer_key
-from radixmesh.daemons.runtime.caller import Caller, set_caller
+from radixmesh.daemons.runtime.caller import ANYBODY, Caller, set_caller
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.key_guard import KeyGuard
 from radixmesh.daemons.runtime.metrics import Metrics
@@ -230,3 +231,45 @@ def test_tenants_share_no_cached_prefix_unless_the_operator_wants_it() -> None:
         assert (opened(GenerateRequest(resume=resume), sender).resume.resolved.cache_salt == theirs) is is_same
     assert salt_of(Caller(), "s") == salt_of(bob, "s", share_cache_across_tenants=True) == "s"
     assert salt_of(alice, "s" * 257) == "s" * 257, "refused by the check of the request, with its own length"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"{ALICE} alice", Caller("alice")),
+        (f"{ALICE} alice priority=-5..10", Caller("alice", min_priority=-5, max_priority=10)),
+        (f"{ALICE} alice priority=7", Caller("alice", max_priority=7)),
+        (f"{ALICE} priority=-9..-1", Caller("", min_priority=-9, max_priority=-1)),
+        (f"{ALICE} * priority=0..1000", Caller(may_name_tenant=True, max_priority=1000)),
+    ],
+)
+def test_a_priority_is_a_right_of_the_key(tmp_path: Path, line: str, expected: Caller) -> None:
+    assert ApiKeys(key_file(tmp_path, line + "\n")).find(ALICE) == expected
+
+
+@pytest.mark.parametrize("word", ["1001", "5..1", "-1001..0", "x", "", "1..", "99999", "1...2", "+3", "\u0663"])
+def test_a_range_of_priorities_that_is_none_makes_no_key(tmp_path: Path, word: str) -> None:
+    with pytest.raises(MeshError, match="write priority="):
+        ApiKeys(key_file(tmp_path, f"{ALICE} alice priority={word}\n"))
+
+
+def test_a_request_has_the_priority_that_its_key_allows() -> None:
+    def bound(caller: Caller, priority: int) -> int:
+        message = GenerateRequest(text="x", priority=priority)
+        bind_priority(message, caller)
+        return message.priority
+
+    nobody, some, low = (
+        Caller("t"),
+        Caller("t", min_priority=-5, max_priority=10),
+        Caller("t", min_priority=-9, max_priority=-1),
+    )
+    assert [bound(some, p) for p in (-5, 0, 10)] == [-5, 0, 10]
+    assert bound(nobody, 0) == 0 and bound(low, 0) == -1 and bound(ANYBODY, 99) == 99
+    for caller, priority in ((nobody, 1), (nobody, -1), (some, 11), (some, -6), (low, 1)):
+        with pytest.raises(MeshError, match="priorities from") as refused:
+            bound(caller, priority)
+        assert refused.value.reason_name == "PERMISSION_DENIED" and refused.value.metadata["field"] == "priority"
+    resumed = GenerateRequest(resume=Resume(resolved=Resolved(priority=2**31 - 1)))
+    bind_priority(resumed, nobody)
+    assert resumed.resume.resolved.priority == 0

@@ -199,3 +199,59 @@ def test_eviction_by_priority_keeps_what_matters() -> None:
     world.run()
     assert again.finished is not None and again.finished.cached_tokens == 27
     assert again.tokens == important.tokens
+
+
+def _order(world: World) -> list[str]:
+    """Request ids by admission."""
+    world.run()
+    return [admit.request_id for plan in world.log for admit in plan.admits]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+def test_a_priority_counts_among_requests_of_its_own_tenant(policy: str) -> None:
+    world = World(num_slots=1, eos_rate=0.0, queue_policy=policy)
+    one = Stop(max_tokens=1)
+    greedy = [world.submit([2, 3, 4 + i], tenant="a", priority=1_000, stop=one) for i in range(30)]
+    low = world.submit([2, 3, 40], tenant="a", stop=one)
+    polite = world.submit([4, 5], tenant="b", stop=one)
+    order = _order(world)
+    assert order.index(polite.submission.key.request_id) <= 2, "another tenant's priority does not count"
+    assert order[-1] == low.submission.key.request_id and len(order) == len(greedy) + 2
+
+
+def test_a_priority_counts_before_tenants_if_the_operator_says_so() -> None:
+    world = World(num_slots=1, eos_rate=0.0, priority_across_tenants=True)
+    one = Stop(max_tokens=1)
+    high = [world.submit([2, 3, 4 + i], tenant="a", priority=5, stop=one) for i in range(10)]
+    other = world.submit([4, 5], tenant="b", stop=one)
+    order = _order(world)
+    assert order[-1] == other.submission.key.request_id and len(order) == len(high) + 1
+
+
+@pytest.mark.parametrize(("is_across", "num_preempted"), [(False, 0), (True, 1)])
+def test_a_priority_takes_the_place_of_another_tenants_request_only_if_it_may(
+    is_across: bool, num_preempted: int
+) -> None:
+    world = World(num_slots=1, queue_policy="priority", eos_rate=0.0, priority_across_tenants=is_across)
+    low = world.submit([2, 3], tenant="b", stop=Stop(max_tokens=20))
+    for _ in range(4):
+        world.plan()
+        world.execute()
+        world.process()
+    high = world.submit([4, 5], tenant="a", priority=9, stop=Stop(max_tokens=2))
+    world.run()
+    assert world.planner.counters.num_preempted == num_preempted
+    for record in (low, high):
+        assert record.tokens == world.expected(record.submission)
+
+
+def test_who_gives_way_for_want_of_pages_is_of_the_tenant_that_came_last() -> None:
+    world = World(num_pages=128, num_slots=8, eos_rate=0.0, growth_tokens=1)
+    stop = Stop(max_tokens=40)
+    quiet = world.submit([2] * 20, tenant="b", stop=stop)
+    loud = [world.submit([3 + i] * 20, tenant="a", priority=7, stop=stop) for i in range(4)]
+    world.run()
+    assert world.planner.counters.num_retracted > 0
+    admits = [a.request_id for plan in world.log for a in plan.admits]
+    assert admits.count(quiet.submission.key.request_id) == 1, "its priority of 0 is no reason"
+    assert all(r.tokens == world.expected(r.submission) for r in (quiet, *loud))

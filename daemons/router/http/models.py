@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.scheduler_pool import ServedModel
+from radixmesh.daemons.router.served_models import ServedModel
 from radixmesh.daemons.runtime.errors import MeshError
 
 
