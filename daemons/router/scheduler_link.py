@@ -52,8 +52,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._running: dict[int, Output] = {}
         self._sequences: dict[int, int] = {}
         self._without_tokens: set[int] = set()
-        # Handle of the stream's submit number 0.
-        self._handle_of_0 = 0
+        self._handle_of_0 = 0  # The stream's submit number n has the handle n more.
         self._frames = ServeFrames()
         self._checks = ServeChecks(address)
         self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
