@@ -42,6 +42,7 @@ class RouterSettings(CommonSettings):
     )
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
     http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
+    http_bodies_bytes: int = setting(128 << 20, "bytes of all HTTP request bodies that are read at once; more gets 503")
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
     http_min_body_rate: int = setting(8_192, "least bytes a second of an HTTP request body, after its first 5 s")
     http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
@@ -67,6 +68,7 @@ class RouterSettings(CommonSettings):
             raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
         for name in (
             "http_body_bytes",
+            "http_bodies_bytes",
             "http_body_s",
             "http_min_body_rate",
             "http_head_s",

@@ -123,7 +123,7 @@ def check_ids(ids: IntArray, vocab_size: int, what: str) -> None:
         raise MeshError(
             ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY,
             f"id {token} in {what} is outside the vocabulary: ids are 0 to {vocab_size - 1}",
-            {"position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
+            {"field": what, "position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
         )
 
 

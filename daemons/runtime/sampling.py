@@ -182,9 +182,14 @@ def _check_range(field: str, value: float, low: float, high: float) -> None:
     if math.isnan(value) or not low <= value <= high:
         raise MeshError(
             common_pb2.ERROR_REASON_INVALID_ARGUMENT,
-            f"{field} is {value:g}: choose a value in [{low:g}, {high:g}]",
-            {"field": field, "min": f"{low:g}", "max": f"{high:g}"},
+            f"{field} is {_in_full(value)}: choose a value in [{_in_full(low)}, {_in_full(high)}]",
+            {"field": field, "min": _in_full(low), "max": _in_full(high)},
         )
+
+
+def _in_full(value: float) -> str:
+    """2147483647, and not 2.14748e+09: a bound is to be read and sent back."""
+    return str(int(value)) if isinstance(value, int) or (value.is_integer() and abs(value) < 1e16) else repr(value)
 
 
 def _invalid(field: str, message: str) -> MeshError:
@@ -193,5 +198,7 @@ def _invalid(field: str, message: str) -> MeshError:
 
 def _too_many(field: str, count: int, most: int) -> MeshError:
     return MeshError(
-        common_pb2.ERROR_REASON_TOO_MANY_STOPS, f"{field}: {count} given, at most {most} are kept", {"max": str(most)}
+        common_pb2.ERROR_REASON_TOO_MANY_STOPS,
+        f"{field}: {count} given, at most {most} are kept",
+        {"field": field, "max": str(most)},
     )

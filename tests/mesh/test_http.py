@@ -344,10 +344,16 @@ async def test_embeddings_equal_transformers(sdk: AsyncOpenAI, http: httpx.Async
 
 
 async def test_unknown_fields_are_named_in_a_header(http: httpx.AsyncClient) -> None:
-    body = {"prompt": "x", "max_tokens": 1, "user": "u", "no_such_field": 1, "weird\r\nname": 2}
-    answer = await http.post("/v1/completions", json=body)
+    """Those alone that change nothing: accounting, and what asks for nothing."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": "x", "max_tokens": 1, "user": "u", "no_such_field": None, "weird\r\nname": False}
+    answer = await http.post("/v1/completions", json={**body, "stream_options": options})
     assert answer.status_code == 200
-    assert answer.headers["x-radixmesh-ignored-fields"] == "user, no_such_field"
+    expected = "user, no_such_field, stream_options.continuous_usage_stats"
+    assert answer.headers["x-radixmesh-ignored-fields"] == expected
+    message = {"role": "user", "content": "x", "mood": "good"}
+    answer = await http.post("/v1/chat/completions", json={"messages": [message], "max_tokens": 1})
+    assert answer.headers["x-radixmesh-ignored-fields"] == "messages.mood"
 
 
 async def test_a_given_id_names_the_request(mesh: Mesh, http: httpx.AsyncClient) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 STALL_S = 1.5
 IDLE_S = 4.0
 BODY_S = 1.0
-MAX_BODY = 1 << 20
+MAX_BODY = 4 << 20
 JSON = {"content-type": "application/json"}
 ENDLESS = {"prompt": "The Tyger", "max_tokens": 100_000, "ignore_eos": True}
 
@@ -72,6 +72,21 @@ COMPLETIONS, CHAT, NATIVE = "/v1/completions", "/v1/chat/completions", "/generat
 USER = [{"role": "user", "content": "hello"}]
 BARD = [{"role": "bard", "content": "x"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
+STOP_IDS = "stop_token_ids"
+ANY_JSON = {"type": "json_object"}
+BIASES = {str(i): 1 for i in range(2000)}
+
+
+def deep(levels: int) -> dict:  # type: ignore[type-arg]
+    return {"x": deep(levels - 1)} if levels > 1 else {}
+
+
+def called(arguments: str) -> dict:  # type: ignore[type-arg]
+    """A message with a tool call."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
 BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("no JSON", COMPLETIONS, b"{", 400, "MALFORMED_MESSAGE", None),
     ("empty", COMPLETIONS, b"", 400, "MALFORMED_MESSAGE", None),
@@ -88,7 +103,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("2,000 prompts", COMPLETIONS, {"prompt": ["a"] * 2000}, 400, "INVALID_ARGUMENT", "prompt"),
     ("id below 0", COMPLETIONS, {"prompt": [-1]}, 400, "TOKEN_OUT_OF_VOCABULARY", None),
     ("id beyond int32", COMPLETIONS, {"prompt": [2**31]}, 400, "INVALID_ARGUMENT", "prompt"),
-    ("prompt too long", COMPLETIONS, {"prompt": [7] * 200_000}, 400, "PROMPT_TOO_LONG", None),
+    ("prompt too long", COMPLETIONS, {"prompt": [7] * 200_000}, 400, "context_length_exceeded", "prompt"),
     ("text for a number", COMPLETIONS, {"prompt": "x", "n": "2"}, 400, "INVALID_ARGUMENT", "n"),
     ("true for a number", COMPLETIONS, {"prompt": "x", "n": True}, 400, "INVALID_ARGUMENT", "n"),
     ("n of 0", COMPLETIONS, {"prompt": "x", "n": 0}, 400, "INVALID_ARGUMENT", "n"),
@@ -96,7 +111,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("n below 0", COMPLETIONS, {"prompt": "x", "n": -1}, 400, "INVALID_ARGUMENT", "n"),
     ("max_tokens of 0", COMPLETIONS, {"prompt": "x", "max_tokens": 0}, 400, "INVALID_ARGUMENT", "max_tokens"),
     ("temperature", COMPLETIONS, {"prompt": "x", "temperature": -1}, 400, "INVALID_ARGUMENT", "temperature"),
-    ("NaN", COMPLETIONS, b'{"prompt": "x", "temperature": NaN}', 400, "INVALID_ARGUMENT", "temperature"),
+    ("NaN", COMPLETIONS, b'{"prompt": "x", "temperature": NaN}', 400, "MALFORMED_MESSAGE", None),
     ("top_k", COMPLETIONS, {"prompt": "x", "top_k": -2}, 400, "INVALID_ARGUMENT", "top_k"),
     ("seed too large", COMPLETIONS, {"prompt": "x", "seed": 2**64}, 400, "INVALID_ARGUMENT", "seed"),
     ("empty stop", COMPLETIONS, {"prompt": "x", "stop": [""]}, 400, "INVALID_ARGUMENT", "stop"),
@@ -116,11 +131,30 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("unknown role, streamed", CHAT, {"messages": BARD, "stream": True}, 400, "INVALID_CHAT", None),
     ("an image", CHAT, {"messages": IMAGE}, 400, "UNSUPPORTED", "messages.0.content"),
     ("alternatives of nothing", CHAT, {"messages": USER, "top_logprobs": 2}, 400, "INVALID_ARGUMENT", "top_logprobs"),
-    ("a schema", CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "UNSUPPORTED", None),
+    ("a schema", CHAT, {"messages": USER, "response_format": ANY_JSON}, 400, "UNSUPPORTED", "response_format"),
+    ("a misspelt field", COMPLETIONS, {"prompt": "x", "temprature": 0}, 400, "UNSUPPORTED", "temprature"),
+    ("a key of 200 KB", COMPLETIONS, {"prompt": "x", "y" * 200_000: 1}, 400, "UNSUPPORTED", None),
+    ("65 levels", CHAT, {"messages": USER, "tools": [deep(65)]}, 400, "MALFORMED_MESSAGE", None),
+    ("300 fields", COMPLETIONS, {"prompt": "x", **{f"f{i}": 1 for i in range(300)}}, 413, "TOO_LARGE", None),
+    ("5,000 messages", CHAT, {"messages": USER * 5000}, 413, "TOO_LARGE", "messages"),
+    ("100,000 values", CHAT, {"messages": USER, "tools": [{"x": [1] * 100_000}]}, 413, "TOO_LARGE", "tools"),
+    ("300 stop ids", COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 300}, 400, "TOO_MANY_STOPS", STOP_IDS),
+    ("2,000 biases", COMPLETIONS, {"prompt": "x", "logit_bias": BIASES}, 400, "INVALID_ARGUMENT", "logit_bias"),
+    ("a stop id outside", COMPLETIONS, {"prompt": "x", STOP_IDS: [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", STOP_IDS),
+    ("a number of 5,000 digits", COMPLETIONS, b'{"prompt":"x","n":' + b"9" * 5000 + b"}", 400, "INVALID_ARGUMENT", "n"),
+    ("a number beyond floats", COMPLETIONS, b'{"prompt":"x","top_p":1e999}', 400, "INVALID_ARGUMENT", "top_p"),
+    ("Infinity", COMPLETIONS, b'{"prompt":"x","top_p":Infinity}', 400, "MALFORMED_MESSAGE", None),
+    ("a broken key", COMPLETIONS, b'{"prompt":"x","\xff":1}', 400, "MALFORMED_MESSAGE", None),
+    ("a low surrogate", CHAT, b'{"messages":[{"role":"user","content":"\\udc00"}]}', 400, "MALFORMED_MESSAGE", None),
+    ("arguments of 100,000", CHAT, {"messages": [called("[" + "1," * 100_000 + "1]")]}, 413, "TOO_LARGE", None),
+    ("4,097 texts", "/tokenize", {"prompt": ["a"] * 4097}, 413, "TOO_LARGE", "prompt"),
+    ("2 million ids", "/detokenize", {"tokens": [[7] * 1_000] * 2_000}, 413, "TOO_LARGE", None),
+    ("top_k in full", COMPLETIONS, {"prompt": "x", "top_k": 2**31}, 400, "INVALID_ARGUMENT", "top_k"),
+    ("an inner name", NATIVE, {"text": "x", "sampling_params": {"n": 0}}, 400, "INVALID_ARGUMENT", "sampling_params.n"),
     ("neither text nor ids", NATIVE, {}, 400, "MISSING_FIELD", "text"),
     ("text and ids", NATIVE, {"text": "x", "input_ids": [1]}, 400, "MISSING_FIELD", "text"),
     ("2 params", NATIVE, {"text": "x", "sampling_params": [{}, {}]}, 400, "INVALID_ARGUMENT", "sampling_params"),
-    ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", None),
+    ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", "sampling_params.regex"),
     ("nothing to encode", "/tokenize", {}, 400, "MISSING_FIELD", "prompt"),
     ("ids outside", "/detokenize", {"tokens": [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", None),
     ("dimensions", "/v1/embeddings", {"input": "x", "dimensions": 2}, 400, "UNSUPPORTED", "dimensions"),
@@ -261,7 +295,7 @@ async def test_a_body_too_large_is_refused_unread(mesh: Mesh) -> None:
 
 async def test_a_body_of_unknown_length_is_counted(http: httpx.AsyncClient) -> None:
     async def parts() -> AsyncIterator[bytes]:
-        for _ in range(64):
+        for _ in range(MAX_BODY // 65536 + 1):
             yield b" " * 65536
 
     answer = await http.post(COMPLETIONS, content=parts(), headers=JSON)

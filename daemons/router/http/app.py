@@ -70,7 +70,7 @@ class _Failures:
     async def mesh_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, MeshError)
         self._context.metrics.count_error(error)
-        return ErrorResponse(error)
+        return ErrorResponse(error, request.url.path)
 
     async def unread_body(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, UnreadBody)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -28,9 +29,9 @@ class ChatEndpoint:
         self._context = context
 
     async def __call__(self, request: Request) -> Response:
-        body = await self._context.body.read(request, ChatRequest)
-        request_id = new_id("chatcmpl", body.request_id)
-        generate = body.to_generate(request_id)
+        body, (message,) = await self._context.body.read(request, ChatRequest)
+        generate = cast("router_pb2.GenerateRequest", message)
+        request_id = generate.request_id = new_id("chatcmpl", body.request_id)
         headers = {**body.ignored_headers(), "x-request-id": request_id}
         if body.stream:
             writer = ChatEvents(self._context, request_id, body)

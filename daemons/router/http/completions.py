@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,7 +15,7 @@ from radixmesh.daemons.router.http.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.json_text import dump, split_at
 from radixmesh.daemons.router.http.logprobs import CompletionLogprobs
-from radixmesh.daemons.router.http.prompts import Prompt, requests_of
+from radixmesh.daemons.router.http.prompts import name_requests
 from radixmesh.daemons.router.http.sse import EventStream, EventWriter, event
 from radixmesh.daemons.router.http.tokens import TokenTable
 from radixmesh.daemons.router.http.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
@@ -30,12 +31,12 @@ class CompletionEndpoint:
         self._context = context
 
     async def __call__(self, request: Request) -> Response:
-        body = await self._context.body.read(request, CompletionRequest)
+        body, messages = await self._context.body.read(request, CompletionRequest)
+        requests = cast("list[router_pb2.GenerateRequest]", messages)
         request_id = new_id("cmpl", body.request_id)
-        prompts = body.prompts()
-        requests = requests_of(body.to_template(), prompts, request_id)
+        name_requests(requests, request_id)
         headers = {**body.ignored_headers(), "x-request-id": request_id}
-        echoes = await self._echoes(prompts) if body.echo else [""] * len(prompts)
+        echoes = await self._echoes(requests) if body.echo else [""] * len(requests)
         if body.stream:
             writer = CompletionEvents(self._context, request_id, body, echoes)
             return EventStream(self._context, requests, writer, headers)
@@ -55,11 +56,11 @@ class CompletionEndpoint:
         }
         return JSONResponse(whole, headers=headers)
 
-    async def _echoes(self, prompts: Sequence[Prompt]) -> list[str]:
+    async def _echoes(self, requests: Sequence[router_pb2.GenerateRequest]) -> list[str]:
         """The prompts as texts."""
-        lists = [prompt.tobytes() for prompt in prompts if not isinstance(prompt, str)]
+        lists = [request.prompt_ids for request in requests if request.HasField("prompt_ids")]
         decoded = iter(await self._context.router.decode(tokenizer_pb2.DecodeRequest(ids=lists)) if lists else ())
-        return [prompt if isinstance(prompt, str) else next(decoded) for prompt in prompts]
+        return [next(decoded) if request.HasField("prompt_ids") else request.text for request in requests]
 
 
 class CompletionEvents(EventWriter):

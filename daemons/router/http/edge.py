@@ -7,10 +7,12 @@ from starlette.types import ASGIApp
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.body import BodyReader
+from radixmesh.daemons.router.http.body_budget import BodyBudget
 from radixmesh.daemons.router.http.body_pace import BodyPace
 from radixmesh.daemons.router.http.connection import ConnectionLimits
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.key_check import KeyCheck
+from radixmesh.daemons.router.http.parser_pool import ParserPool
 from radixmesh.daemons.router.http.server import HttpServer
 from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.router.http.tokens import TokenTables
@@ -35,7 +37,13 @@ def make_http_server(
     context = HttpContext(
         router=router,
         tables=TokenTables(router),
-        body=BodyReader(max_bytes=settings.http_body_bytes, timeout_s=settings.http_body_s),
+        body=BodyReader(
+            max_bytes=settings.http_body_bytes,
+            timeout_s=settings.http_body_s,
+            budget=BodyBudget(settings.http_bodies_bytes),
+            parsers=ParserPool(max_body_bytes=settings.http_body_bytes),
+            contexts=lambda: {model.name: model.identity.max_total_len for model in router.schedulers.models()},
+        ),
         metrics=runtime.metrics,
         progress=runtime.progress,
     )

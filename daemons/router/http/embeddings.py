@@ -3,44 +3,17 @@
 from __future__ import annotations
 
 import base64
-from typing import Literal
+from typing import cast
 
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.http.answer import run_whole
-from radixmesh.daemons.router.http.body import Body
 from radixmesh.daemons.router.http.context import HttpContext, new_id
-from radixmesh.daemons.router.http.options import Int32, RequestId, Uint32, unsupported
-from radixmesh.daemons.router.http.prompts import Prompts, requests_of, split_prompts
+from radixmesh.daemons.router.http.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.prompts import name_requests
 from radixmesh.router.v1 import router_pb2
-
-
-class EmbeddingRequest(Body):
-    """OpenAI's fields, and the extensions that concern no tokens."""
-
-    input: Prompts
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Uint32 | None = None
-    cache_salt: str | None = None
-    priority: Int32 | None = None
-    tenant: str | None = None
-    request_id: RequestId | None = None
-
-    def to_template(self) -> router_pb2.GenerateRequest:
-        """The request of any of the inputs, without it. Raises UNSUPPORTED."""
-        if self.dimensions is not None:
-            raise unsupported("dimensions", "dimensions is not offered: cut and normalise the vector yourself")
-        return router_pb2.GenerateRequest(
-            model=self.model or "",
-            task=common_pb2.TASK_EMBED,
-            cache_salt=self.cache_salt or "",
-            priority=self.priority or 0,
-            tenant=self.tenant or "",
-        )
 
 
 class EmbeddingEndpoint:
@@ -50,9 +23,10 @@ class EmbeddingEndpoint:
         self._context = context
 
     async def __call__(self, request: Request) -> Response:
-        body = await self._context.body.read(request, EmbeddingRequest)
+        body, messages = await self._context.body.read(request, EmbeddingRequest)
+        requests = cast("list[router_pb2.GenerateRequest]", messages)
         request_id = new_id("embd", body.request_id)
-        requests = requests_of(body.to_template(), split_prompts(body.input, "input"), request_id)
+        name_requests(requests, request_id)
         answers = await run_whole(self._context, request, requests)
         num_tokens = sum(len(answer.resolved.prompt_ids) // 4 for answer in answers)
         data = [

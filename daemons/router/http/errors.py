@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from radixmesh.daemons.router.http.client_names import as_sent
 from radixmesh.daemons.runtime.errors import MeshError
 
 JsonValue = object
@@ -46,6 +47,8 @@ _HTTP_TO_TYPE: Mapping[int, str] = {
     503: "service_unavailable_error",
 }
 _RETRY_AFTER_S = 1
+# Libraries tell this one by its code, or by "maximum context length", and cut the conversation.
+_CODES: Mapping[str, str] = {"PROMPT_TOO_LONG": "context_length_exceeded"}
 
 
 def http_status(error: MeshError) -> int:
@@ -53,8 +56,13 @@ def http_status(error: MeshError) -> int:
     return _REASON_TO_HTTP.get(error.reason_name) or _STATUS_TO_HTTP.get(error.status, 500)
 
 
-def error_body(error: MeshError) -> dict[str, JsonValue]:
-    """`{"error": {message, type, param, code, metadata}}`; code is the reason's name, param the field that is wrong."""
+def error_body(error: MeshError, path: str = "") -> dict[str, JsonValue]:
+    """`{"error": {message, type, param, code, metadata}}`; param is the field that is wrong, as clients of this path
+    name it, code the reason's name; but for a prompt that is too long, which all clients know by OpenAI's code and
+    words."""
+    error = as_sent(error, path)
+    if error.reason_name == "PROMPT_TOO_LONG":
+        error = _in_openais_words(error)
     status = http_status(error)
     kind = _HTTP_TO_TYPE.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {
@@ -62,7 +70,7 @@ def error_body(error: MeshError) -> dict[str, JsonValue]:
             "message": error.message,
             "type": kind,
             "param": error.metadata.get("field"),
-            "code": error.reason_name,
+            "code": _CODES.get(error.reason_name, error.reason_name),
             "metadata": dict(error.metadata),
         }
     }
@@ -103,8 +111,8 @@ class Linger:
 class ErrorResponse(JSONResponse):
     """An error before anything else was sent."""
 
-    def __init__(self, error: MeshError) -> None:
-        super().__init__(error_body(error), http_status(error), headers=_headers_of(error))
+    def __init__(self, error: MeshError, path: str = "") -> None:
+        super().__init__(error_body(error, path), http_status(error), headers=_headers_of(error))
 
 
 class RefusedBody(ErrorResponse):
@@ -121,6 +129,18 @@ class RefusedBody(ErrorResponse):
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         await self._linger.drain(receive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _in_openais_words(error: MeshError) -> MeshError:
+    context, num = error.metadata.get("max_total_len"), error.metadata.get("prompt_tokens")
+    if not context:
+        return error
+    asked = f"your input has {num} tokens" if num else "your input has more"
+    message = (
+        f"This model's maximum context length is {context} tokens. However, {asked}, and the answer takes at least 1: "
+        "please reduce the length of the input."
+    )
+    return MeshError(error.reason, message, {**error.metadata, "reason": error.reason_name})
 
 
 def _headers_of(error: MeshError) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -12,7 +13,7 @@ from radixmesh.daemons.router.http.answer import run_whole
 from radixmesh.daemons.router.http.collected import CollectedOutput, CollectedRequest, LogprobRun
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.native_request import NativeRequest
-from radixmesh.daemons.router.http.prompts import Prompt, requests_of
+from radixmesh.daemons.router.http.prompts import name_requests
 from radixmesh.daemons.router.http.sse import EventStream, EventWriter, event
 from radixmesh.daemons.router.http.tokens import TokenTable
 from radixmesh.daemons.router.http.usage import FINISH_REASONS, stop_reason
@@ -33,9 +34,10 @@ class NativeEndpoint:
 
     async def __call__(self, request: Request) -> Response:
         started = time.monotonic()
-        body = await self._context.body.read(request, NativeRequest)
+        body, messages = await self._context.body.read(request, NativeRequest)
+        requests = cast("list[router_pb2.GenerateRequest]", messages)
         request_id = new_id("gen", body.rid)
-        requests = _requests_of(body, request_id)
+        name_requests(requests, request_id)
         headers = {**body.ignored_headers(), "x-request-id": request_id}
         if body.stream:
             return EventStream(self._context, requests, NativeEvents(self._context, body, requests), headers)
@@ -83,15 +85,6 @@ class NativeEvents(EventWriter):
 
     def end(self) -> bytes:
         return b""
-
-
-def _requests_of(body: NativeRequest, request_id: str) -> list[router_pb2.GenerateRequest]:
-    prompts: list[Prompt] = body.prompts()
-    requests = []
-    for place, template in enumerate(body.to_templates(len(prompts))):
-        name = request_id if len(prompts) == 1 else f"{request_id}-{place}"
-        requests += requests_of(template, [prompts[place]], name)
-    return requests
 
 
 async def _table_of(context: HttpContext, body: NativeRequest, resolved: router_pb2.Resolved) -> TokenTable | None:

@@ -64,9 +64,11 @@ class EventStream(Response):
         self._requests = requests
         self._writer = writer
         self._is_started = False
+        self._path = ""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         group: RequestGroup | None = None
+        self._path = scope["path"]
         connection: ConnectionHandle | None = scope.get("extensions", {}).get(CONNECTION_EXTENSION)
         try:
             async with ClientWatch(receive) as watch:
@@ -125,7 +127,7 @@ class EventStream(Response):
                 raise
             # Without [DONE]: a client that does not read error events sees that the stream is cut short.
             self._context.metrics.count_error(error)
-            events = event(error_body(error))
+            events = event(error_body(error, self._path))
         await send({"type": "http.response.body", "body": events, "more_body": False})
 
 
