@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def _parse_scale(text: str) -> tuple[str, int]:
     name, _, count = text.partition("=")
     if not name or not count.isdecimal():
-        raise ClusterError(f"--scale {text}: write it as SERVICE=N, for instance --scale worker=2")
+        raise ClusterError(f"--scale {text}: write it as SERVICE=N, for instance --scale tokenizer=2")
     return name, int(count)
 
 
