@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+import radixmesh
+
 _VERBS = {
     "serve": "serve a model of yours on this machine: a folder, or a name on the hub",
     "up": "start the services of a compose file as local processes",
@@ -11,7 +13,9 @@ _VERBS = {
     "generate": "complete a prompt or answer a chat message, streamed",
     "chat": "chat in the terminal",
     "bench": "measure a mesh, or any OpenAI server, under load",
+    "logs": "show what the daemons of a cluster have logged",
     "health": "ask one daemon whether it serves; for health checks",
+    "completion": "print the completion of a shell: bash, zsh or fish",
 }
 _DAEMONS = ("tokenizer", "detokenizer", "worker", "scheduler", "router", "front")
 _EXIT_USAGE = 2
@@ -22,6 +26,9 @@ def main() -> int:
     verb, arguments = (sys.argv[1] if len(sys.argv) > 1 else "--help"), sys.argv[2:]
     if verb in ("-h", "--help", "help"):
         print(_usage())
+        return 0
+    if verb in ("-V", "--version", "version"):
+        print(f"radixmesh {radixmesh.__version__}")
         return 0
     try:
         if verb in _DAEMONS:
@@ -37,6 +44,11 @@ def main() -> int:
         return 1
     print(f"radixmesh: there is no verb {verb!r}\n\n{_usage()}", file=sys.stderr)
     return _EXIT_USAGE
+
+
+def all_verbs() -> tuple[str, ...]:
+    """Everything that may follow `radixmesh`."""
+    return (*_VERBS, *_DAEMONS)
 
 
 def _run_daemon(name: str, arguments: list[str]) -> int:

@@ -1,8 +1,9 @@
 """Asks a daemon of any kind what it is doing: health, epoch and load, in words."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -14,13 +15,21 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 
+class _Answer(NamedTuple):
+    epoch: int | None
+    load: str
+    figures: Mapping[str, int | str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonReport:
     """What one daemon said; empty where its kind has no such thing, or did not answer."""
 
     health: str
-    epoch: str = ""
+    epoch: int | None = None
     load: str = ""
+    figures: Mapping[str, int | str] = field(default_factory=dict)
+    """The same as `load`, for programs."""
 
 
 async def ask_daemon(address: str, timeout_s: float, access: Access | None = None) -> DaemonReport:
@@ -33,15 +42,15 @@ async def ask_daemon(address: str, timeout_s: float, access: Access | None = Non
         health = await _ask_health(channel, timeout_s)
         if health in ("refused", "silent"):
             return DaemonReport(health=health)
-        asked: tuple[Callable[[grpc.aio.Channel, float], Awaitable[tuple[str, str]]], ...] = (
+        asked: tuple[Callable[[grpc.aio.Channel, float], Awaitable[_Answer]], ...] = (
             _ask_scheduler,
             _ask_worker,
             lambda channel, timeout_s: _ask_router(channel, timeout_s, access),
         )
         answers = await asyncio.gather(*(ask(channel, timeout_s) for ask in asked), return_exceptions=True)
     for answer in answers:
-        if isinstance(answer, tuple):
-            return DaemonReport(health=health, epoch=answer[0], load=answer[1])
+        if isinstance(answer, _Answer):
+            return DaemonReport(health=health, epoch=answer.epoch, load=answer.load, figures=answer.figures)
         if not isinstance(answer, grpc.aio.AioRpcError):
             raise answer
     return DaemonReport(health=health)
@@ -62,7 +71,7 @@ async def _ask_health(channel: grpc.aio.Channel, timeout_s: float) -> str:
     return state if isinstance(state, str) else status.lower().replace("_", " ")
 
 
-async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> tuple[str, str]:
+async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
     state = await stub.GetState(scheduler_pb2.GetStateRequest(), timeout=timeout_s)
     load = state.load
@@ -71,21 +80,46 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> tuple[s
     parts = [f"group {group}", f"{load.num_running} running {load.num_waiting} waiting", pages]
     if state.quarantined_pages:
         parts.append(f"{state.quarantined_pages} quarantined")
-    return str(load.epoch), ", ".join(parts)
+    figures: dict[str, int | str] = {
+        "kind": "scheduler",
+        "group": group,
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "free_pages": load.free_pages,
+        "cached_pages": load.cached_pages,
+        "total_pages": load.total_pages,
+        "quarantined_pages": state.quarantined_pages,
+    }
+    return _Answer(load.epoch, ", ".join(parts), figures)
 
 
-async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> tuple[str, str]:
+async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     reply = await stub.GetCapabilities(worker_pb2.GetCapabilitiesRequest(), timeout=timeout_s)
     what = reply.capabilities
     rank = f", rank {what.rank} of {what.world_size}" if what.world_size > 1 else ""
-    return str(reply.highest_epoch), f"{what.backend}, {what.num_slots} slots, {what.num_pages} pages{rank}"
+    figures: dict[str, int | str] = {
+        "kind": "worker",
+        "backend": what.backend,
+        "slots": what.num_slots,
+        "pages": what.num_pages,
+        "rank": what.rank,
+        "world_size": what.world_size,
+    }
+    load = f"{what.backend}, {what.num_slots} slots, {what.num_pages} pages{rank}"
+    return _Answer(reply.highest_epoch, load, figures)
 
 
-async def _ask_router(channel: grpc.aio.Channel, timeout_s: float, access: Access) -> tuple[str, str]:
+async def _ask_router(channel: grpc.aio.Channel, timeout_s: float, access: Access) -> _Answer:
     stub = router_pb2_grpc.RouterAdminServiceStub(channel)
     request = router_pb2.ListSchedulersRequest()
     schedulers = (await stub.ListSchedulers(request, timeout=timeout_s, metadata=access.metadata)).schedulers
     connected = sum(scheduler.is_connected for scheduler in schedulers)
     running = sum(scheduler.num_running for scheduler in schedulers)
-    return "", f"{running} running, schedulers {connected} of {len(schedulers)} connected"
+    figures: dict[str, int | str] = {
+        "kind": "router",
+        "running": running,
+        "schedulers_connected": connected,
+        "schedulers": len(schedulers),
+    }
+    return _Answer(None, f"{running} running, schedulers {connected} of {len(schedulers)} connected", figures)

@@ -44,7 +44,12 @@ def run(arguments: list[str]) -> int:
         RADIXMESH_SERVE_PORT=str(options.port),
         RADIXMESH_SERVE_GRPC_PORT=str(options.grpc_port),
     )
-    return up.run(_up_arguments(options), when_healthy=_greeting(options.port, names[0]), asked_by="radixmesh serve")
+    return up.run(
+        _up_arguments(options),
+        when_healthy=_greeting(options.port, names[0]),
+        asked_by="radixmesh serve",
+        port_flags="another --port or --grpc-port",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-folder", type=Path, help="where its state goes (default .radixmesh/<project>)")
     parser.add_argument("--raw-logs", action="store_true", help="show the daemons' JSON logs as they are")
     parser.add_argument("--no-color", action="store_true", help="plain text")
+    parser.add_argument(*("-d", "--detach"), action="store_true", help="return once it serves, and leave it running")
     return parser
 
 
@@ -104,7 +110,9 @@ def _up_arguments(options: argparse.Namespace) -> list[str]:
     arguments = ["-f", str(_COMPOSE_FILE)]
     for flag, value in (("-p", options.project), ("--run-folder", options.run_folder)):
         arguments += [flag, str(value)] if value is not None else []
-    return arguments + [flag for flag in ("--raw-logs", "--no-color") if getattr(options, flag[2:].replace("-", "_"))]
+    return arguments + [
+        flag for flag in ("--raw-logs", "--no-color", "--detach") if getattr(options, flag[2:].replace("-", "_"))
+    ]
 
 
 def _greeting(port: int, name: str) -> str:

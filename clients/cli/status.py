@@ -37,14 +37,11 @@ def run(arguments: list[str]) -> int:
         return 1
     addresses = list(options.address) or [process.address for process in processes]
     reports = asyncio.run(_ask_all(addresses, options.timeout, is_named=bool(options.address)))
-    if processes:
-        rows = [_process_row(process, report) for process, report in zip(processes, reports, strict=True)]
-    else:
-        rows = [_row("", "", report, address) for address, report in zip(addresses, reports, strict=True)]
-    if options.json:
-        for row in rows:
-            terminal.line(json.dumps({name.lower(): cell for name, cell in zip(_COLUMNS, row, strict=True)}))
-    else:
+    known: list[ProcessStatus | None] = list(processes) or [None] * len(addresses)
+    for process, address, report in zip(known, addresses, reports, strict=True) if options.json else ():
+        terminal.line(json.dumps(_record(process, address, report)))
+    if not options.json:
+        rows = [_row(*each) for each in zip(known, addresses, reports, strict=True)]
         terminal.table(_COLUMNS, rows)
     return 0 if all(report.health in ("serving", "") for report in reports) else 1
 
@@ -61,16 +58,44 @@ async def _ask_all(addresses: list[str | None], timeout_s: float, *, is_named: b
     return await asyncio.gather(*(ask(address) for address in addresses))
 
 
-def _process_row(process: ProcessStatus, report: DaemonReport) -> tuple[str, ...]:
-    age = "" if process.pid is None or process.started_at is None else _describe_age(time.time() - process.started_at)
-    pid = "" if process.pid is None else str(process.pid)
-    return _row(process.name, process.state.value, report, process.address or "", pid, str(process.restarts), age)
+def _record(process: ProcessStatus | None, address: str | None, report: DaemonReport) -> dict[str, object]:
+    """For programs: numbers are numbers, durations are seconds, and what is not known is null."""
+    return {
+        "name": process.name if process else None,
+        "service": process.service if process else None,
+        "replica": process.replica if process else None,
+        "state": process.state.value if process else None,
+        "health": report.health or None,
+        "address": address,
+        "pid": process.pid if process else None,
+        "restarts": process.restarts if process else None,
+        "uptime_s": _uptime_s(process),
+        "epoch": report.epoch,
+        "load": dict(report.figures),
+    }
 
 
-def _row(
-    name: str, state: str, report: DaemonReport, address: str | None, pid: str = "", restarts: str = "", age: str = ""
-) -> tuple[str, ...]:
-    return (name, state, report.health, address or "", pid, restarts, age, report.epoch, report.load)
+def _row(process: ProcessStatus | None, address: str | None, report: DaemonReport) -> tuple[str, ...]:
+    uptime_s = _uptime_s(process)
+    own = ("", "", "", "", "")
+    if process is not None:
+        age = "" if uptime_s is None else _describe_age(uptime_s)
+        own = (
+            process.name,
+            process.state.value,
+            "" if process.pid is None else str(process.pid),
+            str(process.restarts),
+            age,
+        )
+    name, state, pid, restarts, age = own
+    epoch = "" if report.epoch is None else str(report.epoch)
+    return (name, state, report.health, address or "", pid, restarts, age, epoch, report.load)
+
+
+def _uptime_s(process: ProcessStatus | None) -> float | None:
+    if process is None or process.pid is None or process.started_at is None:
+        return None
+    return round(max(0.0, time.time() - process.started_at), 3)
 
 
 def _describe_age(seconds: float) -> str:

@@ -7,10 +7,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+from radixmesh.cli.detached import start_detached
+from radixmesh.cli.log_file import LogWriter
 from radixmesh.cli.log_line import readable
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.compose_reader import read_compose
-from radixmesh.daemons.cluster.errors import ClusterError
+from radixmesh.daemons.cluster.errors import ClusterError, PortTakenError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.run_folder import default_run_folder
@@ -22,19 +24,32 @@ _EXIT_INTERRUPTED = 130
 _TRY = 'Try: radixmesh generate "..." | radixmesh status | Ctrl-C stops everything.'
 
 
-def run(arguments: list[str], *, when_healthy: str = _TRY, asked_by: str = "radixmesh up") -> int:
+def run(
+    arguments: list[str],
+    *,
+    when_healthy: str = _TRY,
+    asked_by: str = "radixmesh up",
+    port_flags: str = "--no-publish (any free ports)",
+) -> int:
     """Runs until Ctrl-C or SIGTERM (0), or until the cluster cannot be started (1).
 
     when_healthy: said once all processes are healthy. asked_by: the command that error messages name.
+    port_flags: what to say where a port is taken.
     """
     options = _parser().parse_args(arguments)
     terminal = Terminal(colour=not options.no_color)
     try:
+        if options.detach and options.demo:
+            raise ClusterError("--demo shows an answer here: leave --detach out, or ask by radixmesh generate")
+        if options.detach:
+            return start_detached(arguments, _project_and_folder(options), options.wait_s, terminal, when_healthy)
         scale = dict(_parse_scale(text) for text in options.scale)
         return asyncio.run(_up(options, scale, terminal, when_healthy))
+    except PortTakenError as error:
+        terminal.error(f"{asked_by}: {error}, or say {port_flags}")
     except ClusterError as error:
         terminal.error(f"{asked_by}: {error}")
-        return 1
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,8 +70,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-publish", action="store_true", help="choose free ports instead of the published ones")
     parser.add_argument("--raw-logs", action="store_true", help="show the daemons' JSON logs as they are")
     parser.add_argument("--no-color", action="store_true", help="plain text")
+    parser.add_argument("--no-logs", action="store_true", help="do not show what daemons print: radixmesh logs does")
     parser.add_argument(
-        "--wait-s", type=float, default=600.0, help="with --demo: how long it may take to become healthy"
+        *("-d", "--detach"),
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="return once all are healthy, and leave them running",
+    )
+    parser.add_argument(
+        "--wait-s", type=float, default=600.0, help="with --demo or --detach: how long it may take to become healthy"
     )
     parser.add_argument(
         "--demo", nargs="?", const=_DEMO_PROMPT, metavar="PROMPT", help="stream one completion, then serve on"
@@ -67,21 +89,32 @@ def _parser() -> argparse.ArgumentParser:
 def _parse_scale(text: str) -> tuple[str, int]:
     name, _, count = text.partition("=")
     if not name or not count.isdecimal():
-        raise ClusterError(f"--scale {text}: write it as SERVICE=N, for instance --scale worker=2")
+        raise ClusterError(f"--scale {text}: write it as SERVICE=N, for instance --scale tokenizer=2")
     return name, int(count)
 
 
 async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Terminal, when_healthy: str) -> int:
-    files = options.file or [Path("compose/local.yml")]
-    project = options.project or read_compose(files, os.environ).project
+    project, folder = _project_and_folder(options)
+    log = LogWriter(folder)
+
+    def on_line(name: str, line: str) -> None:
+        log.write(name, line)
+        if not options.no_logs:
+            terminal.prefixed(name, line if options.raw_logs else readable(line))
+
+    def on_status(status: ProcessStatus) -> None:
+        log.write(status.name, f"{status.state.value} {_describe(status)}".rstrip())
+        if not options.no_logs:
+            terminal.progress(status.name, status.state.value, _describe(status), _tally(cluster))
+
     cluster = LocalCluster(
-        files,
+        _files(options),
         scale=scale,
         project=project,
-        run_folder=options.run_folder or default_run_folder(project, Path.cwd(), os.environ),
+        run_folder=folder,
         publish=not options.no_publish,
-        on_line=terminal.prefixed if options.raw_logs else lambda name, line: terminal.prefixed(name, readable(line)),
-        on_status=lambda status: terminal.progress(status.name, status.state.value, _describe(status), _tally(cluster)),
+        on_line=on_line,
+        on_status=on_status,
     )
     interrupted = asyncio.Event()
     _on_stop_signals(interrupted.set)
@@ -98,7 +131,18 @@ async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Term
         stopping.cancel()
     finally:
         await _stop(cluster, terminal)
+        log.close()
     return 0
+
+
+def _files(options: argparse.Namespace) -> list[Path]:
+    return options.file or [Path("compose/local.yml")]
+
+
+def _project_and_folder(options: argparse.Namespace) -> tuple[str, Path]:
+    project = options.project or read_compose(_files(options), os.environ).project
+    folder = options.run_folder or default_run_folder(project, Path.cwd(), os.environ)
+    return project, folder.absolute()
 
 
 async def _serve(cluster: LocalCluster, options: argparse.Namespace, terminal: Terminal, when_healthy: str) -> None:

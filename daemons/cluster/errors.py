@@ -49,5 +49,9 @@ class StartTimeoutError(ClusterError):
     """The cluster did not become healthy in time; the message lists who was not and what it last printed."""
 
 
+class NoRestartCuresError(ClusterError):
+    """A daemon refuses to start for a reason that stays: its settings, its model, its device, a file."""
+
+
 class SpawnError(ClusterError):
     """The operating system would not start a service's command."""

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.lifecycle import ExitCode
 
+_OUR_CLI = "radixmesh.cli"
 _VMSTAT = Path("/proc/vmstat")
 # Sent by people, supervisors and machines that shut down; what a process does to itself has other signals.
 _SIGNALS_FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 # Daemons leave with these after they were asked to.
 _CODES_FROM_OUTSIDE = frozenset({ExitCode.CLEAN, ExitCode.DRAINED_LATE, ExitCode.SECOND_SIGNAL})
+
+
+def starts_in_vain(argv: Sequence[str], exit_codes: tuple[int, ...]) -> bool:
+    """Whether a daemon of ours that never served will never do so, by the exit codes of its runs, the last one last.
+
+    Wrong settings stay wrong. What kept it from starting otherwise (a model, a device, a file, a port) gets a second
+    try: a file may have been half replaced.
+    """
+    if _OUR_CLI not in argv:
+        return False  # Others mean what they like by these codes.
+    return exit_codes[-1] == ExitCode.USAGE or tuple(exit_codes[-2:]) == (ExitCode.NOT_STARTED, ExitCode.NOT_STARTED)
+
+
+def last_words(lines: Sequence[str]) -> str:
+    """Why a daemon did not start, by the lines that it printed: the error that it logged, or else its last line."""
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("event") == "not_started":
+            return str(entry.get("error", line))
+    spoken = [line.strip() for line in lines if line.strip()]
+    return spoken[-1] if spoken else "it printed nothing"
 
 
 class MemoryKills:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from radixmesh.daemons.cluster.compose import ComposeFile, DependencyCondition
 from radixmesh.daemons.cluster.compose_reader import read_compose
-from radixmesh.daemons.cluster.errors import StartTimeoutError, UnknownServiceError
+from radixmesh.daemons.cluster.errors import NoRestartCuresError, StartTimeoutError, UnknownServiceError
 from radixmesh.daemons.cluster.plan import (
     ClusterPlan,
     ProcessSpec,
@@ -160,6 +160,9 @@ class LocalCluster:
                     await self._next_change()
                 else:
                     return
+        for supervisor in self._supervisors.values():
+            if supervisor.gave_up:
+                raise NoRestartCuresError(supervisor.gave_up)
         raise StartTimeoutError(self._describe_unhealthy(timeout_s))
 
     async def wait_until(

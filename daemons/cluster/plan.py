@@ -11,6 +11,8 @@ from radixmesh.daemons.cluster.errors import ClusterError, ComposeError, Unknown
 from radixmesh.daemons.cluster.start_order import start_levels
 from radixmesh.daemons.cluster.translation import Translation
 
+_WORKERS = "RADIXMESH_WORKERS"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
@@ -135,13 +137,15 @@ def _plan_process(
     )
     where = f"services.{service.name}"
     words = [translation.text(word, f"{where}.command[{index}]") for index, word in enumerate(service.command)]
+    environment = {
+        name: translation.text(value, f"{where}.environment.{name}") for name, value in service.environment.items()
+    }
+    _refuse_two_workers(where, words, environment)
     return ProcessSpec(
         service=service.name,
         replica=replica,
         argv=_local_argv(words),
-        environment={
-            name: translation.text(value, f"{where}.environment.{name}") for name, value in service.environment.items()
-        },
+        environment=environment,
         addresses={
             endpoint.container_port: f"{LOCAL_HOST}:{port}"
             for endpoint, port in ports.items()
@@ -152,6 +156,17 @@ def _plan_process(
         depends_on=service.depends_on,
         stop_grace_s=service.stop_grace_s,
     )
+
+
+def _refuse_two_workers(where: str, words: list[str], environment: Mapping[str, str]) -> None:
+    # The scheduler would say so too, but only as it starts, and of addresses that nobody has written.
+    num_workers = environment.get(_WORKERS, "").count(",") + 1
+    if words[:2] == ["radixmesh", "scheduler"] and num_workers > 1:
+        raise ComposeError(
+            f"{where}.environment.{_WORKERS}",
+            f"it names {num_workers} workers, and a scheduler drives one: leave that service at one replica, and give"
+            " further workers services and schedulers of their own, as worker-a and worker-b of compose/scale.yml have",
+        )
 
 
 def _local_argv(words: list[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from radixmesh.daemons.cluster.child_process import ChildProcess
 from radixmesh.daemons.cluster.compose import HealthCheck
 from radixmesh.daemons.cluster.cpu_starvation import CpuStarvation
 from radixmesh.daemons.cluster.errors import SpawnError
-from radixmesh.daemons.cluster.exits import MemoryKills, end_of
+from radixmesh.daemons.cluster.exits import MemoryKills, end_of, last_words, starts_in_vain
 from radixmesh.daemons.cluster.hang_detector import HangDetector, Verdict
 from radixmesh.daemons.cluster.health_probe import AlwaysServing, GrpcHealthProbe, HealthProbe, NeverReached
 from radixmesh.daemons.cluster.plan import ProcessSpec
@@ -66,6 +66,10 @@ class ProcessSupervisor:
         self._task: asyncio.Task[None] | None = None
         self._healthy_since: float | None = None
         self._predecessor_end = PredecessorEnd.UNKNOWN
+        self._has_served = False
+        self._exit_codes: deque[int] = deque(maxlen=2)
+        self.gave_up = ""
+        """Why it is not started again, in a sentence; empty = it is."""
         self.status = ProcessStatus(
             service=spec.service,
             replica=spec.replica,
@@ -116,6 +120,11 @@ class ProcessSupervisor:
         while True:
             reason, exit_code = await self._run_once()
             self._child = None
+            self._exit_codes.append(exit_code)
+            if not self._has_served and starts_in_vain(self.spec.argv, tuple(self._exit_codes)):
+                self.gave_up = f"{self.spec.name} cannot start, and no restart cures that: {last_words(self._recent)}"
+                self._enter(ProcessState.ENDED, f"{reason}; gave up, no restart cures that", pid=None)
+                return
             if not self.spec.restart.restarts(exit_code):
                 self._enter(ProcessState.ENDED, reason, pid=None)
                 return
@@ -172,7 +181,7 @@ class ProcessSupervisor:
             if verdict is Verdict.HUNG:
                 return f"{answer.value} for {self._hang_window_s:g} s"
             if verdict is Verdict.HEALTHY and self._healthy_since is None:
-                self._healthy_since = now
+                self._healthy_since, self._has_served = now, True
             if _STATES[verdict] is not self.status.state:
                 detail = f"after {now - started:.1f} s" if verdict is Verdict.HEALTHY else answer.value
                 self._enter(_STATES[verdict], detail, pid=self.status.pid)

@@ -108,6 +108,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return await context.abort(code, message, ((_DETAILS_KEY, _details_of(error, code)),))
 
 
+# Of grpc's own module, which does not export it: a stream is read while this daemon's server stops.
+_SERVER_STOPPED = "_ServerStoppedError"
+
+
 class _TypedRequests:
     """The requests of a stream, deserialised one by one; broken bytes raise MeshError out of the iteration."""
 
@@ -172,8 +176,8 @@ def _as_mesh_error(error: Exception, method: str) -> MeshError:
         return MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED, f"{method} is not offered by this daemon", {"feature": method}
         )
-    if isinstance(error, grpc.aio.InternalError):
-        # grpc could not write, or read: the other end went in that very moment, and nobody hears what we answer.
+    if isinstance(error, grpc.aio.InternalError) or type(error).__name__ == _SERVER_STOPPED:
+        # grpc could not write, or read: one of the two ends went in that very moment, and nobody hears what we answer.
         log.warning("call_broken", method=method, error=str(error))
         return MeshError(ErrorReason.ERROR_REASON_INTERNAL, f"{method} broke off", {})
     log.exception("handler_failed", method=method)

@@ -65,12 +65,12 @@ async def report_of(*arguments):
 async def test_every_kind_of_daemon_is_recognised_by_its_services():
     scheduler = await report_of(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, Scheduler())
     load = "group serving, 3 running 2 waiting, pages 60 free 30 cached of 100, 1 quarantined"
-    assert scheduler == ("serving", "7", load)
+    assert scheduler == ("serving", 7, load)
     worker = await report_of(worker_pb2_grpc.add_WorkerServiceServicer_to_server, Worker())
-    assert worker == ("serving", "6", "cpu, 8 slots, 100 pages, rank 1 of 2")
+    assert worker == ("serving", 6, "cpu, 8 slots, 100 pages, rank 1 of 2")
     router = await report_of(router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdmin())
-    assert router == ("serving", "", "5 running, schedulers 1 of 2 connected")
-    assert await report_of() == ("serving", "", "")
+    assert router == ("serving", None, "5 running, schedulers 1 of 2 connected")
+    assert await report_of() == ("serving", None, "")
 
 
 async def test_a_daemon_that_does_not_serve_says_why():
@@ -119,7 +119,17 @@ async def test_the_verb_reads_the_cluster_that_runs_here(tmp_path):
         assert scheduler.split()[:7] == ["scheduler-1", "healthy", "serving", address, "123", "2", "7"]
         assert worker.split() == ["worker-1", "backoff", "refused", "127.0.0.1:1", "2"]
         code, output = await run_status(tmp_path, "--json", address)
-        assert code == 0 and json.loads(output)["epoch"] == "7"
+        named = json.loads(output)
+        assert code == 0 and (named["epoch"], named["name"], named["address"]) == (7, None, address)
+        code, output = await run_status(tmp_path, "--json")
+        first, second = (json.loads(line) for line in output.splitlines())
+        load = first.pop("load")
+        assert load["kind"] == "scheduler" and (load["running"], load["free_pages"]) == (3, 60)
+        assert first == {
+            "name": "scheduler-1", "service": "scheduler", "replica": 1, "state": "healthy", "health": "serving",
+            "address": address, "pid": 123, "restarts": 2, "uptime_s": None, "epoch": 7,
+        }  # fmt: skip
+        assert (second["health"], second["pid"], second["epoch"], second["load"]) == ("refused", None, None, {})
     finally:
         folder.release()
         await server.stop(0)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from radixmesh.daemons.cluster.errors import AlreadyRunningError, ComposeError, StartTimeoutError
+from radixmesh.daemons.cluster.errors import AlreadyRunningError, ComposeError, NoRestartCuresError, StartTimeoutError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.process_status import ProcessState
 from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state
@@ -525,3 +525,58 @@ def test_an_overlay_of_images_runs_the_rest_and_says_what_it_does_without(tmp_pa
         process.stdout.close()
     assert re.search(r"images only: store\.$", text, re.M)
     assert re.search(r"Left out, .*: worker\.environment\.FAKE_STORE\.$", text, re.M)
+
+
+DAEMONS = """
+name: vain
+x-daemon: &daemon
+  restart: unless-stopped
+  healthcheck: {test: [CMD, radixmesh, health, "127.0.0.1:50051"], start_period: 60s, interval: 1s, timeout: 1s}
+services:
+  worker:
+    <<: *daemon
+    command: [radixmesh, worker]
+    environment: {RADIXMESH_LISTEN: "0.0.0.0:50051", RADIXMESH_BACKEND: simulated}
+  scheduler:
+    <<: *daemon
+    command: [radixmesh, scheduler]
+    environment: {RADIXMESH_LISTEN: "0.0.0.0:50051", RADIXMESH_WORKERS: "worker:50051"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_starts", "said"),
+    [
+        ({"RADIXMESH_NUM_SLOTS": "many"}, 1, "RADIXMESH_NUM_SLOTS"),
+        ({"RADIXMESH_MODEL": "/nowhere"}, 2, "/nowhere"),
+    ],
+)
+async def test_a_daemon_that_can_never_start_is_given_up_with_its_reason(
+    compose_path, make_cluster, journal, settings, num_starts, said
+):
+    compose_path.write_text(DAEMONS)
+    async with make_cluster(environment={"worker": settings}) as cluster:
+        async with asyncio.timeout(120):
+            with pytest.raises(NoRestartCuresError, match="worker-1 cannot start") as caught:
+                await cluster.wait_healthy(float("inf"))
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+        starts = [state for name, state, _ in journal.states if (name, state) == ("worker-1", "starting")]
+        assert len(starts) == num_starts
+        assert cluster.status("worker").state is ProcessState.ENDED
+
+
+async def test_a_daemon_that_has_served_is_started_again_whatever_its_code(compose_path, make_cluster):
+    compose_path.write_text(DAEMONS)
+    async with make_cluster(environment={}) as cluster, asyncio.timeout(120):
+        await cluster.wait_healthy(60)
+        supervisor = cluster._supervisor("worker", 1)
+        supervisor._exit_codes.extend([3, 3])
+        cluster.kill("worker")
+        await wait_restarted(cluster, "worker", 1)
+
+
+def test_two_workers_of_one_scheduler_are_refused_with_the_reason(compose_path, make_cluster):
+    compose_path.write_text(DAEMONS)
+    with pytest.raises(ComposeError, match=r"scale\.yml") as caught:
+        make_cluster(scale={"worker": 2})
+    assert caught.value.where == "services.scheduler.environment.RADIXMESH_WORKERS"

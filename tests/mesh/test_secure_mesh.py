@@ -28,12 +28,14 @@ from support.node import node_or_skip, run_node
 
 from radixmesh.client import AsyncClient, AuthenticationError, RadixMeshError, UnavailableError
 from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.router.tenancy import tenant_salt
 from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.tls_files import TlsFiles
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+KEY_TOO, BOB, NO_TENANT = "alice-too-0123456789", "bob-key-0123456789ab", "nobodys-key-0123456789"
 KEY, ADMIN = "alice-key-0123456789", "admin-key-0123456789"
 JOBS = sorted(recitations(with_sampled=False), key=lambda job: -len(job.answers[0].ids))[8:12]
 
@@ -46,7 +48,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(certificates: Path) -> AsyncIterator[Mesh]:
     settings = {name: tls_settings(tls_of(certificates, name, asks_clients=True)) for name in SERVICES}
-    (certificates / "keys").write_text(f"{KEY} alice\n")
+    (certificates / "keys").write_text(f"{KEY} alice\n{KEY_TOO} alice\n{BOB} bob\n{NO_TENANT}\n")
     (certificates / "admin-keys").write_text(ADMIN)
     settings["router"] |= {"api_keys_file": certificates / "keys", "admin_keys_file": certificates / "admin-keys"}
     async with running_mesh("cpu", api_key=KEY, tls=tls_of(certificates, "client"), **settings) as mesh:  # type: ignore[arg-type]
@@ -160,6 +162,28 @@ async def test_every_rpc_of_the_router_needs_a_certificate_and_a_key(
                 else:
                     expected = admin if rpc.startswith("radixmesh.router.v1.RouterAdminService.") else plain
                 assert told_this == expected, (key, name, rpc)
+
+
+async def test_tenants_do_not_see_in_the_cache_what_others_sent(mesh: Mesh, certificates: Path) -> None:
+    """Counted, not timed: a second key of the same tenant shows how much there was to see."""
+    prompt = [5 + place % 90 for place in range(300)]
+    tls = tls_of(certificates, "client")
+
+    async def num_cached(key: str, **claims: str) -> int:
+        async with AsyncClient(mesh.routers, api_key=key, tls=tls) as client:
+            completion = await client.complete(prompt, max_tokens=2, temperature=0, **claims)  # type: ignore[arg-type]
+            return completion.outputs[0].finish.usage.cached_tokens
+
+    assert await num_cached(KEY) == 0
+    # The last token is always computed: its logits are wanted.
+    assert await num_cached(KEY_TOO) >= len(prompt) - 16
+    alices = tenant_salt("alice", "")
+    for key in (BOB, NO_TENANT):
+        # Each claim has a salt of its own: none meets what the one before it left.
+        for number, claim in enumerate(
+            ({"tenant": "alice"}, {"cache_salt": alices}, {"tenant": "alice", "cache_salt": alices + "x"})
+        ):
+            assert await num_cached(key, **claim) == 0, (key, number)
 
 
 async def test_who_has_no_certificate_reaches_no_daemon(mesh: Mesh, certificates: Path, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from radixmesh.daemons.router.http.tls import FollowedContext
 from radixmesh.daemons.runtime.logs import get_logger
@@ -13,15 +15,23 @@ log = get_logger(__name__)
 
 # A handshake costs about 75 KB of memory and, alive, some milliseconds.
 MAX_HANDSHAKES = 512
+# From the accept to a hello, and from there to the handshake's end.
 HANDSHAKE_S = 10.0
-# The oldest handshake gives way to a newcomer once it is so old: younger ones may be alive on a busy machine.
+# A connection that has not sent its hello costs a socket: beyond so many the oldest gives way at once.
+MAX_SILENT = 2048
+# The shortest hello is longer: until then the kernel says nothing.
+_HELLO_BYTES = 48
+# The oldest handshake gives way to the next once it is so old: younger ones may be alive on a busy machine.
 _YIELDING_AGE_S = 2.0
 _PAUSE_S = 0.05
 
 
 class TlsListener:
-    """Accepts connections, and hands those that get through their handshake to a protocol each. While there are
-    MAX_HANDSHAKES, newcomers wait in the kernel's backlog. close() and wait_closed() as of asyncio's Server."""
+    """Accepts connections, and hands those that get through their handshake to a protocol each.
+
+    accepted -> silent (no hello yet) -> ready (for one of MAX_HANDSHAKES) -> in its handshake -> the protocol's.
+    close() and wait_closed() as of asyncio's Server.
+    """
 
     def __init__(
         self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: FollowedContext
@@ -29,24 +39,27 @@ class TlsListener:
         self._listener = listener
         self._make_protocol = make_protocol
         self._tls = tls
-        self._accepting: asyncio.Task[None] | None = None
-        # Handshake -> when it began, oldest first.
+        self._tasks: list[asyncio.Task[None]] = []
+        # All oldest first. Silent connection -> its end, handshake -> when it began.
+        self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._ready: deque[socket.socket] = deque()
         self._handshakes: dict[asyncio.Task[None], float] = {}
-        self._has_room = asyncio.Event()
-
-    @property
-    def num_handshakes(self) -> int:
-        return len(self._handshakes)
+        self._has_changed = asyncio.Event()
 
     def start(self) -> None:
-        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._accept()), loop.create_task(self._begin_handshakes())]
 
     def close(self) -> None:
-        """Accepts no more; handshakes go on. Idempotent."""
-        if self._accepting is not None:
-            self._accepting.cancel()
-            self._accepting = None
-            self._listener.close()
+        """Accepts no more, and ends what has no handshake yet; handshakes go on. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = []
+        self._listener.close()
+        for connection in tuple(self._silent):
+            self._end_silent(connection)
+        while self._ready:
+            self._ready.popleft().close()
 
     async def wait_closed(self) -> None:
         """Ends what is left of handshakes. After close()."""
@@ -58,32 +71,53 @@ class TlsListener:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await self._wait_for_room()
             try:
                 connection, _ = await loop.sock_accept(self._listener)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, _HELLO_BYTES)
             except OSError as error:  # No file left, or a client that was gone before it was accepted.
                 log.warning("accept_failed", error=str(error))
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            handshake = loop.create_task(self._shake_hands(connection))
-            self._handshakes[handshake] = loop.time()
-            handshake.add_done_callback(self._on_done)
+            if len(self._silent) + len(self._ready) >= MAX_SILENT:
+                if self._silent:
+                    self._end_silent(next(iter(self._silent)))
+                else:
+                    self._ready.popleft().close()
+            self._silent[connection] = loop.call_later(HANDSHAKE_S, self._end_silent, connection)
+            loop.add_reader(connection, self._on_hello, connection)
 
-    async def _wait_for_room(self) -> None:
+    def _end_silent(self, connection: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(connection)
+        self._silent.pop(connection).cancel()
+        connection.close()
+
+    def _on_hello(self, connection: socket.socket) -> None:
+        """It has sent enough, or has left."""
+        asyncio.get_running_loop().remove_reader(connection)
+        self._silent.pop(connection).cancel()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+        self._ready.append(connection)
+        self._has_changed.set()
+
+    async def _begin_handshakes(self) -> None:
         loop = asyncio.get_running_loop()
-        while len(self._handshakes) >= MAX_HANDSHAKES:
-            oldest, began_at = next(iter(self._handshakes.items()))
-            yields_in = began_at + _YIELDING_AGE_S - loop.time()
-            if yields_in <= 0:
-                oldest.cancel()
-                del self._handshakes[oldest]
-                return
-            self._has_room.clear()
-            try:
+        while True:
+            self._has_changed.clear()
+            oldest = next(iter(self._handshakes), None)
+            yields_in: float | None = None
+            if self._ready and oldest is not None and len(self._handshakes) >= MAX_HANDSHAKES:
+                yields_in = self._handshakes[oldest] + _YIELDING_AGE_S - loop.time()
+                if yields_in <= 0:
+                    oldest.cancel()
+                    del self._handshakes[oldest]
+            if self._ready and len(self._handshakes) < MAX_HANDSHAKES:
+                handshake = loop.create_task(self._shake_hands(self._ready.popleft()))
+                self._handshakes[handshake] = loop.time()
+                handshake.add_done_callback(self._on_done)
+                continue
+            with suppress(TimeoutError):
                 async with asyncio.timeout(yields_in):
-                    await self._has_room.wait()
-            except TimeoutError:
-                pass
+                    await self._has_changed.wait()
 
     async def _shake_hands(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -99,6 +133,6 @@ class TlsListener:
 
     def _on_done(self, handshake: asyncio.Task[None]) -> None:
         self._handshakes.pop(handshake, None)
-        self._has_room.set()
+        self._has_changed.set()
         if not handshake.cancelled() and (error := handshake.exception()) is not None:
             log.error("handshake_failed", error=repr(error))
