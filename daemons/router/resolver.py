@@ -11,6 +11,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.generation_config import with_sampling_defaults
 from radixmesh.daemons.runtime.sampling import (
     Sampling,
     Stop,
@@ -72,12 +73,13 @@ def resolve(
     default_request_len: prompt and output together where max_tokens is not given, 0 = as much as the context holds.
     """
     room = check_prompt(prompt_ids, identity)
-    check_options(draft.sampling, draft.stop, identity)
+    sampling = sampling_from_proto(with_sampling_defaults(request.sampling, identity.default_sampling))
+    check_options(sampling, draft.stop, identity)
     default = max(1, (default_request_len or identity.max_total_len) - len(prompt_ids) // 4)
     max_tokens = min(draft.stop.max_tokens or default, room)
     stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
     task = request.task or common_pb2.TASK_GENERATE
-    seed = draft.sampling.seed
+    seed = sampling.seed
     if seed is None:
         seed = 0 if is_pooled(task) else secrets.randbits(64)
     return router_pb2.Resolved(
@@ -86,7 +88,7 @@ def resolve(
         model_identity=identity,
         prompt_ids=prompt_ids,
         seeds=[output_seed(seed, index) for index in range(draft.n)],
-        sampling=sampling_to_proto(replace(draft.sampling, seed=None)),
+        sampling=sampling_to_proto(replace(sampling, seed=None)),
         stop=stop_to_proto(stop),
         ids_only=request.ids_only or is_pooled(task),
         cache_salt=request.cache_salt,

@@ -20,6 +20,8 @@ from .errors import MeshError
 
 # The format's own limit: a longer header is no safetensors file.
 _MAX_HEADER_BYTES = 100_000_000
+# As many as a request may add stop ids.
+_MAX_EOS_IDS = 256
 # Parts of tokenizer.json that say how a batch is cut and padded, which no daemon here lets it do.
 _BATCH_KEYS = ("truncation", "padding")
 
@@ -162,8 +164,10 @@ def _ids_of(value: object, folder: Path) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise _bad_file(folder / "generation_config.json", f"names EOS ids that are no token ids: {value!r}")
+    if len(ids) > _MAX_EOS_IDS:
+        raise _bad_file(folder / "generation_config.json", f"names {len(ids)} EOS ids, more than {_MAX_EOS_IDS}")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 1 << 31 for i in ids):
+        raise _bad_file(folder / "generation_config.json", f"names EOS ids that are no token ids: {str(value)[:200]}")
     return tuple(sorted(set(ids)))
 
 

@@ -16,6 +16,7 @@ from radixmesh.daemons.runtime.fingerprint import (
     read_model_identity,
     tokenizer_fingerprint,
 )
+from radixmesh.daemons.runtime.generation_config import read_sampling_defaults
 from radixmesh.daemons.runtime.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
@@ -115,6 +116,7 @@ def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerp
         sampler_version=SAMPLER_VERSION,
     )
     identity.max_total_len = runner.max_total_len
+    _add_sampling_defaults(settings, identity)
     return LoadedModel(runner=runner, identity=identity)
 
 
@@ -148,7 +150,15 @@ def _load_simulated(settings: WorkerSettings) -> LoadedModel:
         sampler_version=SAMPLER_VERSION,
     )
     identity.max_total_len = max_total_len
+    _add_sampling_defaults(settings, identity)
     return LoadedModel(runner=runner, identity=identity)
+
+
+def _add_sampling_defaults(settings: WorkerSettings, identity: common_pb2.ModelIdentity) -> None:
+    if settings.model is not None and settings.generation_config:
+        defaults = read_sampling_defaults(settings.model)
+        if defaults.ListFields():
+            identity.default_sampling.CopyFrom(defaults)
 
 
 def _simulated_identity(settings: WorkerSettings) -> ModelIdentity:

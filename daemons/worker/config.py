@@ -29,6 +29,8 @@ class WorkerSettings(CommonSettings):
     backend: Backend = setting(Backend.CPU, "what computes: cpu, simulated (made-up tokens, a latency model) or cuda")
     model: Path | None = setting(None, "folder of the model in Hugging Face format; a simulated worker needs none")
     served_model_name: str = setting("", "name by which clients ask for the model; empty: that of its folder")
+    generation_config: bool = setting(True, "requests that set no sampling get that of the folder's "
+        "generation_config.json")  # fmt: skip
     page_size: int = setting(1, "tokens per KV page")
     num_pages: int | None = setting(None, "KV pages; none: as many as fit the memory (simulated: 262144 tokens)")
     num_slots: int = setting(256, "requests that can hold a slot at a time")

@@ -32,6 +32,7 @@ _CHECKED = {"RADIXMESH_CHECK_INVARIANTS": "true"}
 # A drained daemon gives its streams that long; the clients resume them elsewhere.
 _SHORT_DRAIN = {"RADIXMESH_DRAIN_S": "2"}
 _IDLE_S = 60.0
+_NUM_TOKENS = 240
 
 
 class _Form(NamedTuple):
@@ -47,7 +48,7 @@ class _Form(NamedTuple):
 
 
 _DAILY = _Form("simulated.yml", {"router": 2}, 4.0, 0.6, 6, 2, 0.03)
-_FULL = _Form("scale.yml", {"router": 2, "tokenizer": 2, "detokenizer": 2}, _LONG_S, 1.5, 16, 4, 0.4)
+_FULL = _Form("scale.yml", {"router": 2, "tokenizer": 2, "detokenizer": 2}, _LONG_S, 1.5, 16, 4, 0.2)
 
 
 def _mesh(form: _Form, bugs: list[str]) -> LocalCluster:
@@ -67,7 +68,7 @@ def _mesh(form: _Form, bugs: list[str]) -> LocalCluster:
 
 async def _run_chaos(form: _Form) -> None:
     bugs: list[str] = []
-    jobs = simulated_jobs(32, num_tokens=240)
+    jobs = simulated_jobs(32, num_tokens=_NUM_TOKENS)
     async with _mesh(form, bugs) as cluster:
         await cluster.wait_healthy(150)
         routers = [cluster.address("router", replica) for replica in (1, 2)]
@@ -84,7 +85,9 @@ async def _run_chaos(form: _Form) -> None:
             ):
                 await asyncio.gather(chaos.run(form.seconds), *(hostile.run(until) for _ in range(form.num_hostile)))
                 await cluster.wait_healthy(120)
-                await asyncio.gather(quick.finish(180), slow.finish(180))
+                # A slow reader may have begun two outputs just now, and pauses after each token of both.
+                last_s = 120 + 2 * _NUM_TOKENS * form.pause_s
+                await asyncio.gather(quick.finish(last_s), slow.finish(last_s))
         left = await all_left(cluster, fresh, _IDLE_S)
         report = {
             "seconds": form.seconds,

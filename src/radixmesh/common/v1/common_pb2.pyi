@@ -158,7 +158,7 @@ class Hello(_message.Message):
     def __init__(self, instance_id: _Optional[str] = ..., daemon: _Optional[str] = ..., min_contract_version: _Optional[int] = ..., max_contract_version: _Optional[int] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ...) -> None: ...
 
 class ModelIdentity(_message.Message):
-    __slots__ = ("name", "model_fingerprint", "tokenizer_fingerprint", "grammar_format", "sampler_version", "vocab_size", "max_total_len", "eos_ids")
+    __slots__ = ("name", "model_fingerprint", "tokenizer_fingerprint", "grammar_format", "sampler_version", "vocab_size", "max_total_len", "eos_ids", "default_sampling")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +167,7 @@ class ModelIdentity(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_LEN_FIELD_NUMBER: _ClassVar[int]
     EOS_IDS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     name: str
     model_fingerprint: str
     tokenizer_fingerprint: str
@@ -175,7 +176,22 @@ class ModelIdentity(_message.Message):
     vocab_size: int
     max_total_len: int
     eos_ids: bytes
-    def __init__(self, name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., grammar_format: _Optional[str] = ..., sampler_version: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_total_len: _Optional[int] = ..., eos_ids: _Optional[bytes] = ...) -> None: ...
+    default_sampling: SamplingDefaults
+    def __init__(self, name: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., tokenizer_fingerprint: _Optional[str] = ..., grammar_format: _Optional[str] = ..., sampler_version: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_total_len: _Optional[int] = ..., eos_ids: _Optional[bytes] = ..., default_sampling: _Optional[_Union[SamplingDefaults, _Mapping]] = ...) -> None: ...
+
+class SamplingDefaults(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias_ids", "logit_bias_values", "temperature", "top_k", "top_p", "min_p", "seed", "num_top_logprobs", "prompt_logprobs")
