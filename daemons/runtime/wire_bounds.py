@@ -107,7 +107,8 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
                 if length > 0x7F:
                     length, place = _varint(raw, place - 1, end)
                 if field is not None:
-                    if field.max_bytes and length > field.max_bytes:
+                    # A length beyond the end is the parser's to refuse.
+                    if field.max_bytes and min(length, end - place) > field.max_bytes:
                         raise _too_many(f"bytes of {field.name}", length, field.max_bytes)
                     if field.inner is not None and length and not is_frame:
                         spans.append((place, min(place + length, end), field.inner))

@@ -8,7 +8,7 @@ import time
 import pytest
 from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from radixmesh.daemons.runtime import wire_bounds
@@ -70,6 +70,7 @@ def test_a_long_text_is_skipped_and_counts_of_one_chat_in_pieces_add_up() -> Non
 
 
 @given(raw=st.binary(max_size=200))
+@example(raw=b"\x12\x80\x80\x05")
 def test_bytes_that_are_no_message_are_the_parsers(raw: bytes) -> None:
     with contextlib.suppress(DecodeError):
         router.GenerateRequest.FromString(raw)
