@@ -64,13 +64,13 @@ def signal_process(pid: int, started: int | None, number: signal.Signals) -> boo
 
 
 def lock_holders(inode: int) -> set[int] | None:
-    """Processes that hold a flock() on a file of this inode, whatever its device; None = unknown."""
+    """Processes that hold an exclusive flock() on a file of this inode, whatever its device; None = unknown."""
     holders: set[int] = set()
     try:
         for line in (_PROC / "locks").read_text().splitlines():
             words = line.split()
             # number: FLOCK ADVISORY WRITE pid major:minor:inode 0 EOF; one that waits has an arrow in second place.
-            if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
+            if words[1] == "FLOCK" and words[3] == "WRITE" and words[5].rpartition(":")[2] == str(inode):
                 holders.add(int(words[4]))
     except (OSError, ValueError, IndexError):
         return None

@@ -28,7 +28,7 @@ _FOLDER_NAME = ".radixmesh"
 _STATE_VERSION = 1
 _MAX_STATE_BYTES = 1 << 24
 _OWN_FOLDER, _OWN_FILE = 0o700, 0o600
-_LOCK_TRIES, _LOCK_PAUSE_S = 10, 0.02
+_LOCK_TRIES, _CLAIM_TRIES, _LOCK_PAUSE_S = 10, 100, 0.02
 
 
 class Supervisor(NamedTuple):
@@ -76,18 +76,16 @@ class RunFolder:
                 os.write(ignore, b"*\n")
                 os.close(ignore)
             lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _OWN_FILE, dir_fd=handle)
-        # One who looks holds it for a moment.
-        for _ in range(_LOCK_TRIES):
+        # One who looks holds it for a moment, and names nobody.
+        for tries_left in reversed(range(_CLAIM_TRIES)):
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
+            if not tries_left or self._is_held(lock):
+                os.close(lock)
+                how = "stop it with 'radixmesh down' or give another --project"
+                raise AlreadyRunningError(f"this project runs already (see {self.path}); {how}")
             time.sleep(_LOCK_PAUSE_S)
-        else:
-            os.close(lock)
-            message = (
-                f"this project runs already (see {self.path}); stop it with 'radixmesh down' or give another --project"
-            )
-            raise AlreadyRunningError(message)
         os.fchmod(lock, _OWN_FILE)
         os.ftruncate(lock, 0)
         os.write(lock, f"{os.getpid()} {start_ticks(os.getpid())}\n".encode())
@@ -124,8 +122,16 @@ class RunFolder:
         """Removes the state and lets the lock go. The lock file stays: removing it would let two claim the folder."""
         if self._lock is not None:
             (self.path / "state.json").unlink(missing_ok=True)
+            os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = None
+
+    def _is_held(self, lock: int) -> bool:
+        try:
+            _holder_of(self.path, os.pread(lock, 256, 0), os.fstat(lock).st_ino)
+        except UntrustedFolderError:
+            return False
+        return True
 
 
 def default_run_folder(project: str, cwd: Path, environment: Mapping[str, str]) -> Path:

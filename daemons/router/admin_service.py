@@ -53,8 +53,11 @@ class RouterAdminService(router_pb2_grpc.RouterAdminServiceServicer):
         return router_pb2.ListSchedulersResponse(schedulers=[_info_of(link) for link in self._schedulers.links])
 
 
+_GROUPS = {number: name.removeprefix("GROUP_STATE_").lower() for name, number in scheduler_pb2.GroupState.items()}
+
+
 def _info_of(link: SchedulerLink) -> router_pb2.SchedulerInfo:
-    group = scheduler_pb2.GroupState.Name(link.load.group).removeprefix("GROUP_STATE_").lower()
+    group = _GROUPS.get(link.load.group, f"unknown ({link.load.group})")
     return router_pb2.SchedulerInfo(
         address=link.address,
         is_connected=link.is_connected,

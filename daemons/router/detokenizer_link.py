@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Output, Request
 from radixmesh.daemons.router.peer_link import PeerLink
@@ -23,6 +24,8 @@ _Request = detokenizer_pb2.DetokenizeRequest
 _Response = detokenizer_pb2.DetokenizeResponse
 # Context for tokenizers whose decoding of a token depends on those before it.
 _PROMPT_TAIL = 16
+# No token of a vocabulary has so much text.
+_MAX_TOKEN_CHARS = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -239,6 +242,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             if row.text_offset != output.text_bytes:
                 self._drop_misplaced(entry, row.text_offset)
                 continue
+            self._check_row(entry, row)
             owed = entry.num_sent - num_tokens + entry.is_final_sent
             self._num_owed += owed - entry.num_owed
             entry.num_owed = owed
@@ -264,6 +268,19 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
                 events.on_entry_lost(entry.output, self)
             else:
                 events.on_entry_failed(entry.output, error)
+
+    def _check_row(self, entry: Entry, row: detokenizer_pb2.TextRow) -> None:
+        """Raises PROTOCOL_VIOLATION: an output must not end, or go on, for what its tokens do not say."""
+        output, num_tokens = entry.output, row.num_tokens
+        is_wrong = num_tokens > entry.num_sent or len(row.text) > _MAX_TOKEN_CHARS * max(1, len(output.ids))
+        if row.HasField("stop"):
+            is_wrong |= row.stop.stop not in output.request.resolved.stop.stop or row.stop.num_tokens > entry.num_sent
+        elif row.is_final and not entry.is_final_sent:
+            # Its own end: only an id that ends the output makes one.
+            is_wrong |= output.request.end_ids.isdisjoint(output.ids[max(0, num_tokens - 1) : num_tokens])
+        if is_wrong:
+            message = f"a text row that its tokens cannot have: {num_tokens} of {entry.num_sent} tokens"
+            raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message, {"daemon": self.address})
 
     def _drop_misplaced(self, entry: Entry, offset: int) -> None:
         output = entry.output

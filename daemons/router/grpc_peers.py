@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, cast
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -21,7 +21,8 @@ from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.tls_files import TlsFiles
 from radixmesh.daemons.runtime.tracing import TRACEPARENT, current_context
-from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
+from radixmesh.daemons.runtime.wire_bounds import parse_frame
+from radixmesh.detokenizer.v1 import detokenizer_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_Call = grpc.aio.StreamStreamCall[Req, Resp]
+_Call = grpc.aio.StreamStreamCall[Req, bytes]
+_SERVE = "/radixmesh.scheduler.v1.SchedulerService/Serve"
+_DETOKENIZE = "/radixmesh.detokenizer.v1.DetokenizerService/Detokenize"
 # For calls that still run on a channel that was replaced.
 _CLOSE_S = 5.0
 # For the status of a call that cannot be written to: it is there, or on its way.
@@ -38,12 +41,18 @@ _STATUS_S = 1.0
 
 
 class GrpcFrameStream(FrameStream[Req, Resp]):
-    """A bidi call on a channel of its own: a peer that hung does not hold up the next attempt."""
+    """A bidi call on a channel of its own: a peer that hung does not hold up the next attempt.
 
-    def __init__(self, channel: grpc.aio.Channel, call: _Call[Req, Resp], address: str) -> None:
+    parse: makes a frame of bytes; grpc's own parsing would log what is none, and call it the end of the stream.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, call: _Call[Req], address: str, parse: Callable[[bytes], Resp]
+    ) -> None:
         self._channel = channel
         self._call = call
         self._address = address
+        self._parse = parse
 
     async def send(self, frame: Req) -> None:
         try:
@@ -64,7 +73,7 @@ class GrpcFrameStream(FrameStream[Req, Resp]):
             raise_if_cancelled()
             raise await self._reason() from error
         raise_if_cancelled()
-        return None if frame is grpc.aio.EOF else cast("Resp", frame)
+        return None if frame is grpc.aio.EOF else self._parse(cast("bytes", frame))
 
     async def close(self) -> None:
         self._call.cancel()
@@ -88,18 +97,28 @@ def _broke_off(address: str, why: str) -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, f"{address}: {why}", {"daemon": address})
 
 
+def _call(channel: grpc.aio.Channel, method: str, serialize: Callable[[Req], bytes]) -> _Call[Req]:
+    multi: grpc.aio.StreamStreamMultiCallable[Any, bytes] = channel.stream_stream(
+        method, request_serializer=cast("Any", serialize), response_deserializer=None
+    )
+    return multi()
+
+
 def dial_scheduler(
     address: str, tls: TlsFiles | None = None
 ) -> FrameStream[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]:
     channel = open_channel(address, tls)
-    return GrpcFrameStream(channel, scheduler_pb2_grpc.SchedulerServiceStub(channel).Serve(), address)
+    call: _Call[scheduler_pb2.ServeRequest] = _call(channel, _SERVE, scheduler_pb2.ServeRequest.SerializeToString)
+    return GrpcFrameStream(channel, call, address, lambda raw: parse_frame(raw, scheduler_pb2.ServeResponse))
 
 
 def dial_detokenizer(
     address: str, tls: TlsFiles | None = None
 ) -> FrameStream[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]:
     channel = open_channel(address, tls)
-    return GrpcFrameStream(channel, detokenizer_pb2_grpc.DetokenizerServiceStub(channel).Detokenize(), address)
+    serialize = detokenizer_pb2.DetokenizeRequest.SerializeToString
+    call: _Call[detokenizer_pb2.DetokenizeRequest] = _call(channel, _DETOKENIZE, serialize)
+    return GrpcFrameStream(channel, call, address, lambda raw: parse_frame(raw, detokenizer_pb2.DetokenizeResponse))
 
 
 async def watch_cache(

@@ -99,6 +99,8 @@ class Output:
     waiting_since: float | None = None
     num_submitted: int = 0
     """Ids that were known when it was last submitted."""
+    max_ids: int = 0
+    """The request's max_tokens, known once it is submitted: here it costs nothing to read."""
     num_charged: int = 0
     # When its client was last given tokens of it, 0 = never yet.
     delivered_s: float = 0.0

@@ -23,6 +23,21 @@ log = get_logger(__name__)
 
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
+# Which ends of a stream say that one side breaks the contract: it will again, and is dialled later each time, until a
+# conversation has lasted for so long.
+_VIOLATIONS = frozenset(
+    (
+        ErrorReason.ERROR_REASON_INVALID_ARGUMENT,
+        ErrorReason.ERROR_REASON_MALFORMED_MESSAGE,
+        ErrorReason.ERROR_REASON_MISSING_FIELD,
+        ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION,
+        ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY,
+        ErrorReason.ERROR_REASON_TOO_LARGE,
+    )
+)
+_SOUND_AFTER_S = 10.0
+# Losses for one reason are told once in so many seconds.
+_SAME_LOSS_S = 60.0
 
 
 class LinkState(Enum):
@@ -46,9 +61,11 @@ class PeerLink(ABC, Generic[Req, Resp]):
         self._dial = dial
         self._silence_s = silence_s
         self._has_news = asyncio.Event()
+        self._connected_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._last_heard = 0.0
         self._last_refusal = ""
+        self._refused_s = 0.0
 
     @property
     def is_connected(self) -> bool:
@@ -105,16 +122,19 @@ class PeerLink(ABC, Generic[Req, Resp]):
     async def _run(self) -> None:
         backoff = _MIN_BACKOFF_S
         while True:
-            num_connects = self.num_connects
+            num_connects, is_violation = self.num_connects, False
             try:
                 await self._converse()
             except MeshError as error:
+                is_violation = error.reason in _VIOLATIONS
                 self._log_loss(error, was_connected=self.num_connects > num_connects)
             except Exception:
                 # A bug: one request's, as a rule. The link must not end with it, or every request waits for ever.
                 log.exception("link_failed", address=self.address)
             if self.num_connects > num_connects:
-                backoff = _MIN_BACKOFF_S
+                lasted_s = time.monotonic() - self._connected_s
+                if not is_violation or lasted_s > _SOUND_AFTER_S:
+                    backoff = _MIN_BACKOFF_S
             # Jitter: many routers must not come back to a restarted peer in lockstep.
             await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
@@ -133,7 +153,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
             if first is None:
                 raise _ended(self.address)
             self.instance_id = self._welcome(first)
-            self._last_heard = time.monotonic()
+            self._last_heard = self._connected_s = time.monotonic()
             self.num_connects += 1
             self.state = LinkState.CONNECTED
             log.info("peer_connected", address=self.address, peer=self.instance_id)
@@ -178,8 +198,11 @@ class PeerLink(ABC, Generic[Req, Resp]):
                 raise _silent(self.address, self._silence_s)
 
     def _log_loss(self, error: MeshError, was_connected: bool) -> None:
-        if was_connected or str(error) != self._last_refusal:
+        now = time.monotonic()
+        is_told = str(error) == self._last_refusal and now - self._refused_s < _SAME_LOSS_S
+        if not is_told and (was_connected or str(error) != self._last_refusal):
             log.warning("peer_lost" if was_connected else "peer_not_reached", address=self.address, error=str(error))
+            self._refused_s = now
         self._last_refusal = str(error)
 
 

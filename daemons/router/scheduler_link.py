@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Protocol
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -12,6 +11,8 @@ from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Ending, Output, OutputState, Request
 from radixmesh.daemons.router.peer_link import PeerLink
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
+from radixmesh.daemons.router.scheduler_events import SchedulerEvents
+from radixmesh.daemons.router.serve_checks import ServeChecks
 from radixmesh.daemons.router.serve_frames import ServeFrames
 from radixmesh.daemons.router.served_models import is_same_model
 from radixmesh.daemons.runtime.arrays import unpack_ints
@@ -23,43 +24,6 @@ _Request = scheduler_pb2.ServeRequest
 _Response = scheduler_pb2.ServeResponse
 # As the router's own requests have at most: nobody can have been given a longer id.
 _MAX_REQUEST_ID_BYTES = 256
-
-
-class SchedulerEvents(Protocol):
-    """Who wants the tokens."""
-
-    def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
-        """The output, which waited since that moment, goes to the scheduler of link."""
-
-    def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
-        """These outputs have new ids in the journal, num_tokens together."""
-
-    def on_prompt_logprobs(self, output: Output) -> None:
-        """More prompt logprobs are in the journal."""
-
-    def on_vector(self, output: Output, values: bytes) -> None:
-        """The f32 array that an embed or score task asked for; its Finished follows."""
-
-    def on_finished(self, output: Output, link: SchedulerLink, ending: Ending) -> None:
-        """The scheduler is done with output; all its ids are in the journal."""
-
-    def on_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
-        """The scheduler will not run output."""
-
-    def on_scheduler_lost(self, outputs: list[Output]) -> None:
-        """Outputs that were on a link which broke."""
-
-    def on_load(self, link: SchedulerLink) -> None:
-        """The scheduler has told its load."""
-
-    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
-        """The first tokens of that submit have come."""
-
-    def on_left(self, link: SchedulerLink, sequence: int) -> None:
-        """The output of that submit is not at the scheduler any more."""
-
-    def on_scheduler_changed(self, link: SchedulerLink) -> None:
-        """A link was connected, or its group's state changed."""
 
 
 class SchedulerLink(PeerLink[_Request, _Response]):
@@ -88,9 +52,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._running: dict[int, Output] = {}
         self._sequences: dict[int, int] = {}
         self._without_tokens: set[int] = set()
-        # Handle of the stream's submit number 0.
-        self._handle_of_0 = 0
+        self._handle_of_0 = 0  # The stream's submit number n has the handle n more.
         self._frames = ServeFrames()
+        self._checks = ServeChecks(address)
         self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
 
     @property
@@ -165,7 +129,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         output.attempt_no += 1
         output.scheduler, output.scheduler_handle = self, self._last_handle
         since_s = output.state_since
-        output.num_submitted = len(output.ids)
+        output.num_submitted, output.max_ids = len(output.ids), output.request.max_tokens
         output.move_to(OutputState.RUNNING)
         self._events.on_submitted(output, self, since_s)
         self._running[self._last_handle] = output
@@ -219,11 +183,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     def _welcome(self, frame: _Response) -> str:
         version = check_hello(frame.hello.hello, self._hello)
-        identity = frame.hello.hello.model
-        if not identity.name or not identity.vocab_size or not identity.max_total_len:
-            message = "a scheduler says name, vocab_size and max_total_len of its model in its hello"
-            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "hello.hello.model"})
-        self.identity, self.adapters = identity, tuple(frame.hello.adapters)
+        self._checks.hello(frame.hello)
+        self.identity, self.adapters = frame.hello.hello.model, tuple(frame.hello.adapters)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
@@ -293,8 +254,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         attempts = unpack_ints(batch.attempts, "tokens.attempts").tolist()
         firsts = unpack_ints(batch.first_output_indexes, "tokens.first_output_indexes").tolist()
         counts = unpack_ints(batch.counts, "tokens.counts").tolist()
-        if not len(handles) == len(attempts) == len(firsts) == len(counts) or 4 * sum(counts) != len(batch.ids):
-            raise self._broken("the arrays of a token batch do not fit each other")
+        assert self.identity is not None
+        self._checks.batch(handles, attempts, firsts, counts, batch.ids, self.identity.vocab_size)
         ids, running, version = batch.ids, self._running, batch.weights_version
         changed: list[Output] = []
         by_row: dict[int, Output] = {}
@@ -306,9 +267,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
                     continue
                 if first > len(output.ids):
-                    raise self._broken(f"tokens from {first} where {len(output.ids)} was due")
+                    raise self._checks.broken(f"tokens from {first} where {len(output.ids)} was due")
                 if first < len(output.ids):
                     continue
+                if first + count > output.max_ids:
+                    raise self._checks.broken(f"{first + count} tokens where {output.max_ids} were asked for")
                 output.ids.frombytes(ids[start:end])
                 output.weights_version = version
                 num_tokens += count
@@ -339,18 +302,20 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         for entry in batch.logprobs:
             output = by_row.get(entry.row)
             if output is not None and output.logprobs is not None:
+                self._checks.width(entry.logprobs, output.request)
                 output.logprobs.append(entry.logprobs)
         for output in by_row.values():
             if output.logprobs is not None and output.logprobs.end != len(output.ids):
-                raise self._broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
+                raise self._checks.broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
 
     def _take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> None:
         output = self._running.get(prompt.handle)
         track = output.request.prompt_logprobs if output is not None else None
         if output is None or track is None or prompt.first_position < track.end:
             return
+        self._checks.prompt_logprobs(prompt, output.request)
         if prompt.first_position > track.end:
-            raise self._broken(f"prompt logprobs from {prompt.first_position} where {track.end} was due")
+            raise self._checks.broken(f"prompt logprobs from {prompt.first_position} where {track.end} was due")
         track.append(prompt.logprobs)
         self._events.on_prompt_logprobs(output)
 
@@ -358,8 +323,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         output = self._running.get(vector.handle)
         if output is None:
             return
-        if not vector.values or len(vector.values) % 4:
-            raise self._broken(f"a vector of {len(vector.values)} bytes is no f32 array")
+        self._checks.vector(vector, output.request)
         self._events.on_vector(output, vector.values)
 
     def _take_finished(self, finished: scheduler_pb2.Finished) -> None:
@@ -367,19 +331,19 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if output is None or output.attempt != finished.attempt:
             return
         is_regular = finished.reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+        self._checks.reason(finished)
         if is_regular and output.state is OutputState.RUNNING and finished.num_output != len(output.ids):
-            raise self._broken(f"finished after {finished.num_output} tokens, {len(output.ids)} came")
+            raise self._checks.broken(f"finished after {finished.num_output} tokens, {len(output.ids)} came")
         self.release(output)
         output.count_wait(was_accepted=True)
-        error = MeshError.from_proto(finished.error) if finished.HasField("error") else None
+        error = None
+        if finished.HasField("error") or not is_regular:  # A client has to be told something.
+            error = MeshError.from_proto(finished.error)
         ending = Ending(
             reason=finished.reason,
             num_output=min(finished.num_output, len(output.ids)) if is_regular else len(output.ids),
             stop_id=finished.stop_id if finished.HasField("stop_id") else None,
-            cached_tokens=finished.usage.cached_tokens,
+            cached_tokens=min(finished.usage.cached_tokens, output.request.num_prompt),
             error=error,
         )
         self._events.on_finished(output, self, ending)
-
-    def _broken(self, message: str) -> MeshError:
-        return MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message, {"daemon": self.address})

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import cast
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 
 _PREFIX = "ERROR_REASON_"
+# Of an error that a peer sent.
+_MAX_CHARS = 1000
+_MAX_VALUES = 16
 
 _STATUS_TO_REASONS: Mapping[str, tuple[str, ...]] = {
     "INVALID_ARGUMENT": (
@@ -85,8 +89,16 @@ class MeshError(Exception):
 
     @classmethod
     def from_proto(cls, error: common_pb2.Error) -> MeshError:
-        """The error that a message carries. A reason that this version does not know is kept as its number."""
-        return cls(error.reason, error.message, dict(error.metadata))
+        """The error that a message carries. A reason that this version does not know is kept as its number.
+
+        It is logged and handed on, whoever sent it: what it quotes has an end.
+        """
+        if not error.reason:
+            return cls(
+                ErrorReason.ERROR_REASON_INTERNAL, error.message[:_MAX_CHARS] or "a peer failed and gave no reason"
+            )
+        metadata = {key[:_MAX_CHARS]: error.metadata[key][:_MAX_CHARS] for key in islice(error.metadata, _MAX_VALUES)}
+        return cls(error.reason, error.message[:_MAX_CHARS], metadata)
 
     def __str__(self) -> str:
         details = "".join(f" {key}={value}" for key, value in self.metadata.items())

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import DecodeError, Message
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 
 from .errors import MeshError
+
+_M = TypeVar("_M", bound=Message)
 
 # Elements of a repeated field, together in all its places in a message; bytes of a string.
 DEFAULT_COUNT = 1 << 14
@@ -115,6 +118,16 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
                 place += 8 if kind == 1 else 4
             else:  # Groups, of which no contract has any.
                 return
+
+
+def parse_frame(raw: bytes, kind: type[_M]) -> _M:
+    """A frame that a peer sent, as a message. Raises TOO_LARGE as check_counts(), MALFORMED_MESSAGE for other bytes."""
+    check_counts(raw, cast(Descriptor, kind.DESCRIPTOR), is_frame=True)
+    try:
+        return kind.FromString(raw)
+    except DecodeError as error:
+        message = f"{len(raw)} bytes are no {kind.DESCRIPTOR.name} ({error}): check the versions of both ends"
+        raise MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, message) from error
 
 
 @cache

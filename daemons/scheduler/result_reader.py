@@ -14,7 +14,7 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.step import StepResult, TokenLogprobs
+from radixmesh.daemons.runtime.step import SlotLogprobs, StepResult, TokenLogprobs
 from radixmesh.daemons.scheduler.epoch_state import EpochState
 from radixmesh.daemons.scheduler.in_flight import PlannedStep, Rows
 from radixmesh.daemons.scheduler.outputs import Outputs, OutputVector, PromptLogprobs, TokenRow, TokenRows, rows_of
@@ -38,13 +38,15 @@ class ResultReader:
     ) -> None:
         """Applies a result to the state and says in `outputs` what it brought.
 
-        Raises TOKEN_OUT_OF_VOCABULARY, before anything is changed, for ids that no sampler can have drawn.
+        Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have drawn, and
+        PROTOCOL_VIOLATION for logprobs that are not those of the rows, or of a prompt.
         """
         ids = result.ids
         # Negative ids are large ones without a sign.
         if len(ids) and ids.view(np.uint32).max() >= state.group.vocab_size:
             message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
             raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
+        _check_logprobs(state, step, result)
         _advance_chunks(state, step)
         _take_prompt_logprobs(state, result, outputs)
         if len(step.rows):
@@ -164,6 +166,31 @@ def _occupant(table: SlotTable, slot: int) -> Request:
     request = table.requests[slot]
     assert request is not None, slot
     return request
+
+
+def _check_logprobs(state: EpochState, step: PlannedStep, result: StepResult) -> None:
+    """Routers take what is not a token's own logprob for a broken stream: who sent it is known here only."""
+    if result.logprobs:
+        keys = zip(step.rows.slots.tolist(), step.rows.generations.tolist(), strict=True)
+        lengths = dict(zip(keys, result.counts.tolist(), strict=True))
+        for entry in result.logprobs:
+            if len(entry.logprobs.own) != lengths.get((entry.slot, entry.generation)) or not _has_width(state, entry):
+                raise _wrong_logprobs(result, entry)
+    for entry in result.prompt_logprobs:
+        request = _live_request(state, entry.slot, entry.generation)
+        end = entry.first_position + len(entry.logprobs.own)
+        if request is not None and (end > request.prompt_len or not _has_width(state, entry)):
+            raise _wrong_logprobs(result, entry)
+
+
+def _has_width(state: EpochState, entry: SlotLogprobs) -> bool:
+    request = _live_request(state, entry.slot, entry.generation)
+    return request is None or entry.logprobs.num_top <= (request.submission.sampling.num_top_logprobs or 0)
+
+
+def _wrong_logprobs(result: StepResult, entry: SlotLogprobs) -> MeshError:
+    message = f"step {result.step_id} returned logprobs of slot {entry.slot} that are not those of its tokens"
+    return MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
 
 
 def _advance_chunks(state: EpochState, step: PlannedStep) -> None:

@@ -17,12 +17,13 @@ from radixmesh.daemons.runtime.result_codec import records_from_proto, refusal_f
 from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.step import PageRecords, StepPlan, StepResult
 from radixmesh.daemons.runtime.step_codec import encode_plan
+from radixmesh.daemons.runtime.wire_bounds import parse_frame
 from radixmesh.daemons.scheduler.group_info import CacheSnapshot
 from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _EXECUTE = "/radixmesh.worker.v1.WorkerService/Execute"
-_Call = grpc.aio.StreamStreamCall[bytes, worker_pb2.ExecuteResponse]
+_Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
 class RefusedPlan(Exception):
@@ -45,8 +46,8 @@ class WorkerStream:
 
     async def hello(self) -> worker_pb2.WorkerHello:
         """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
-        execute = self._channel.stream_stream(
-            _EXECUTE, request_serializer=_as_is, response_deserializer=worker_pb2.ExecuteResponse.FromString
+        execute: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            _EXECUTE, request_serializer=_as_is, response_deserializer=_as_is
         )
         self._call = execute()
         await self._write(worker_pb2.ExecuteRequest(hello=self._ours).SerializeToString())
@@ -127,8 +128,8 @@ class WorkerStream:
             raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error
         raise_if_cancelled()
-        if isinstance(answer, worker_pb2.ExecuteResponse):
-            return answer
+        if isinstance(answer, bytes):
+            return parse_frame(answer, worker_pb2.ExecuteResponse)
         raise await self._reason()
 
     async def _reason(self) -> MeshError:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -24,6 +25,7 @@ from radixmesh.daemons.router.http.json_shape import bound_of_values, shape_of
 from radixmesh.daemons.router.http.native_request import NativeRequest
 from radixmesh.daemons.router.http.parser_pool import ParserPool
 from radixmesh.daemons.router.http.prompts import ids_of
+from radixmesh.daemons.router.http.request_group import RequestGroup
 from radixmesh.daemons.router.http.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -269,3 +271,38 @@ async def test_a_parser_without_work_ends() -> None:
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     assert not pool.pids and not os.path.exists(f"/proc/{pid}")
+
+
+async def test_a_group_starts_a_few_of_its_requests_at_once() -> None:
+    """A thousand prompts from each of eight clients, all at the tokenizers at once, took the router down."""
+    starting, most = 0, 0
+
+    class Stream:
+        """Resolves in its first take(), has one message, and ends in its second."""
+
+        on_broken = None
+        delivery = SimpleNamespace(stop_writing=lambda: None, start_writing=lambda: None)
+        num_taken = 0
+
+        async def take(self) -> router_pb2.GenerateResponse | None:
+            nonlocal starting, most
+            self.num_taken += 1
+            if self.num_taken > 1:
+                return None
+            starting += 1
+            most = max(most, starting)
+            await asyncio.sleep(0)
+            starting -= 1
+            return router_pb2.GenerateResponse()
+
+        def close(self) -> None:
+            pass
+
+    router = SimpleNamespace(open=lambda request: Stream())
+    requests = [router_pb2.GenerateRequest() for _ in range(200)]
+    group = RequestGroup(router, requests, lambda: None)  # type: ignore[arg-type]
+    places = []
+    while (item := await group.next()) is not None:
+        places.append(item[0])
+    group.close()
+    assert sorted(places) == list(range(200)) and most == 16

@@ -105,7 +105,7 @@ class DyingCall:
 
 async def test_a_link_ends_when_it_is_closed_in_the_moment_in_which_its_peer_dies() -> None:
     call: Any = DyingCall()
-    link = Link(lambda address: GrpcFrameStream(open_channel("unix:/nowhere"), call, address))
+    link = Link(lambda address: GrpcFrameStream(open_channel("unix:/nowhere"), call, address, str))
     link.start()
     async with asyncio.timeout(20):
         while not call.num_reads:

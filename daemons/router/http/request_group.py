@@ -13,6 +13,9 @@ from radixmesh.router.v1 import router_pb2
 # Which prompt, and what is new of it.
 GroupMessage = tuple[int, router_pb2.GenerateResponse]
 
+# Requests of one group that are being resolved.
+_MAX_STARTING = 16
+
 
 class RequestGroup:
     """`next()` until None, then close(); close() at any moment ends the requests. One consumer.
@@ -28,6 +31,8 @@ class RequestGroup:
         # One place: a pump waits, and its delivery merges, until the consumer has taken what is there.
         self._queue: asyncio.Queue[GroupMessage | BaseException | None] = asyncio.Queue(1)
         self._num_open = len(requests)
+        # A thousand prompts at once at the tokenizers, from each of some clients, are more than the event loop takes.
+        self._starts = asyncio.Semaphore(_MAX_STARTING)
         self._being_written: RequestStream | None = None
         self._place_written = 0
         # By place: the message of this request that was in the queue last is written.
@@ -85,13 +90,16 @@ class RequestGroup:
     async def _pump(self, place: int, stream: RequestStream) -> None:
         with suppress(asyncio.CancelledError):
             try:
-                while (message := await stream.take()) is not None:
+                async with self._starts:
+                    message = await stream.take()
+                while message is not None:
                     # It waits for the others' messages: that is no stall of the client's.
                     stream.delivery.stop_writing()
                     await self._queue.put((place, message))
                     # take() says that nothing is being written any more.
                     await self._is_written[place].wait()
                     self._is_written[place].clear()
+                    message = await stream.take()
                 await self._queue.put(None)
             except Exception as error:
                 await self._queue.put(error)

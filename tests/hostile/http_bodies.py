@@ -1,0 +1,130 @@
+"""Bodies of every route at the edge of what is legal, one per field that is repeated or has a size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from radixmesh.daemons.router.http.body import Body
+from radixmesh.daemons.router.http.chat_request import ChatRequest
+from radixmesh.daemons.router.http.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.field_decoders import decoders_of
+from radixmesh.daemons.router.http.native_request import NativeRequest, NativeSampling
+from radixmesh.daemons.router.http.text_requests import DetokenizeRequest, TokenizeRequest
+
+ROUTES: Mapping[str, type[Body]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/generate": NativeRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+_USER = {"role": "user", "content": "x"}
+_BASES: Mapping[str, dict[str, object]] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [_USER], "max_tokens": 1},
+    "/v1/embeddings": {"input": "x"},
+    "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 1}},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [7]},
+}
+_MIB = 1 << 20
+
+
+class Edge(NamedTuple):
+    """legal: the largest value that is served; illegal: the smallest that is not, with its code; wrong: what is of the
+    wrong kind, repeated until the body is as large as one may be."""
+
+    legal: object
+    illegal: object
+    code: str
+    wrong: object = {}
+
+
+_STOP_IDS = Edge([7] * 256, [7] * 257, "TOO_MANY_STOPS", "a")
+_STOPS = Edge(["s" * 1000] * 64, ["s"] * 65, "TOO_MANY_STOPS", 1)
+_NAME = Edge("n" * 256, "n" * 257, "INVALID_ARGUMENT")
+_IDS = Edge([7] * 1000, [7] * 200_000, "context_length_exceeded")
+# 65,536 values: one comma or bracket each.
+_TOOLS = Edge([{"x": [1] * 60_000}], [{"x": [1] * 65_536}], "TOO_LARGE", 1)
+_ARGS = Edge({"x": [1] * 60_000}, {"x": [1] * 65_536}, "TOO_LARGE")
+_TEXTS = Edge(["a"] * 1024, ["a"] * 1025, "INVALID_ARGUMENT")
+# By field, the same on every route that has it, but for those of _OF_ROUTE.
+EDGES: Mapping[str, Edge] = {
+    **dict.fromkeys(("cache_salt", "tenant"), _NAME),
+    "model": Edge("tiny-llama", "n" * 257, "INVALID_ARGUMENT"),
+    **dict.fromkeys(("request_id", "rid"), Edge(None, "r" * 300, "INVALID_ARGUMENT")),
+    "prompt": _TEXTS,
+    "text": _TEXTS,
+    "input": _TEXTS,
+    "input_ids": _IDS,
+    "stop": _STOPS,
+    "stop_token_ids": _STOP_IDS,
+    "logit_bias": Edge({str(i): 1 for i in range(700)}, {str(i): 1 for i in range(1025)}, "INVALID_ARGUMENT"),
+    "stream_options": Edge({"include_usage": True}, {f"o{i}": 1 for i in range(257)}, "TOO_LARGE"),
+    "seed": Edge(2**64 - 1, 2**64, "INVALID_ARGUMENT"),
+    "messages": Edge([_USER] * 4, [_USER] * 4097, "TOO_LARGE"),
+    "tools": _TOOLS,
+    "tool_choice": Edge("none", "required", "UNSUPPORTED"),
+    "reasoning_effort": Edge("e" * 256, "e" * 257, "INVALID_ARGUMENT"),
+    "chat_template_kwargs": _ARGS,
+    "sampling_params": Edge([{}], [{}] * 1025, "INVALID_ARGUMENT"),
+    "sampling_seed": Edge(2**64 - 1, 2**64, "INVALID_ARGUMENT"),
+    "tokens": Edge([7] * 1000, [[7] * 1024] * 1025, "INVALID_ARGUMENT"),
+}
+_OF_ROUTE: Mapping[tuple[str, str], Edge] = {
+    ("/tokenize", "prompt"): Edge(["a"] * 4096, ["a"] * 4097, "TOO_LARGE"),
+}
+
+
+class HostileBody(NamedTuple):
+    """code: of the error that answers it; "" where it is to be served, or to fail for want of room alone."""
+
+    name: str
+    path: str
+    data: bytes
+    code: str
+
+
+def sized_fields(kind: type[Body]) -> list[str]:
+    """Fields that a client can make as large as it likes: all but numbers, flags and enumerations."""
+    names = []
+    for name, decoder in decoders_of(kind).items():
+        kinds = msgspec.inspect.type_info(decoder.type) if decoder is not None else None
+        members = kinds.types if isinstance(kinds, msgspec.inspect.UnionType) else (kinds,)
+        if decoder is None or any(isinstance(member, msgspec.inspect.StrType) for member in members):
+            names.append(name)
+    return names
+
+
+def fields_of(path: str) -> list[str]:
+    return [*sized_fields(ROUTES[path]), *(sized_fields(NativeSampling) if path == "/generate" else ())]
+
+
+def bodies(size: int) -> Iterator[HostileBody]:
+    """Per route and field the largest legal, the smallest illegal, and `size` bytes of what is wrong in kind."""
+    for path in ROUTES:
+        for field in fields_of(path):
+            edge = _OF_ROUTE.get((path, field), EDGES[field])
+            yield HostileBody(f"{path} {field} legal", path, _body(path, field, edge.legal), "")
+            yield HostileBody(f"{path} {field} illegal", path, _body(path, field, edge.illegal), edge.code)
+            part = json.dumps(edge.wrong).encode()
+            many = b"[" + (part + b",") * (size // (len(part) + 1)) + part + b"]"
+            mark = json.dumps("wrong").encode()
+            yield HostileBody(f"{path} {field} wrong", path, _body(path, field, "wrong").replace(mark, many), "any")
+
+
+def _body(path: str, field: str, value: object) -> bytes:
+    base = dict(_BASES[path])
+    if path == "/generate" and field in sized_fields(NativeSampling):
+        return json.dumps({**base, "sampling_params": {"max_new_tokens": 1, field: value}}).encode()
+    if field in ("messages", "input_ids"):
+        base = {name: kept for name, kept in base.items() if name not in ("prompt", "text")}
+    if path == "/tokenize" and field in ("tools", "chat_template_kwargs"):
+        base = {"messages": [_USER]}
+    return json.dumps({**base, field: value}).encode()
