@@ -30,6 +30,10 @@ log = get_logger(__name__)
 
 _Context = grpc.aio.ServicerContext[object, object]
 _FLUSH_TIMEOUT_S = 30.0
+# Each holds an outbox of some MiB.
+MAX_ROUTER_STREAMS = 256
+# Each may hold a copy of the cache's outline while it reads the snapshot, and costs every change of the cache a little.
+MAX_CACHE_WATCHES = 32
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
@@ -43,6 +47,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._rendezvous = rendezvous
         self._instance_id = instance_id
         self._drain_s = drain_s
+        self._num_watches = 0
 
     async def Serve(
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeRequest], context: _Context
@@ -55,6 +60,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "start the stream with a hello")
         ours = hello_of(engine, self._instance_id)
         check_hello(first.hello, ours.hello)
+        if len(engine.streams) >= MAX_ROUTER_STREAMS:
+            raise _too_many("routers are connected", MAX_ROUTER_STREAMS)
         stream = engine.streams.open(first.hello.instance_id)
         reading = asyncio.ensure_future(self._read(stream, first, request_iterator))
         reading.add_done_callback(lambda _: stream.outbox.push_load())
@@ -128,10 +135,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             group_generation=joined.generation, addresses=joined.addresses, instance_ids=joined.instance_ids
         )
 
-    def WatchCache(
+    async def WatchCache(
         self, request: scheduler_pb2.WatchCacheRequest, context: _Context
     ) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
-        return watch_cache(self._engine, request)
+        if self._num_watches >= MAX_CACHE_WATCHES:
+            raise _too_many("callers watch the cache", MAX_CACHE_WATCHES)
+        self._num_watches += 1
+        try:
+            async for message in watch_cache(self._engine, request):
+                yield message
+        finally:
+            self._num_watches -= 1
 
     async def _read(
         self,
@@ -216,6 +230,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 def _reject(stream: RouterStream, submit: scheduler_pb2.Submit, error: MeshError) -> None:
     rejected = Rejected(owner=stream.owner, handle=submit.handle, attempt=submit.attempt, error=error)
     stream.outbox.add_frame(scheduler_pb2.ServeResponse(rejected=[rejected_to_proto(rejected)]))
+
+
+def _too_many(what: str, most: int) -> MeshError:
+    message = f"{most} {what}, as many as there may be: close some, or retry when others have left"
+    return MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "1000", "max": str(most)})
 
 
 def _unsupported(feature: str) -> MeshError:

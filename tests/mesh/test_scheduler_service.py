@@ -482,3 +482,34 @@ class NobodyEnters:
 
     def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool, only: object = None) -> None:
         return
+
+
+async def test_routers_and_watches_of_the_cache_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("radixmesh.daemons.scheduler.service.MAX_ROUTER_STREAMS", 2)
+    monkeypatch.setattr("radixmesh.daemons.scheduler.service.MAX_CACHE_WATCHES", 2)
+    async with mesh() as address, open_channel(address) as channel, serve_client(address) as client:
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+        watches = [stub.WatchCache(scheduler_pb2.WatchCacheRequest()) for _ in range(2)]
+        for watch in watches:
+            async with asyncio.timeout(60):
+                assert await watch.read() is not grpc.aio.EOF
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.WatchCache(scheduler_pb2.WatchCacheRequest()).read()
+        assert mesh_error_from_rpc(refused.value).reason == common_pb2.ERROR_REASON_OVERLOADED
+        async with serve_client(address):
+            call = channel.stream_stream("/radixmesh.scheduler.v1.SchedulerService/Serve")()
+            await call.write(hello_bytes())
+            with pytest.raises(grpc.aio.AioRpcError) as third:
+                await read_to_end(call)
+            assert mesh_error_from_rpc(third.value).reason == common_pb2.ERROR_REASON_OVERLOADED
+        # Who is in goes on, and who leaves makes room.
+        (seen,) = await client.over(await client.submit(PROMPT, max_tokens=5))
+        assert seen.tokens == expected(PROMPT, 5)
+        watches[0].cancel()
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    assert await stub.WatchCache(scheduler_pb2.WatchCacheRequest()).read() is not grpc.aio.EOF
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.05)
