@@ -13,7 +13,8 @@ _CHARS = "[!-~]"
 MAX_REQUEST_ID_LEN = 256
 # An HTTP request with several prompts makes one request each: "<id>-<place>".
 _MAX_SUFFIX_LEN = 16
-HTTP_REQUEST_ID_PATTERN = f"^{_CHARS}{{1,{MAX_REQUEST_ID_LEN - _MAX_SUFFIX_LEN}}}$"
+# Searched for by the parser of bodies; `$` would let a last line break pass.
+HTTP_REQUEST_ID_PATTERN = rf"^{_CHARS}{{1,{MAX_REQUEST_ID_LEN - _MAX_SUFFIX_LEN}}}\Z"
 
 _REQUEST_ID = re.compile(f"{_CHARS}{{1,{MAX_REQUEST_ID_LEN}}}")
 

@@ -48,6 +48,9 @@ _KNOWN_SPLITS = (
         r" ?[\p{P}\p{S}]+[\r\n]*" + _SPACES,
     ),
 )
+# A part of so many characters without a cut is refused, whatever follows.
+MAX_UNCUT_CHARS = 1 << 20
+_PIECE_CHARS = 16 << 10
 # They put ids around a text and do not look inside.
 _OUTER_PROCESSORS = ("TemplateProcessing", "ByteLevel", "RobertaProcessing", "BertProcessing")
 
@@ -71,13 +74,14 @@ class TextCutter:
             yield text[begin:]
 
     def _cut_from(self, text: str, start: int) -> int:
-        for found in _CUT.finditer(text, start - 1):
-            end = found.end()
-            is_unsafe = (
-                text[end - 1] in self.last or text[end] in self.first or text[end - 1 : end + 1] in self.inner_pairs
-            )
-            if not is_unsafe:
-                return end
+        # The search holds the interpreter lock: in pieces, so that the event loop gets its turns, and no further than a
+        # part may reach. Two characters behind a piece's end, what was found there is found again.
+        for begin in range(start - 1, min(len(text), start + MAX_UNCUT_CHARS), _PIECE_CHARS):
+            for found in _CUT.finditer(text, begin, min(len(text), begin + _PIECE_CHARS + 2)):
+                end = found.end()
+                pair = text[end - 1 : end + 1]
+                if pair[0] not in self.last and pair[1] not in self.first and pair not in self.inner_pairs:
+                    return end
         return len(text)
 
 

@@ -36,8 +36,7 @@ Milliseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # Texts that travel with every message of a request.
 Name = Annotated[str, Meta(max_length=256)]
 # It comes back as a header, and names the request in logs.
-# `$` would let a last line break pass.
-RequestId = Annotated[str, Meta(pattern=HTTP_REQUEST_ID_PATTERN.removesuffix("$") + r"\Z")]
+RequestId = Annotated[str, Meta(pattern=HTTP_REQUEST_ID_PATTERN)]
 
 _MAX_U64 = (1 << 64) - 1
 _INT = msgspec.json.Decoder(int)
