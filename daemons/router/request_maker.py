@@ -171,7 +171,8 @@ class RequestMaker:
 
     def _max_prompt_tokens(self, name: str) -> int:
         """The longest prompt that any scheduler of that model takes; 0 = not known."""
-        identities = [link.identity for link in self._schedulers.links if name == "" or name in link.models]
+        own = self._schedulers.own_name(name)
+        identities = [link.identity for link in self._schedulers.links if own == "" or own in link.models]
         lengths = [identity.max_total_len if identity is not None else 0 for identity in identities]
         # One token of output at least has to follow.
         return max(lengths) - 1 if lengths and all(lengths) else 0

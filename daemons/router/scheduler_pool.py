@@ -121,6 +121,10 @@ class SchedulerPool(PeerPool):
         """
         return pick_model(served_models(self.links), self._aliases.resolve(name), like)
 
+    def own_name(self, name: str) -> str:
+        """The name of the model that an alias stands for, or the name itself."""
+        return self._aliases.resolve(name)
+
     def aliases_of(self, name: str) -> list[str]:
         """Further names under which a served model may be asked for."""
         return self._aliases.of(name)

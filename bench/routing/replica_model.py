@@ -1,0 +1,221 @@
+"""A replica in virtual time: continuous batching, chunked prefill, and a bounded prefix cache that reports changes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
+from radixmesh.daemons.router.placement.prompt_keys import BLOCK
+from radixmesh.daemons.router.placement.replicas import ReplicaLoad
+
+_CHUNK = 2048
+_SLOTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCost:
+    """Seconds of a step: base, and for each decode row and each uncached token."""
+
+    base: float = 0.035
+    row: float = 0.00025
+    token: float = 0.0002
+
+    def of(self, rows: int, tokens: int) -> float:
+        return self.base + self.row * rows + self.token * tokens
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. blocks: ids of the prompt's whole blocks, as hashable keys chained from the start."""
+
+    ids: bytes
+    blocks: list[bytes]
+    num_output: int
+    sequence: int = 0
+    arrived: float = 0.0
+    first_token: float = 0.0
+    done: float = 0.0
+    hit: int = 0
+    to_prefill: int = 0
+    to_decode: int = 0
+    on_done: object = None
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.ids) // 4
+
+
+class BlockCache:
+    """Blocks of 32 tokens in a tree by prefix, least recently used leaves out first, those in use never."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.capacity = num_tokens // BLOCK
+        self._nodes: OrderedDict[bytes, int] = OrderedDict()  # The least recently used first; key -> node number.
+        self._used: dict[bytes, int] = {}
+        self._next = 1
+        self.reserved = 0
+        self.inserts: list[Insert] = []
+        self.evicted: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return self.capacity - len(self._nodes) - self.reserved
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._nodes)
+
+    def match(self, blocks: list[bytes]) -> int:
+        """Blocks of the prompt that are cached; they become the most recently used."""
+        count = 0
+        while count < len(blocks) and blocks[count] in self._nodes:
+            count += 1
+        for key in reversed(blocks[:count]):
+            self._nodes.move_to_end(key)
+        return count
+
+    def hold(self, blocks: list[bytes], change: int) -> None:
+        for key in blocks:
+            self._used[key] = self._used.get(key, 0) + change
+            if not self._used[key]:
+                del self._used[key]
+
+    def make_room(self, count: int) -> bool:
+        """Evicts until so many blocks are free; False if what is in use does not let it."""
+        if self.num_free >= count:
+            return True
+        victims = []
+        free = self.num_free
+        for key in self._nodes:
+            if free >= count:
+                break
+            if key not in self._used:
+                victims.append(key)
+                free += 1
+        if free < count:
+            return False
+        for key in victims:
+            self.evicted.append(self._nodes.pop(key))
+        return True
+
+    def insert(self, blocks: list[bytes], ids: bytes) -> None:
+        """The prompt's KV is there; room was made before."""
+        parent = 0
+        for index, key in enumerate(blocks):
+            node = self._nodes.get(key)
+            if node is None:
+                node, self._next = self._next, self._next + 1
+                self._nodes[key] = node
+                part = ids[4 * BLOCK * index : 4 * BLOCK * (index + 1)]
+                self.inserts.append(Insert(node=node, parent=parent, ids=part, namespace="", weights_version=0))
+            parent = node
+        for key in reversed(blocks):
+            self._nodes.move_to_end(key)
+
+    def take_changes(self) -> tuple[list[Insert], list[int]]:
+        changes = self.inserts, self.evicted
+        self.inserts, self.evicted = [], []
+        return changes
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaModel:
+    """step() runs one step and says how long it takes."""
+
+    cost: StepCost
+    cache: BlockCache
+    waiting: deque[Job] = field(default_factory=deque)
+    running: list[Job] = field(default_factory=list)
+    revision: int = 0
+    last_sequence: int = 0
+    prefilled: int = 0
+
+    def submit(self, job: Job) -> None:
+        self.waiting.append(job)
+        self.last_sequence = max(self.last_sequence, job.sequence)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def step(self, now: float) -> tuple[float, list[Job], list[Job]]:
+        """Seconds of the step that begins now; jobs with their first token and jobs that are done at its end."""
+        self._admit()
+        budget, rows, tokens = _CHUNK, 0, 0
+        started: list[Job] = []
+        for job in self.running:
+            if job.to_prefill:
+                part = min(job.to_prefill, budget)
+                job.to_prefill -= part
+                budget -= part
+                tokens += part
+                if not job.to_prefill and part:
+                    started.append(job)
+            else:
+                rows += 1
+        seconds = self.cost.of(rows, tokens)
+        self.prefilled += tokens
+        done: list[Job] = []
+        for job in self.running:
+            if job in started:
+                job.first_token = now + seconds
+                self.cache.reserved -= self._needed(job)
+                self.cache.insert(job.blocks, job.ids)
+                self.cache.hold(job.blocks, 1)
+                self.cache.hold(job.blocks[: job.hit], -1)
+                self.cache.reserved += job.num_output // BLOCK + 1
+            if not job.to_prefill:
+                job.to_decode -= 1
+                if job.to_decode <= 0:
+                    job.done = now + seconds
+                    done.append(job)
+        for job in done:
+            self.running.remove(job)
+            self.cache.hold(job.blocks, -1)
+            self.cache.reserved -= job.num_output // BLOCK + 1
+        return seconds, started, done
+
+    def load(self) -> ReplicaLoad:
+        """As a scheduler tells it."""
+        return ReplicaLoad(
+            submit_sequence=self.last_sequence,
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            waiting_tokens=sum(job.num_prompt for job in self.waiting),
+            free_tokens=max(0, self.cache.num_free) * BLOCK,
+            cached_tokens=self.cache.num_cached * BLOCK,
+        )
+
+    def changes(self) -> list[CacheChange]:
+        """What the cache has to report since the last time."""
+        inserts, evicted = self.cache.take_changes()
+        if not inserts and not evicted:
+            return []
+        # Children go before their parents, whatever was evicted first.
+        self.revision += 1
+        gone = sorted(evicted, reverse=True)
+        return [
+            CacheChange(revision=self.revision, inserts=inserts),
+            CacheChange(revision=self.revision, evicted=gone),
+        ]
+
+    def _needed(self, job: Job) -> int:
+        return len(job.blocks) - job.hit
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < _SLOTS:
+            job = self.waiting[0]
+            hit = self.cache.match(job.blocks)
+            # The last token is always computed.
+            job.hit = min(hit, (job.num_prompt - 1) // BLOCK)
+            self.cache.hold(job.blocks[: job.hit], 1)
+            room = self._needed(job) + job.num_output // BLOCK + 1
+            if not self.cache.make_room(room):
+                self.cache.hold(job.blocks[: job.hit], -1)
+                break
+            self.waiting.popleft()
+            self.cache.reserved += self._needed(job)
+            job.to_prefill = job.num_prompt - job.hit * BLOCK
+            job.to_decode = job.num_output
+            self.running.append(job)
