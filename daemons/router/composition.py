@@ -10,6 +10,7 @@ from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.frame_stream import Dial
 from radixmesh.daemons.router.journal import Journal
+from radixmesh.daemons.router.link_placement import LinkPlacement
 from radixmesh.daemons.router.model_aliases import ModelAliases
 from radixmesh.daemons.router.output_flow import OutputFlow
 from radixmesh.daemons.router.placement.cache_follower import OpenWatch
@@ -58,13 +59,15 @@ def make_router(
     flow = OutputFlow(journal, metrics, times)
     schedulers = SchedulerPool(
         lambda address: SchedulerLink(address, peers.dial_scheduler, settings.silence_s, hello, flow),
-        Placement(make_policy(settings.policy), view_bytes=settings.view_bytes),
+        LinkPlacement(
+            Placement(make_policy(settings.policy), view_bytes=settings.view_bytes),
+            open_watch=peers.watch_cache,
+            on_decision=flow.on_decision,
+        ),
         wait_s=settings.scheduler_wait_s,
         migrate_after_s=settings.migrate_after_s,
         fail=flow.fail,
         aliases=ModelAliases.parse(settings.model_aliases),
-        open_watch=peers.watch_cache,
-        on_decision=flow.on_decision,
     )
     detokenizers = DetokenizerPool(
         lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow),

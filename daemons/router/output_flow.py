@@ -183,13 +183,13 @@ class OutputFlow:
         self._metrics.routed_tokens.labels("uncached").inc(decision.num_tokens - decision.matched_tokens)
 
     def on_load(self, link: SchedulerLink) -> None:
-        self.schedulers.on_load(link)
+        self.schedulers.placement.on_load(link)
 
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
-        self.schedulers.on_first_token(link, sequence)
+        self.schedulers.placement.on_first_token(link, sequence)
 
     def on_left(self, link: SchedulerLink, sequence: int) -> None:
-        self.schedulers.on_left(link, sequence)
+        self.schedulers.placement.on_left(link, sequence)
 
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         self.schedulers.on_changed()

@@ -11,12 +11,11 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.candidates import able, fitting, nobody
 from radixmesh.daemons.router.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
+from radixmesh.daemons.router.link_placement import LinkPlacement
 from radixmesh.daemons.router.model_aliases import ModelAliases
-from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
-from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
+from radixmesh.daemons.router.placement.placement import Decision
 from radixmesh.daemons.router.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.served_models import ServedModel, pick_model, served_models
-from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -36,23 +35,15 @@ class SchedulerPool(PeerPool):
     def __init__(
         self,
         make_link: Callable[[str], SchedulerLink],
-        placement: Placement,
+        placement: LinkPlacement,
         *,
         wait_s: float,
         migrate_after_s: float,
         fail: Callable[[Output, MeshError], None],
         aliases: ModelAliases | None = None,
-        open_watch: OpenWatch | None = None,
-        on_decision: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._make_link = make_link
-        self._placement = placement
-        self._open_watch = open_watch
-        self._on_decision = on_decision
-        self._rows: dict[str, int] = {}
-        self._connects: dict[int, int] = {}
-        self._followers: dict[str, CacheFollower] = {}
-        self._ticked = 0.0
+        self.placement = placement
         self._aliases = aliases or ModelAliases({})
         self._wait_s = wait_s
         self._migrate_after_s = migrate_after_s
@@ -73,11 +64,8 @@ class SchedulerPool(PeerPool):
         """Connects to a scheduler. Idempotent. Raises INVALID_ARGUMENT for text that is no address."""
         if address not in self._links:
             link = self._links[address] = self._make_link(address)
-            row = self._rows[address] = self._placement.add(address)
+            self.placement.add(link)
             link.start()
-            if self._open_watch is not None and self._placement.policy.needs_matches:
-                self._followers[address] = CacheFollower(row, address, self._open_watch, self._placement)
-                self._followers[address].start()
 
     async def remove(self, address: str) -> None:
         """Disconnects; its outputs move to others, or wait. Raises INVALID_ARGUMENT for one that was not added."""
@@ -89,7 +77,7 @@ class SchedulerPool(PeerPool):
             0
         )  # The aborts leave before the stream does, as a rule; else the scheduler's grace ends them.
         await link.close()
-        await self._forget_row(address)
+        await self.placement.remove(link)
         self.place_waiting()
 
     def can_remove(self, address: str) -> bool:
@@ -104,7 +92,7 @@ class SchedulerPool(PeerPool):
 
     async def close(self) -> None:
         self._waiting.clear()
-        await asyncio.gather(*(follower.close() for follower in self._followers.values()))
+        await self.placement.close()
         await asyncio.gather(*(link.close() for link in self.links))
 
     def models(self) -> list[ServedModel]:
@@ -167,7 +155,7 @@ class SchedulerPool(PeerPool):
             if output.waiting_since is None:
                 output.waiting_since = time.monotonic()
             link.submit(output)
-            self._take_sent(link, decision)
+            self.placement.take_sent(link, decision)
             return
         if output.state is not OutputState.WAITING:
             output.move_to(OutputState.WAITING)
@@ -213,28 +201,6 @@ class SchedulerPool(PeerPool):
         for output in tuple(self._waiting):
             self.place(output)
 
-    def on_load(self, link: SchedulerLink) -> None:
-        """A link has a new load, or was connected."""
-        row = self._rows.get(link.address)
-        if row is None:
-            return
-        if self._connects.get(row) != link.num_connects:
-            self._connects[row] = link.num_connects
-            self._placement.restart(row, link.kv_tokens)
-        self._placement.take_load(row, link.replica_load())
-
-    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
-        """The prefill of that submit is done."""
-        row = self._rows.get(link.address)
-        if row is not None:
-            self._placement.replicas.take_first_token(row, sequence)
-
-    def on_left(self, link: SchedulerLink, sequence: int) -> None:
-        """The output of that submit has ended, or gone elsewhere."""
-        row = self._rows.get(link.address)
-        if row is not None:
-            self._placement.replicas.take_left(row, sequence)
-
     def on_changed(self) -> None:
         """A link was connected, or its group's state changed."""
         self._changed.set()
@@ -243,9 +209,7 @@ class SchedulerPool(PeerPool):
 
     def tick(self, now: float) -> None:
         """Call every 0.1 s or so."""
-        if now - self._ticked > 1.0:
-            self._ticked = now
-            self._placement.tick()
+        self.placement.tick(now)
         self._migrate(now)
         if not self._waiting:
             return
@@ -303,37 +267,15 @@ class SchedulerPool(PeerPool):
 
     def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
         """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
-        request = output.request
-        resolved = request.resolved
         links = able(self.links, output, time.monotonic())
         if not links:
             return None, None
-        for sibling in request.outputs:
+        for sibling in output.request.outputs:
             # Outputs of one request share their prompt's KV.
             if sibling.scheduler in links:
                 return sibling.scheduler, None
-        adapter = resolved.model if links[0].identity is None or resolved.model != links[0].identity.name else ""
-        wanted = PlacedRequest(
-            prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
-            namespace=cache_name(adapter, resolved.cache_salt),
-        )
-        decision = self._placement.choose(wanted, [self._rows[link.address] for link in links])
+        decision = self.placement.choose(output, links)
         return links[decision.index], decision
-
-    def _take_sent(self, link: SchedulerLink, decision: Decision | None) -> None:
-        if decision is not None:
-            self._placement.take_sent(decision, link.last_sequence)
-            self._on_decision(decision)
-        else:  # Beside a sibling, whose prompt it has.
-            self._placement.replicas.take_sent(self._rows[link.address], link.last_sequence, 0, 0)
-
-    async def _forget_row(self, address: str) -> None:
-        follower = self._followers.pop(address, None)
-        if follower is not None:
-            await follower.close()
-        row = self._rows.pop(address)
-        self._connects.pop(row, None)
-        self._placement.remove(row)
 
     def _link(self, address: str) -> SchedulerLink:
         link = self._links.get(address)

@@ -71,6 +71,11 @@ class Replica:
         done = self.cache.insert(name, ids, pages)
         self.free.extend(pages[: done.num_known].tolist())
 
+    def reset(self) -> None:
+        """The cache is flushed."""
+        self.cache.reset()
+        self.free = list(range(self.cache.num_pages))
+
     def read(self) -> None:
         """What the feed has kept; from the content where it has not."""
         events = self.feed.events_after(self.revision, 1 << 30, 1 << 30)
@@ -113,6 +118,8 @@ def test_the_view_equals_the_tree_whatever_happens(page_size: int, seed: int) ->
                 replica.read()
             case 1:
                 replica.watch()
+            case 2 if rng.random() < 0.3:
+                replica.reset()
             case 2:
                 freed = replica.cache.evict(int(rng.integers(1, 40)))
                 replica.free.extend(freed.tolist())

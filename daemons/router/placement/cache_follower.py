@@ -50,6 +50,8 @@ class CacheFollower:
             has_heard = False
             try:
                 async for change in self._open_watch(self._address, self._revision):
+                    if change.is_reset:
+                        await self._clear()
                     self._placement.apply(self._row, change)
                     if self._revision is None and not change.is_snapshot:
                         tokens = self._placement.num_cached_tokens(self._row)
@@ -84,5 +86,8 @@ class CacheFollower:
     async def _begin_anew(self) -> None:
         """A snapshot comes first: what was known is worth nothing, or wrong."""
         self._revision = None
+        await self._clear()
+
+    async def _clear(self) -> None:
         for _ in self._placement.lose_view(self._row):
             await asyncio.sleep(0)

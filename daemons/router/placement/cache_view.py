@@ -97,6 +97,8 @@ class CacheView:
         """Raises ViewError for what does not fit, ViewTooLargeError; the view is to be cleared after either."""
         if change.is_reset:
             self.discard()
+            for _ in self.clear_index():
+                pass
         for split in change.splits:
             self._split(split)
         for insert in change.inserts:
