@@ -1,0 +1,81 @@
+"""Placement's rows belong to links: an address that goes and comes back is another one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+from radixmesh.daemons.router.link_placement import LinkPlacement
+from radixmesh.daemons.router.placement.cache_view import CacheChange
+from radixmesh.daemons.router.placement.placement import Placement
+from radixmesh.daemons.router.placement.policies import make_policy
+from radixmesh.daemons.router.placement.replicas import ReplicaLoad
+from radixmesh.daemons.runtime.cache_namespace import cache_name
+
+
+class Link:
+    """What placement looks at of a scheduler's link."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.identity = address, SimpleNamespace(name="model")
+        self.num_connects, self.kv_tokens, self.last_sequence = 1, 100_000, 0
+
+    def replica_load(self) -> ReplicaLoad:
+        return ReplicaLoad(
+            submit_sequence=0, num_running=0, num_waiting=0, waiting_tokens=0, free_tokens=1000, cached_tokens=0
+        )
+
+
+def output_of(ids: bytes) -> Any:
+    resolved = SimpleNamespace(model="model", prompt_ids=ids, cache_salt="")
+    return SimpleNamespace(request=SimpleNamespace(resolved=resolved), ids=SimpleNamespace(tobytes=lambda: b""))
+
+
+async def test_a_link_that_goes_leaves_the_row_of_its_successor_alone() -> None:
+    is_open = asyncio.Event()
+
+    async def watch(address: str, after_revision: int | None) -> AsyncIterator[CacheChange]:
+        is_open.set()
+        await asyncio.Event().wait()
+        yield CacheChange(revision=0)
+
+    placed = LinkPlacement(Placement(make_policy("cache_aware")), open_watch=watch)
+    first, second = Link("10.0.0.1:50051"), Link("10.0.0.1:50051")
+    placed.add(first)  # type: ignore[arg-type]
+    await is_open.wait()
+    leaving = asyncio.create_task(placed.remove(first))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    placed.add(second)  # type: ignore[arg-type]
+    await leaving
+    placed.on_load(first)  # type: ignore[arg-type]
+    placed.on_load(second)  # type: ignore[arg-type]
+    output = output_of(bytes(400))
+    for sequence in (1, 2, 3):
+        second.last_sequence = sequence
+        placed.take_sent(second, placed.choose(output, [second]))  # type: ignore[arg-type,list-item]
+    placed.on_left(first, 1)  # type: ignore[arg-type]
+    assert placed.choose(output, [second]).matched_tokens == 96  # type: ignore[list-item]
+    placed.on_left(second, 1)  # type: ignore[arg-type]
+    await placed.close()
+
+
+async def test_outputs_of_one_request_count_where_their_prompt_is() -> None:
+    decisions: list[str] = []
+    placement = Placement(make_policy("cache_aware"))
+    placed = LinkPlacement(placement, on_decision=lambda decision: decisions.append(decision.reason))
+    link = Link("a:1")
+    placed.add(link)  # type: ignore[arg-type]
+    placed.on_load(link)  # type: ignore[arg-type]
+    link.last_sequence = 1
+    placed.take_sent(link, placed.choose(output_of(bytes(400)), [link]))  # type: ignore[arg-type,list-item]
+    link.last_sequence = 2
+    placed.take_sent(link, None)  # type: ignore[arg-type]
+    assert placement.replicas.num_outputs[0] == 2 and placement.replicas.queued_tokens[0] == 100
+    assert decisions == ["new"]
+
+
+def test_namespaces_of_adapters_and_salts_are_apart() -> None:
+    names = [cache_name(adapter, salt) for adapter, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""))]
+    assert len(set(names)) == len(names)
