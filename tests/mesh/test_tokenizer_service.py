@@ -198,7 +198,7 @@ async def test_a_client_that_goes_away_frees_its_place(folder: Path) -> None:
     async with running(TokenizerDaemon, settings) as daemon, open_channel(daemon.address) as channel:
         stub = tokenizer_pb2_grpc.TokenizerServiceStub(channel)
         # Half a minute of encoding, which goes on part by part.
-        long = pb.EncodeRequest(items=[pb.EncodeItem(text="many words " * 4_000_000)])
+        long = pb.EncodeRequest(items=[pb.EncodeItem(text="many words " * 1_000_000) for _ in range(4)])
         call = stub.Encode(long)
         await until(lambda: daemon.runtime.progress.num_completed > 2)
         small_request = pb.EncodeRequest(items=[pb.EncodeItem(text="a")])

@@ -39,6 +39,8 @@ HARMLESS = frozenset(
         # Of stream_options: usage comes at the end alone; obfuscation pads events.
         *("continuous_usage_stats", "include_obfuscation"),
         *("cache_control",),
+        # Ids beside the text are left out; the text is the same.
+        *("return_token_ids",),
     )
 )
 # Constraints on an answer: without them it would be another one.
@@ -79,7 +81,7 @@ UNSUPPORTED = frozenset(
             "verbosity",
         ),
         *("image_data", "video_data", "audio_data", "input_embeds", "prompt_embeds", "session_params", "dimensions"),
-        *("return_hidden_states", "return_token_ids", "return_tokens_as_token_ids", "token_ids_logprob", "vllm_xargs"),
+        *("return_hidden_states", "return_tokens_as_token_ids", "token_ids_logprob", "vllm_xargs"),
         *("spaces_between_special_tokens", "mm_processor_kwargs", "typical_p", "best_of", "add_special_tokens", "echo"),
         *("parallel_tool_calls", "thinking", "beam_width", "num_beams"),
     )
