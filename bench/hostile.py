@@ -1,4 +1,4 @@
-"""What bystanders notice of an attack: a local mesh on the simulated worker, a hostile client in a process of its own.
+"""Bystanders' latency during attacks: a local mesh on the simulated worker, a hostile client in a process of its own.
 
 For each attack: time to the first token of short requests beside it, the longest that a stream was without news, the
 longest answer of each daemon to a health check, resident memory of each, daemons that died, and how the attacker was

@@ -188,7 +188,7 @@ class ReplicaModel:
         )
 
     def changes(self) -> list[CacheChange]:
-        """What the cache has to report since the last time."""
+        """The cache's changes since the last call."""
         inserts, evicted = self.cache.take_changes()
         if not inserts and not evicted:
             return []

@@ -1,4 +1,4 @@
-"""What the daemons of a cluster print, kept in its run folder: `up` writes it, `radixmesh logs` reads it.
+"""Output of a cluster's daemons, kept in its run folder: `up` writes it, `radixmesh logs` reads it.
 
 <run folder>/cluster.log      one line each, behind the process's name and a tab, in order of arrival
 <run folder>/cluster.log.1    what came before; both together never hold more than twice MAX_BYTES

@@ -1,4 +1,4 @@
-"""Whether a model folder can be served here, known before anything is started: family, weights, memory."""
+"""Checks of a model folder before anything is started: family, weights, memory."""
 
 from __future__ import annotations
 

@@ -37,5 +37,5 @@ def find_routers(named: Sequence[str], project: str | None, access: Access) -> l
 
 
 def may_send_key(address: str, access: Access) -> bool:
-    """Whether an address that nobody named may be told the key, if there is one: a port of ours here, or under TLS."""
+    """True if the key may go to an address that nobody named: a port of ours on this machine, or any under TLS."""
     return not access.api_key or access.tls.has_client or is_own_listener(address)

@@ -1,4 +1,4 @@
-"""How long a process had work and no CPU to do it on: a machine that is loaded, not a daemon that hangs."""
+"""Time that a process waited for a CPU: a loaded machine, not a daemon that hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the end of a process says of its cause."""
+"""Causes of a process's end, by its exit code or signal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CODES_FROM_OUTSIDE = frozenset({ExitCode.CLEAN, ExitCode.DRAINED_LATE, ExitCode
 
 
 def starts_in_vain(argv: Sequence[str], exit_codes: tuple[int, ...]) -> bool:
-    """Whether a daemon of ours that never served will never do so, by the exit codes of its runs, the last one last.
+    """True if a daemon that never served never will, by the exit codes of its runs, the last one last.
 
     Wrong settings stay wrong. What kept it from starting otherwise (a model, a device, a file, a port) gets a second
     try: a file may have been half replaced.
@@ -43,7 +43,7 @@ def last_words(lines: Sequence[str]) -> str:
 
 
 class MemoryKills:
-    """Whether the kernel has killed any process for want of memory since this was made (Linux, by /proc/vmstat)."""
+    """True if the kernel has killed any process for lack of memory since this was made (Linux, /proc/vmstat)."""
 
     def __init__(self) -> None:
         self._num_before = _num_memory_kills()

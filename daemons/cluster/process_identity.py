@@ -1,4 +1,4 @@
-"""Who a process, a lock or a listening port really belongs to: by the kernel's word, not by what a file says.
+"""Owners of processes, locks and listening ports: by the kernel's word, not by what a file says.
 
 Linux tells all of it under /proc. Elsewhere the calls answer "unknown" (None), and their callers rely on the ownership
 of files alone.
@@ -28,7 +28,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def is_own_process(pid: int, started: int | None) -> bool:
-    """Whether this process lives, belongs to the effective user, and is the one that started then (None = unknown)."""
+    """True if this process lives, belongs to the effective user, and is the one that started then (None = unknown)."""
     if start_ticks(pid) != started:
         return False
     try:
@@ -79,7 +79,7 @@ def lock_holders(inode: int) -> set[int] | None:
 
 
 def is_own_listener(address: str) -> bool:
-    """Whether "host:port" is on this machine's loopback, and nobody but the effective user listens there."""
+    """True if "host:port" is on this machine's loopback, and nobody but the effective user listens there."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:

@@ -189,8 +189,11 @@ class ProcessSupervisor:
         return None
 
     def _remember_end(self, exit_code: int, memory: MemoryKills) -> None:
-        """What the next run is told. One that was not seen healthy may have worked all the same: its own end counts,
-        but a kill then does not excuse the death before it, and one that never started has no end worth telling."""
+        """Keeps what the next run is told of its predecessor.
+
+        A run that was not seen healthy may have worked all the same: its own end counts, but a kill then does not excuse
+        the death before it. One that never started has no end worth telling.
+        """
         if exit_code in (ExitCode.USAGE, ExitCode.NOT_STARTED):
             return
         end = end_of(exit_code, memory_was_short=memory.has_happened())

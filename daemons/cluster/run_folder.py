@@ -255,7 +255,7 @@ def _running(root: Path, passed_over: list[str]) -> list[Path]:
 
 
 def _holder_of(folder: Path, text: bytes, inode: int) -> Supervisor:
-    """Who the lock's text names, if that is who the kernel says holds it."""
+    """The holder that the lock's text names, if the kernel confirms it."""
     try:
         pid_text, started_text = text.split()
         supervisor = Supervisor(int(pid_text), None if started_text == b"None" else int(started_text))

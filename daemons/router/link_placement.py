@@ -63,7 +63,7 @@ class LinkPlacement:
         await asyncio.gather(*(row.follower.close() for row in self._rows.values() if row.follower is not None))
 
     def choose(self, output: Output, links: Sequence[SchedulerLink]) -> Decision:
-        """Which of the links, which are not empty, gets the output."""
+        """Chooses the link that gets the output; there is at least one."""
         resolved, identity = output.request.resolved, links[0].identity
         adapter = resolved.model if identity is None or resolved.model != identity.name else ""
         wanted = PlacedRequest(

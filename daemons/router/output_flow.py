@@ -316,7 +316,7 @@ def _reason_of(output: Output) -> str:
 
 
 def _is_too_small(output: Output, ending: Ending) -> bool:
-    """Whether the scheduler ended the output because it has no room for more, where more was asked for."""
+    """True if the scheduler ended the output because it has no room for more, where more was asked for."""
     if ending.error is not None:
         return ending.error.reason in _TOO_SMALL
     is_cut = ending.reason == common_pb2.FINISH_REASON_LENGTH and ending.num_output < output.request.max_tokens

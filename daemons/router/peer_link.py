@@ -23,7 +23,7 @@ log = get_logger(__name__)
 
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
-# Which ends of a stream say that one side breaks the contract: it will again, and is dialled later each time, until a
+# Ends of a stream by which one side breaks the contract: it will again, and is dialled later each time, until a
 # conversation has lasted for so long.
 _VIOLATIONS = frozenset(
     (

@@ -38,7 +38,7 @@ _COMPARED = ("model_fingerprint", "tokenizer_fingerprint")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a client has of one output."""
+    """One output as far as the client has it."""
 
     ids: array[int]
     text_bytes: int

@@ -41,7 +41,7 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 log = get_logger(__name__)
 
 _TICK_S = 0.1
-# What clients of a newer contract may send beside what is known here.
+# Bytes of unknown fields that clients of a newer contract may send.
 _MAX_UNKNOWN_BYTES = 64 << 10
 _ABORT_OUTCOMES = {
     scheduler_pb2.ABORT_OUTCOME_FOUND: router_pb2.ABORT_OUTCOME_FOUND,

@@ -1,4 +1,4 @@
-"""What a scheduler's stream brings about, for whoever drives the outputs."""
+"""Events of a scheduler's stream, for whoever drives the outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerEvents(Protocol):
-    """Who wants the tokens."""
+    """Receiver of a scheduler's events."""
 
     def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
         """The output, which waited since that moment, goes to the scheduler of link."""

@@ -108,12 +108,12 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return min(self.max_total_len, self.kv_tokens + 1) if self.kv_tokens else self.max_total_len
 
     def serves(self, model: str, identity: common_pb2.ModelIdentity) -> bool:
-        """Whether outputs here are what the identity promises, now or once the scheduler is back."""
+        """True if outputs here are what the identity promises, now or once the scheduler is back."""
         return self.identity is not None and model in self.models and is_same_model(self.identity, identity)
 
     @property
     def takes_submits(self) -> bool:
-        """Whether new submits can go here."""
+        """True if new submits can go here."""
         if not self.is_connected or self.is_draining or self.load.is_draining:
             return False
         return self.load.group != scheduler_pb2.GROUP_STATE_STANDBY

@@ -186,7 +186,7 @@ class SchedulerPool(PeerPool):
         self.place(output)
 
     def fits_elsewhere(self, output: Output, link: SchedulerLink) -> bool:
-        """Whether another scheduler holds an output that is too large for link: then link is not asked again."""
+        """True if another scheduler holds an output that is too large for link: then link is not asked again."""
         output.shunned[link.address] = math.inf
         return any(output.shunned.get(other.address) != math.inf for other in fitting(self.links, output.request))
 

@@ -1,4 +1,4 @@
-"""What a scheduler may say: anything else ends its stream before it reaches a client, or fills the journal."""
+"""Checks of a scheduler's frames: anything else ends its stream before it reaches a client, or fills the journal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServeChecks:
         return MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message, {"daemon": self._address})
 
     def hello(self, hello: scheduler_pb2.SchedulerHello) -> None:
-        """What requests would fail of one by one ends the hello instead."""
+        """A hello that every request would fail by is refused as a whole."""
         identity = hello.hello.model
         if not identity.name or not identity.vocab_size or not identity.max_total_len:
             message = "a scheduler says name, vocab_size and max_total_len of its model in its hello"

@@ -1,4 +1,4 @@
-"""What a router has to say to one scheduler, in frames of bounded size."""
+"""Frames of bounded size from a router to one scheduler."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def pick_model(
 
 
 def is_same_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> bool:
-    """Whether outputs of one continue outputs of the other; what one side does not know is not compared."""
+    """True if outputs of one continue outputs of the other; what one side does not know is not compared."""
     return all(
         not getattr(ours, name) or not getattr(theirs, name) or getattr(ours, name) == getattr(theirs, name)
         for name in _COMPARED

@@ -52,7 +52,7 @@ def tenant_salt(tenant: str, salt: str) -> str:
     # Of fixed length, so that no tenant's name and salt together can read as another's.
     space = hashlib.sha256(tenant.encode()).hexdigest()[:32] + ":"
     num_bytes = len(salt.encode())
-    # What is too long by itself is refused by the checks of the request.
+    # A name that is too long by itself is refused by the checks of the request.
     if salt.startswith(space) or num_bytes > MAX_NAME_BYTES:
         return salt
     if len(space) + num_bytes > MAX_NAME_BYTES:

@@ -20,7 +20,7 @@ _Resp = TypeVar("_Resp")
 _AUTHORIZATION = "authorization"
 # Supervisors and load balancers have no key, and learn nothing here but a state.
 _OPEN = ("/grpc.health.v1.Health/",)
-# What a client may still send of a stream that nobody wants before it is cut off.
+# Bytes that a client may still send of a refused stream before it is cut off.
 _LINGER_S = 1.0
 _LINGER_BYTES = 1 << 20
 _ADMIN = ("/radixmesh.router.v1.RouterAdminService/",)

@@ -19,7 +19,7 @@ class Caller:
 
 
 ANYBODY = Caller(min_priority=-(2**31), max_priority=2**31 - 1)
-"""Where no key is asked for everybody may say anything, whose a request is too."""
+"""The caller where no key is asked for: any tenant may be claimed."""
 # A context variable is per task, not global state: each handler sees its own.
 _caller: ContextVar[Caller] = ContextVar("radixmesh_caller", default=ANYBODY)
 

@@ -18,7 +18,7 @@ class LogLevel(StrEnum):
 
 
 class PredecessorEnd(StrEnum):
-    """How the process ended that ran in this one's place before it, told by the supervisor of both."""
+    """End of the process that ran in this one's place before it, told by the supervisor of both."""
 
     UNKNOWN = "unknown"
     BY_ITSELF = "by-itself"

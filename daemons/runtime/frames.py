@@ -19,7 +19,7 @@ _FRAMING_BYTES = 8
 
 
 class FrameBudget:
-    """What still fits into one frame. The first entry always does."""
+    """Room left in one frame. The first entry always fits."""
 
     __slots__ = ("_max_bytes", "_max_entries", "num_bytes", "num_entries")
 
@@ -30,7 +30,7 @@ class FrameBudget:
         self.num_entries = 0
 
     def take(self, num_bytes: int) -> bool:
-        """Whether an entry of so many bytes goes into this frame, and is counted now; False: it begins the next one."""
+        """True if an entry of so many bytes fits, which is counted then; False: it begins the next frame."""
         num_bytes += _FRAMING_BYTES
         if self.num_entries and (self.num_entries >= self._max_entries or self.num_bytes + num_bytes > self._max_bytes):
             return False

@@ -24,7 +24,7 @@ def read_trusted(path: Path, *, max_bytes: int) -> bytes:
             raise ValueError("it is no regular file")
         if fault := _fault(status, is_shared_folder=False):
             raise ValueError(fault)
-        # Who may rename within the folder decides which file has this name.
+        # Anyone who may rename within the folder decides which file has this name.
         for folder in {path.parent, path.resolve().parent}:
             if fault := _fault(os.stat(folder), is_shared_folder=True):
                 raise ValueError(f"the folder {folder} is not safe: {fault}")
@@ -35,12 +35,12 @@ def read_trusted(path: Path, *, max_bytes: int) -> bytes:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Whether a file or folder belongs to the effective user, and nobody else can write it."""
+    """True if a file or folder belongs to the effective user, and nobody else can write it."""
     return status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _fault(status: os.stat_result, *, is_shared_folder: bool) -> str:
-    """What is wrong; empty = nothing."""
+    """The problem in words; empty = none."""
     # In a folder with the sticky bit (/tmp) only the owner of a file can rename it.
     if status.st_mode & stat.S_IWOTH and not (is_shared_folder and status.st_mode & stat.S_ISVTX):
         return "everybody may write it: chmod o-w"

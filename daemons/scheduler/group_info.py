@@ -30,7 +30,7 @@ class GroupInfo:
     predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN
 
     def lost_from_outside(self, former: GroupInfo) -> bool:
-        """Whether this is a successor of the `former` process, which somebody killed or asked to leave."""
+        """True if this is a successor of the `former` process, which somebody killed or asked to leave."""
         return self.instance_id != former.instance_id and self.predecessor_end is PredecessorEnd.FROM_OUTSIDE
 
 

@@ -1,4 +1,4 @@
-"""What waits to be written to one router: a pending frame that later steps merge into, until it is full.
+"""Rows to be written to one router: a pending frame that later steps merge into, until it is full.
 
 A full frame is closed and the next one begun, in order: the tokens of an output never come after its end.
 """
@@ -140,7 +140,7 @@ class Outbox:
             self._close_frame()
 
     def _close_frame(self) -> None:
-        """What comes from now on belongs into another frame."""
+        """Closes the frame: later entries go into another one."""
         self._full.append((self._frame, self._rows, self._frame_values))
         self._frame, self._rows = scheduler_pb2.ServeResponse(), []
         self._frame_values = self._frame_bytes = self._frame_entries = 0

@@ -50,7 +50,7 @@ class SlotTable:
         self.locks: list[Match | None] = [None] * num_slots
         """What each slot holds locked in the prefix cache."""
         self.ranks_across_tenants = False
-        """Whether a priority counts against those of other tenants, see last_in_line()."""
+        """True if a priority counts against those of other tenants, see last_in_line()."""
         self._fresh: npt.NDArray[np.int32] = np.zeros((num_slots, _FRESH_COLUMNS), np.int32)
         """Output tokens that are not in their requests yet: row s holds the last num_fresh[s] of its request."""
         self._num_fresh = column()
@@ -70,7 +70,7 @@ class SlotTable:
         return sorted((r for r in self.requests if r is not None), key=lambda request: request.arrival)
 
     def last_in_line(self) -> Request:
-        """Who gives way first where pages run out. Something runs.
+        """The request that gives way first where pages run out. Something runs.
 
         Of the (router, tenant) that came last the lowest priority's youngest; with ranks_across_tenants that of all.
         """

@@ -113,7 +113,7 @@ class Submissions:
             self._aborted.popitem(last=False)
 
     def was_aborted(self, submission: Submission) -> bool:
-        """Whether this is an attempt of a request that was aborted: of a router that has not heard of it.
+        """True if this is an attempt of a request that was aborted: of a router that has not heard of it.
 
         Whoever uses the id for another request begins with attempt 0, and draws another seed.
         """
@@ -130,7 +130,7 @@ class Submissions:
         return [r for r in found if below_attempt is None or r.submission.attempt < below_attempt]
 
     def has_ended(self, request_id: str, index: int | None, tenant: str | None) -> bool:
-        """Whether such an output is remembered to have ended. tenant None: of any, where index is None too."""
+        """True if such an output is remembered to have ended. tenant None: of any, where index is None too."""
         if index is None:
             return (tenant, request_id) in self._ended_ids
         return RequestKey(request_id, index, tenant or "") in self._ended

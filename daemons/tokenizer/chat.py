@@ -15,7 +15,7 @@ JsonObject = Mapping[str, object]
 # Of all JSON of one chat: a value takes up to 100 bytes of memory for the two or three that it is written in.
 MAX_JSON_VALUES = 100_000
 MAX_JSON_CHARS = 4 << 20
-# What any tokenizer takes at most, whatever its --max-messages.
+# Most that any tokenizer takes, whatever its --max-messages.
 MAX_MESSAGES = 1 << 14
 
 # What the renderer itself hands to templates.

@@ -81,7 +81,7 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
         return cast("RenderBudget | None", getattr(self._spent, "budget", None))
 
     def spend(self, budget: RenderBudget | None) -> None:
-        """What this thread renders from now on counts against that budget."""
+        """Counts this thread's renderings against that budget from now on."""
         self._spent.budget = budget
 
     def counted_filter(self, name: str, function: Callable[..., object]) -> Callable[..., object]:

@@ -49,7 +49,7 @@ _PREDECESSOR_ENDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreConfig:
-    """What a worker is apart from its model. `dump_folder` (None: see PrivateFolder) gets the plans of died steps and
+    """Settings apart from the model. `dump_folder` (None: see PrivateFolder) gets the plans of died steps and
     profiler traces; the file `record_plans`, if one is named, every plan."""
 
     backend: str

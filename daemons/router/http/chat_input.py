@@ -26,7 +26,7 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 1024
-# What templates are known to read; anything else reaches them too, and is named in the response.
+# Fields that templates are known to read; anything else reaches them too, and is named in the response.
 _READ_BY_TEMPLATES = frozenset(
     (
         *("role", "content", "name", "tool_calls", "tool_call_id", "function_call", "reasoning", "reasoning_content"),
@@ -129,7 +129,7 @@ def _call(raw: Bytes, where: str) -> bytes:
         return bytes(raw)
     text = text_of(given, f"{where}.function.arguments").strip().encode() or b"{}"
     check_values(text, f"{where}.function.arguments")
-    # What a model wrote as arguments need not be JSON: the template sees it as it is.
+    # Arguments that a model wrote need not be JSON: the template sees it as it is.
     if _maybe(_OBJECT, text) is None:
         return bytes(raw)
     changed = _object({**function, "arguments": text}, where)

@@ -32,7 +32,7 @@ _LINGER_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class ConnectionHandle:
-    """What a request may do with its connection. cut(): ends it at once, whatever its client has not read yet.
+    """A request's handle on its connection. cut(): ends it at once, whatever its client has not read yet.
     on_progress: called when the client has taken bytes while more wait; set by the request that is being answered."""
 
     cut: Callable[[], None]

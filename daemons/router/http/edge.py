@@ -66,7 +66,7 @@ def make_http_server(
 
 
 def _guarded(app: ASGIApp, address: str, settings: RouterSettings) -> ASGIApp:
-    """What browsers ask and tell comes before keys: they send none with their questions."""
+    """Browsers' preflight requests come before the key check: they carry no key."""
     if settings.http_cors_origins:
         app = allow_origins(app, settings.http_cors_origins)
     # Under TLS a name that is not in the certificate gets nowhere.

@@ -72,7 +72,7 @@ def _structure(data: Bytes) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint8
 def _escaped(
     block: np.ndarray[tuple[int], np.dtype[np.uint8]], is_first_escaped: bool
 ) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], bool]:
-    """Which bytes a backslash before them escapes, and whether it does the first byte of the next block."""
+    """The bytes that a backslash escapes, and True if it escapes the next block's first byte."""
     num = len(block)
     is_plain = block != _BACKSLASH
     # Per byte the place of the last byte before it that is no backslash: the run between has that many.

@@ -86,7 +86,7 @@ UNSUPPORTED = frozenset(
         *("parallel_tool_calls", "thinking", "beam_width", "num_beams"),
     )
 )
-# What asks for nothing: the default of whoever knows the field. Null, false, "", [] and {} ask for nothing anywhere.
+# Values that ask for nothing: a field's default elsewhere. Null, false, "", [] and {} ask for nothing anywhere.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),

@@ -55,7 +55,7 @@ class StreamOptions(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOptions(Body):
-    """How tokens are sampled and what ends an output. Null or absent: the default of router.proto."""
+    """Sampling parameters and stop conditions. Null or absent: the default of router.proto."""
 
     n: Uint32 | None = None
     temperature: float | None = None

@@ -23,7 +23,7 @@ Prompt: TypeAlias = "str | array[int]"
 MAX_PROMPTS = 1024
 # Of all requests together, what they share: it is in each of them.
 MAX_SHARED_BYTES = 8 << 20
-# Where the model's context is not known yet.
+# While the model's context length is not known.
 MAX_IDS = 1 << 22
 
 _IDS = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]])

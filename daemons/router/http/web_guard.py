@@ -85,7 +85,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this machine reach a listener at host."""
+    """True if only processes of this machine reach a listener at host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 # struct tcp_info of Linux: 8 bytes, 24 numbers of 32 bits, two of 64, then tcpi_bytes_acked.
 _BYTES_ACKED_AT = 8 + 24 * 4 + 2 * 8
 _BYTES_ACKED = struct.Struct("Q")
-# How often a stall is looked for within the time after which it is one.
+# Checks for a stall within the time after which it is one.
 _LOOKS = 8
 
 

@@ -1,1 +1,1 @@
-"""Which scheduler gets an output: the routers' view of every replica's prefix cache, and the policies over it."""
+"""Choice of the scheduler for an output: the view of every replica's prefix cache, and policies over it."""

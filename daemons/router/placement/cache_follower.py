@@ -18,7 +18,7 @@ OpenWatch = Callable[[str, int | None], AsyncIterator[CacheChange]]
 
 _RETRY_S = 1.0
 _MAX_RETRY_S = 30.0
-# What cannot be watched now will not be in a moment: a cache that tells nobody, a view that is too large.
+# A cache that cannot be watched now cannot be in a moment either, nor does a view that is too large shrink.
 _PAUSE_S = 300.0
 
 

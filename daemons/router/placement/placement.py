@@ -24,7 +24,7 @@ _SENT_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRequest:
-    """What placement looks at. prompt_ids: i32 array, not empty. namespace: of the cache, see cache_namespace.py."""
+    """A request as placement sees it. prompt_ids: i32 array, not empty. namespace: see cache_namespace.py."""
 
     prompt_ids: bytes
     namespace: str = ""

@@ -35,7 +35,7 @@ class PlacementPolicy(ABC):
     """Chooses among candidates. Load is counted at selection: columns already include what was sent a moment ago."""
 
     needs_matches = False
-    """Whether it looks at matched_tokens: they are zero otherwise."""
+    """True if the policy looks at matched_tokens, which are zero otherwise."""
 
     @abstractmethod
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:

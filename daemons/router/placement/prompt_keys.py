@@ -70,5 +70,5 @@ class PromptKeys:
 
 
 def block_ends(start: int, num: int) -> slice:
-    """Which of the tokens start ... start + num - 1 end a block, as a slice of them."""
+    """The tokens of start ... start + num - 1 that end a block, as a slice."""
     return slice((-start - 1) % BLOCK, num, BLOCK)

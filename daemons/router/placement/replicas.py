@@ -1,4 +1,4 @@
-"""What is known of every replica, as columns: a decision among a thousand takes as long as a few array operations."""
+"""Loads of all replicas, as columns: a decision among a thousand takes as long as a few array operations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Sent:
 
 @dataclass(slots=True)
 class _Others:
-    """What other routers sent there, by the latest load."""
+    """Other routers' outputs there, by the latest load."""
 
     outputs: int = 0
     tokens: int = 0
