@@ -191,8 +191,8 @@ class ProcessSupervisor:
     def _remember_end(self, exit_code: int, memory: MemoryKills) -> None:
         """Keeps what the next run is told of its predecessor.
 
-        A run that was not seen healthy may have worked all the same: its own end counts, but a kill then does not excuse
-        the death before it. One that never started has no end worth telling.
+        A run that was not seen healthy may have worked all the same: its own end counts, but a kill then does not
+        excuse the death before it. One that never started has no end worth telling.
         """
         if exit_code in (ExitCode.USAGE, ExitCode.NOT_STARTED):
             return
