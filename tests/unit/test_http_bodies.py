@@ -243,9 +243,19 @@ async def test_a_parser_that_dies_or_hangs_is_replaced() -> None:
     pool = Pool(timeout_s=60.0)
     data = json.dumps({"prompt": "x"}).encode()
     (whole,) = await pool.parse(data, CompletionRequest)
+    (waiting,) = pool.pool._idle
     os.kill(pool.pids[0], signal.SIGKILL)
+    while waiting.is_alive:
+        await asyncio.sleep(0.01)
+    assert await pool.parse(data, CompletionRequest) == [whole], "killed while it waited: no body is lost"
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    parsing = asyncio.create_task(pool.parse(data, CompletionRequest))
+    while pool.pool._idle:
+        await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
     with pytest.raises(MeshError) as dead:
-        await pool.parse(data, CompletionRequest)
+        await parsing
     assert dead.value.reason_name == "NOT_SERVING"
     assert await pool.parse(data, CompletionRequest) == [whole]
     pool.pool._timeout_s = 0.5

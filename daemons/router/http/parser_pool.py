@@ -54,7 +54,7 @@ class ParserPool:
         """
         job = {"kind": kind, "size": size, "contexts": dict(contexts)}
         async with self._turn:
-            process = self._idle.pop() if self._idle else _ParserProcess(self._max_body_bytes)
+            process = self._take_process(job)
             is_whole = False
             try:
                 async with asyncio.timeout(self._timeout_s):
@@ -74,6 +74,18 @@ class ParserPool:
         if isinstance(answer, MeshError):
             raise answer
         return answer
+
+    def _take_process(self, job: Mapping[str, object]) -> _ParserProcess:
+        """One that waits, or a new one. Raises NOT_SERVING where none can be started."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_alive:
+                return process
+            process.close()  # Killed while it waited, for want of memory for one.
+        try:
+            return _ParserProcess(self._max_body_bytes)
+        except OSError as error:
+            raise self._lost(f"cannot be started ({error})", job) from error
 
     def close(self) -> None:
         """Ends the processes that have nothing to do; the others end with their body."""
@@ -112,14 +124,23 @@ class _ParserProcess:
     def __init__(self, max_body_bytes: int) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(max_body_bytes)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            try:
+                # -P: the router's folder is no place to import from.
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(max_body_bytes)],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            except OSError:
+                self._socket.close()
+                raise
         self._socket.setblocking(False)
         self.idle_since = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
     async def send(self, header: bytes, parts: list[bytes]) -> None:
         """Empties parts as they go."""

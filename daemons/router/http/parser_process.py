@@ -7,6 +7,7 @@ A frame is a length (4 bytes, little-endian), a letter, and so many bytes; those
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import signal
 import socket
@@ -92,7 +93,13 @@ def _bound_memory(max_bytes: int) -> None:
             if line.startswith("VmData:"):
                 used = int(line.split()[1]) << 10
     most = used + _MEMORY_BASE + _MEMORY_PER_BYTE * max_bytes
+    inherited = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if inherited != resource.RLIM_INFINITY:
+        most = min(most, inherited)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    # Where a container's memory runs out a body is lost, not the router.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
 
 
 def main() -> None:
