@@ -183,7 +183,9 @@ async def test_an_end_without_an_error_gets_one_and_a_long_one_is_cut(reason: co
             mesh.fakes[0].mangle = lambda frame, rogue=rogue: rogue(frame) if frame.tokens.handles else None  # type: ignore[misc]
             async with mesh.stub() as stub:
                 request = router_pb2.GenerateRequest(
-                    prompt_ids=pack_ints(PROMPT), stop=common_pb2.StopParams(max_tokens=NUM_TOKENS)
+                    prompt_ids=pack_ints(PROMPT),
+                    sampling=common_pb2.SamplingParams(seed=SEED),  # One whose output has no early end of its own.
+                    stop=common_pb2.StopParams(max_tokens=NUM_TOKENS),
                 )
                 ends = [end async for message in stub.Generate(request, timeout=60) for end in message.finished]
             (end,) = ends
