@@ -16,7 +16,7 @@ from prometheus_client import make_wsgi_app
 from .addresses import split_host_port
 from .metrics import Metrics
 
-# A newcomer beyond these ends the oldest connection: who asks properly is served within milliseconds.
+# A newcomer beyond these ends the oldest connection: a client that behaves is served within milliseconds.
 MAX_CONNECTIONS = 32
 MAX_HEAD_BYTES = 16 << 10
 # From the accept to the last byte of the answer.

@@ -87,7 +87,7 @@ async def test_the_number_of_watches_is_bounded_by_connection_and_in_all(monkeyp
         # Check, which the supervisor asks by, always has room.
         check = health_pb2_grpc.HealthStub(channels[2]).Check(health_pb2.HealthCheckRequest(), timeout=60)
         assert (await check).status == _SERVING
-        # What ends makes room.
+        # A watch that ends makes room.
         calls[0].cancel()
         await _until_closed(bench, 5)
         assert await _first(await _open(channels[2])) == _SERVING

@@ -301,7 +301,7 @@ async def test_a_refusal_reaches_clients_that_still_write(tmp_path: Path) -> Non
                     await call
                 told.append(mesh_error_from_rpc(refused.value).reason_name)
         assert told == ["UNAUTHENTICATED"] * 100
-        # Who never stops is cut off all the same.
+        # A client that never stops is cut off all the same.
         async with asyncio.timeout(30):
             with pytest.raises(grpc.aio.AioRpcError):
                 await detokenizer.Detokenize(endless()).read()

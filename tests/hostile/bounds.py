@@ -93,7 +93,7 @@ BOUNDS: dict[str, Bound] = {
     **_rows("router.v1.TokenizeRequest", model=NAME, items=(4096, f"{D}tokenizer.text_codec:Limits")),
     **_rows("tokenizer.v1.ChatInput", messages=(4096, f"{D}tokenizer.text_codec:Limits"), tools_json=JSON),
     **_rows("tokenizer.v1.ChatInput", template_args_json=JSON),
-    # What a template makes of them is bounded by its budget and as a text.
+    # A template's rendering of them is bounded by its budget and as a text.
     **_rows("tokenizer.v1.ChatMessage", role=(64 << 10, WIRE), content=TEXT, extra_json=JSON),
     **_rows("tokenizer.v1.EncodeItem", text=TEXT),
     # Operators.

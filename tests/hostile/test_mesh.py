@@ -78,7 +78,7 @@ def sizes(place: Place) -> Iterator[int]:
 
 
 async def answer_to(channel: grpc.aio.Channel, place: Place, raw: bytes) -> str | None:
-    """What is wrong with the answer: None where it is a result, or a typed error."""
+    """The fault of an answer: None where it is a result, or a typed error."""
     name = place.rpc.method.rpartition("/")[2]
     try:
         async with asyncio.timeout(_CALL_S):
@@ -109,7 +109,7 @@ async def answer_to(channel: grpc.aio.Channel, place: Place, raw: bytes) -> str 
 
 
 async def attack(mesh: Mesh, chosen: list[Place], *, at_once: int) -> list[str]:
-    """What was wrong with any answer."""
+    """Faults of all answers."""
     wrong: list[str] = []
     for place in chosen:
         async with raw_channel(mesh.cluster.address(daemon_of(place))) as channel:

@@ -133,7 +133,7 @@ def test_the_log_file_is_bounded_and_loses_no_line_to_a_reader(tmp_path: Path) -
 
 
 def complete(shell: str, script: Path, *words: str) -> list[str]:
-    """What Tab offers for the last word."""
+    """Completions that Tab offers for the last word."""
     given = " ".join(f"'{word}'" for word in words)
     if shell == "bash":
         place = f"COMP_WORDS=({given}); COMP_CWORD={len(words) - 1}"

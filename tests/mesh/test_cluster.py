@@ -234,7 +234,7 @@ async def test_a_missing_command_is_reported_in_the_output(compose_path, make_cl
 
 
 def told_end(pid):
-    """What a process was told of the one before it."""
+    """The end of its predecessor as a process was told it."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return [v.decode().partition("=")[2] for v in variables if v.startswith(b"RADIXMESH_PREDECESSOR_END=")]
 

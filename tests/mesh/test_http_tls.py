@@ -86,7 +86,7 @@ async def test_handshakes_that_do_not_end_cost_little_and_keep_nobody_out(router
         await router.health_s(client_of(ours))
         await router.health_s(client_of(ours))
         assert router.memory_bytes() - before < 96_000_000
-        # Who does not get on with it is cut off.
+        # A connection that makes no progress is cut off.
         async with asyncio.timeout(DEADLINE_S):
             while any(is_open(connection) for connection in half):
                 await asyncio.sleep(0.2)
@@ -128,7 +128,7 @@ def num_resumed(port: int, context: ssl.SSLContext, said: bytes) -> int:
 
 @pytest.mark.parametrize("version", VERSIONS, ids=lambda version: version.name)
 async def test_no_session_outlives_a_certificate(router: HttpProcess, ours: Path, version: ssl.TLSVersion) -> None:
-    """Who resumes a session shows no certificate."""
+    """A client that resumes a session shows no certificate."""
     context = client_of(ours)
     context.minimum_version = context.maximum_version = version
     assert await asyncio.to_thread(num_resumed, router.port, context, HEALTH) == 0

@@ -502,7 +502,7 @@ async def test_routers_and_watches_of_the_cache_are_bounded_in_number(monkeypatc
             with pytest.raises(grpc.aio.AioRpcError) as third:
                 await read_to_end(call)
             assert mesh_error_from_rpc(third.value).reason == common_pb2.ERROR_REASON_OVERLOADED
-        # Who is in goes on, and who leaves makes room.
+        # Streams that are open go on, and one that ends makes room.
         (seen,) = await client.over(await client.submit(PROMPT, max_tokens=5))
         assert seen.tokens == expected(PROMPT, 5)
         watches[0].cancel()

@@ -10,7 +10,7 @@ import pytest
 
 from radixmesh.daemons.runtime.tls_files import TlsFiles
 
-# Who else than daemons is let in.
+# Others than daemons that are let in.
 _CLIENT_CA = {"router": "router-clients.pem"}
 _SCRIPT = Path(__file__).parents[2] / "compose" / "make_certificates.sh"
 

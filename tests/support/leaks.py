@@ -1,4 +1,4 @@
-"""What the daemons of a mesh hold while nobody asks anything: requests, pages, bytes, tasks, files."""
+"""Holdings of an idle mesh's daemons: requests, pages, bytes, tasks, files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def footprint(cluster: LocalCluster) -> dict[str, float]:
 
 
 async def left_behind(cluster: LocalCluster, fresh: Footprint) -> dict[str, float]:
-    """What should be zero and is not, and what is far above the footprint of the fresh mesh."""
+    """Counts that should be zero and are not, and those far above the fresh mesh's."""
     found: dict[str, float] = {}
     for status in cluster.processes:
         kind = status.service.split("-")[0]
@@ -63,7 +63,7 @@ async def left_behind(cluster: LocalCluster, fresh: Footprint) -> dict[str, floa
 
 
 async def all_left(cluster: LocalCluster, fresh: Footprint, timeout_s: float) -> dict[str, float]:
-    """What is still left behind after that time; empty as soon as nothing is."""
+    """Leftovers after that time; empty as soon as there are none."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         try:

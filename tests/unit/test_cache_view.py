@@ -77,7 +77,7 @@ class Replica:
         self.free = list(range(self.cache.num_pages))
 
     def read(self) -> None:
-        """What the feed has kept; from the content where it has not."""
+        """Applies the events that the feed kept, or the content where it kept too few."""
         events = self.feed.events_after(self.revision, 1 << 30, 1 << 30)
         if events is None:
             return self.watch()

@@ -334,7 +334,7 @@ def test_a_routers_scores_do_not_depend_on_a_rows_place() -> None:
 
 
 def test_picks_do_not_depend_on_a_rows_place() -> None:
-    """What comes after the product is elementwise or within a row, and needs no tiles verified."""
+    """All after the GEMM is elementwise or within a row, and needs no verified tiles."""
     _, config, weights = _odd_router()
     # A product with this is exact, in whatever order it adds.
     identity = torch.eye(6)

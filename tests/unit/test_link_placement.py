@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.cache_namespace import cache_name
 
 
 class Link:
-    """What placement looks at of a scheduler's link."""
+    """The part of a scheduler's link that placement reads."""
 
     def __init__(self, address: str) -> None:
         self.address, self.identity = address, SimpleNamespace(name="model")

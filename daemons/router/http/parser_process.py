@@ -97,7 +97,7 @@ def _bound_memory(max_bytes: int) -> None:
     if inherited != resource.RLIM_INFINITY:
         most = min(most, inherited)
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    # Where a container's memory runs out a body is lost, not the router.
+    # The kernel kills this process before the router where a container's memory runs out: one body is lost.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 
