@@ -161,14 +161,16 @@ def drive_hits(
 
 
 @cache
-def logprob_tolerance(folder: Path, pool_dtype: torch.dtype = torch.float32) -> float:
+def logprob_tolerance(
+    folder: Path, pool_dtype: torch.dtype = torch.float32, *, num_keys: int = len(PROMPTS[-1])
+) -> float:
     """Largest difference of logprobs of the model in `folder`, in float32 over keys and values of that dtype."""
     from transformers import AutoModelForCausalLM  # Slow to import.
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         spread = float(model(torch.tensor([PROMPTS[-1]])).logits.std())
-    return largest_logprob_error(model.config, len(PROMPTS[-1]), spread, pool_dtype)
+    return largest_logprob_error(model.config, num_keys, spread, pool_dtype)
 
 
 def check_same(got: PlanDriver, want: PlanDriver, *, atol: float) -> None:

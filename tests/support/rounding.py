@@ -113,10 +113,10 @@ def gated_tolerance(
     """
     factor = 1.0 if factor_T1 is None else factor_T1.double()
     gate_TF, up_TF = (x_TK.double() @ w_2FK.double().t() * factor).chunk(2, dim=1)
-    # A product's own sum, and as much for the factor's.
     magnitude_T2F = product_magnitude(x_TK, w_2FK, is_random=is_random) * factor
-    error_T2F = _TWO_PRODUCTS * 2 * sum_tolerance(x_TK.shape[1], magnitude_T2F)
-    gate_error_TF, up_error_TF = error_T2F.chunk(2, dim=1)
+    # The factor is off, relatively, by half of what its sum is.
+    error_T2F = sum_tolerance(x_TK.shape[1], magnitude_T2F + torch.cat((gate_TF, up_TF), dim=1).abs() / 2)
+    gate_error_TF, up_error_TF = (_TWO_PRODUCTS * error_T2F).chunk(2, dim=1)
     # silu grows by at most 1.1 times what its argument grows by, and |silu(x)| <= |x|; exp is off by |x| u as well.
     error_TF = 1.1 * gate_error_TF * (up_TF.abs() + up_error_TF) + gate_TF.abs() * up_error_TF
     functions_TF = 2 * (gate_TF.abs() + 2 * _FUNCTION_ROUNDINGS) * unit_roundoff(torch.float32)
