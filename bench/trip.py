@@ -2,10 +2,11 @@
 
     python bench/trip.py [--json FILE] [--write docs/architecture.md]
 
-Starts `compose/simulated.yml` as local processes with a recorder of function calls in each (`trip_recorder/`), lets the mesh idle,
-then sends prompts to /v1/completions, streamed, one after the other. A file counts if one of its functions is entered between the
-request and its first token of most prompts, and is not there by chance: an idle mesh enters it less than once in ten such times. Generated stubs and libraries do not
-count. --write puts the list, with the first sentence of each file's docstring, between the page's `trip` markers.
+Starts `compose/simulated.yml` as local processes with a recorder of function calls in each (`trip_recorder/`), lets
+the mesh idle, then sends prompts to /v1/completions, streamed, one after the other. A file counts if one of its
+functions is entered between the request and its first token, for most prompts, and not by chance: an idle mesh enters
+it less than once in ten such times. Generated stubs and libraries do not count. --write puts the list, with the first
+sentence of each file's docstring, between the page's `trip` markers.
 """
 
 from __future__ import annotations
@@ -61,9 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         visits = _visits(Path(folder), idle, trips)
     files = {visit.path for visit in visits}
     for visit in visits:
-        print(
-            f"{visit.after_ms:8.2f} ms  {visit.daemon:<12}{visit.path}  ({visit.function}, {visit.num_functions} functions)"
-        )
+        place = f"{visit.daemon:<12}{visit.path}"
+        print(f"{visit.after_ms:8.2f} ms  {place}  ({visit.function}, {visit.num_functions} functions)")
     print(f"{len(files)} files, {len(visits)} with those that several daemons enter counted for each")
     for daemon in DAEMONS:
         print(f"{daemon:<12}{sum(visit.daemon == daemon for visit in visits)}")
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _drive(compose: Path, folder: Path) -> tuple[Window, list[Window]]:
-    """Runs the mesh; the window in which it idled, and one for each prompt. The recorders write when the mesh has stopped."""
+    """Runs the mesh. Returns the window in which it idled, and one for each prompt. Recorders write when it stops."""
     recorder = {"PYTHONPATH": str(ROOT / "bench" / "trip_recorder"), "TRIP_FOLDER": str(folder)}
     async with LocalCluster(compose, environment=dict.fromkeys(DAEMONS, recorder), publish=False) as cluster:
         await cluster.wait_healthy(120)

@@ -1,7 +1,7 @@
-"""Recorder of the Python functions that a process enters, and when. Loaded by every interpreter that has this folder on PYTHONPATH.
+"""Recorder of the Python functions that a process enters, and when.
 
-TRIP_FOLDER: where the process writes `PID.json` when it ends: [file, function, times of entry in seconds of CLOCK_MONOTONIC, which
-all processes of a machine share]. Costs about a microsecond a call.
+Every interpreter with this folder on PYTHONPATH loads it. TRIP_FOLDER: where the process writes `PID.json` when it
+ends, rows of [file, function, times of entry in seconds of CLOCK_MONOTONIC, which all processes of a machine share].
 """
 
 from __future__ import annotations
