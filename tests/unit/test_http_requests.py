@@ -18,7 +18,7 @@ from radixmesh.daemons.router.http.collected import CollectedRequest, LogprobRun
 from radixmesh.daemons.router.http.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.errors import ErrorResponse, error_body, http_status
 from radixmesh.daemons.router.http.field_decoders import decoders_of
-from radixmesh.daemons.router.http.json_text import split_at
+from radixmesh.daemons.router.http.json_text import dump, split_at
 from radixmesh.daemons.router.http.logprobs import CompletionLogprobs, chat_logprobs
 from radixmesh.daemons.router.http.native_request import NativeRequest
 from radixmesh.daemons.router.http.prompts import name_requests
@@ -179,7 +179,7 @@ def test_retry_after_is_whole_seconds() -> None:
 @given(st.text(), st.text(min_size=1))
 def test_text_between_the_halves_is_the_whole_json(text: str, mark: str) -> None:
     before, after = split_at({"id": "fixed", "deep": [{"text": f"{mark} mark"}]}, f"{mark} mark")
-    value = json.loads(before + json.dumps(text).encode() + after)
+    value = json.loads(before + dump(text) + after)
     assert value == {"id": "fixed", "deep": [{"text": text}]}
 
 
