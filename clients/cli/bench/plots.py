@@ -1,21 +1,29 @@
-"""A load's picture as one SVG file, made without any library: distributions and the course over time."""
+"""Diagrams of a load as one SVG file: distributions, and the course over time. Needs matplotlib (the bench extra)."""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
 import numpy as np
 import numpy.typing as npt
 
 from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.target import TargetError
 
-# Of a diagram; left of and below its axes; above the first row.
-_WIDTH, _HEIGHT, _LEFT, _BELOW, _HEAD = 460, 310, 54, 86, 84
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogFormatter
+except ImportError as error:
+    raise TargetError("diagrams need matplotlib: pip install 'radixmesh[bench]'") from error
+
+# Of one diagram, in inches.
+_WIDTH, _HEIGHT = 6.4, 4.3
 _NUM_BINS, _NUM_POINTS = 120, 240
-_COLOURS = ("#1f6fb4", "#d1622b", "#3a8f4d")
 _FLOATS = npt.NDArray[np.float64]
 
 
@@ -100,68 +108,31 @@ def _tokens_per_s(sent: Sequence[RequestRecord], started: float) -> Curve:
 
 
 def plot_panels(panels: Sequence[Panel], title: str) -> str:
-    """Diagrams two in a row, as one SVG file."""
-    width, height = 2 * _WIDTH, _HEAD + _HEIGHT * math.ceil(len(panels) / 2)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif"'
-        ' font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{width / 2:g}" y="28" font-size="16" text-anchor="middle">{escape(title)}</text>',
-    ]
-    for place, panel in enumerate(panels):
-        left, top = _WIDTH * (place % 2), _HEAD + _HEIGHT * (place // 2)
-        parts += [f'<g transform="translate({left} {top})">', *_panel(panel), "</g>"]
-    return "\n".join([*parts, "</svg>\n"])
+    """Diagrams two in a row, as the text of one SVG file."""
+    num_rows = math.ceil(len(panels) / 2)
+    # Texts stay texts, and dollar signs are no mathematics. A fixed salt and no date: equal data gives an equal file.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "radixmesh", "text.parse_math": False}):
+        figure = Figure(figsize=(2 * _WIDTH, _HEIGHT * num_rows + 0.5), layout="constrained")
+        figure.suptitle(title)
+        for axes, panel in zip(figure.subplots(num_rows, 2, squeeze=False).flat, panels, strict=True):
+            _draw(axes, panel)
+        text = io.StringIO()
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
 
 
-def _panel(panel: Panel) -> list[str]:
-    right, bottom = _WIDTH - 20, _HEIGHT - _BELOW
-    curves = [_kept(curve, panel.has_log_x) for curve in panel.curves]
-    x_low, x_high = _bounds([curve.x for curve in curves], starts_at_zero=not panel.has_log_x)
-    y_low, y_high = _bounds([curve.y for curve in curves], starts_at_zero=True)
-    parts = [
-        f'<text x="{_WIDTH / 2:g}" y="-24" text-anchor="middle" font-weight="bold">{escape(panel.title)}</text>',
-        f'<path d="M{_LEFT} 0V{bottom}H{right}" fill="none" stroke="black"/>',
-        f'<text x="{(_LEFT + right) / 2:g}" y="{bottom + 34}" text-anchor="middle">{escape(panel.x_label)}</text>',
-        f'<text transform="translate(14 {bottom / 2:g}) rotate(-90)" text-anchor="middle">'
-        f"{escape(panel.y_label)}</text>",
-    ]
-    for tick in range(5):
-        x = _LEFT + (right - _LEFT) * tick / 4
-        y = bottom * (1 - tick / 4)
-        value = x_low + (x_high - x_low) * tick / 4
-        shown = 10**value if panel.has_log_x else value
-        parts += [
-            f'<path d="M{x:g} {bottom}v4M{_LEFT} {y:g}h-4M{_LEFT} {y:g}H{right}" stroke="#ccc"/>',
-            f'<text x="{x:g}" y="{bottom + 17}" text-anchor="middle">{_number(shown)}</text>',
-            f'<text x="{_LEFT - 7}" y="{y + 4:g}" text-anchor="end">'
-            f"{_number(y_low + (y_high - y_low) * tick / 4)}</text>",
-        ]
-    for number, curve in enumerate(curves):
-        xs = _LEFT + (right - _LEFT) * (curve.x - x_low) / (x_high - x_low)
-        ys = bottom * (1 - (curve.y - y_low) / (y_high - y_low))
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs.tolist(), ys.tolist(), strict=True))
-        colour = _COLOURS[number % len(_COLOURS)]
-        parts += [
-            f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"/>',
-            f'<text x="{_LEFT + 130 * number}" y="-7" fill="{colour}">{escape(curve.name)}</text>',
-        ]
-    return parts
-
-
-def _kept(curve: Curve, has_log_x: bool) -> Curve:
-    if not has_log_x:
-        return curve
-    positive = curve.x > 0
-    return Curve(name=curve.name, x=np.log10(curve.x[positive]), y=curve.y[positive])
-
-
-def _bounds(values: Sequence[_FLOATS], *, starts_at_zero: bool) -> tuple[float, float]:
-    together = np.concatenate(values)
-    low = 0.0 if starts_at_zero or not len(together) else float(together.min())
-    high = float(together.max()) if len(together) else 1.0
-    return low, high if high > low else low + 1.0
-
-
-def _number(value: float) -> str:
-    return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+def _draw(axes: Axes, panel: Panel) -> None:
+    axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    for curve in panel.curves:
+        is_shown = curve.x > 0 if panel.has_log_x else np.ones(len(curve.x), np.bool_)
+        axes.plot(curve.x[is_shown], curve.y[is_shown], label=curve.name)
+    if panel.has_log_x:
+        axes.set_xscale("log")
+        # The default labels of a logarithmic axis are mathematics.
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+    else:
+        axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.grid(color="0.9")
+    axes.legend()
