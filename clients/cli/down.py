@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from radixmesh.cli.terminal import Terminal
-from radixmesh.daemons.cluster.compose_reader import read_compose
+from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.cluster.errors import ClusterError
-from radixmesh.daemons.cluster.process_identity import is_own_process, signal_process
+from radixmesh.daemons.cluster.processes.process_identity import is_own_process, signal_process
 from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state, supervisor_of
 
 

@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 import torch
 from support.product90_emulator import EmulatedProduct90, error_of, is_there, random_numbers, squares_by_tiles
 
-from radixmesh.kernels.product90 import gate_up_silu_reference, linear_reference
-from radixmesh.kernels.product90_candidates import candidates
-from radixmesh.kernels.product90_variants import ProductConfig, variant_of
+from radixmesh.kernels.gemm_sm90.candidates import candidates
+from radixmesh.kernels.gemm_sm90.gemm import gate_up_silu_reference, linear_reference
+from radixmesh.kernels.gemm_sm90.variants import ProductConfig, variant_of
 
 pytestmark = pytest.mark.skipif(not is_there(), reason="the emulation is built with g++")
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release, StepPlan, StepResult
-from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Release, StepPlan, StepResult
+from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 
 PROMPTS = [list(range(20, 20 + n)) for n in (1, 5, 17, 30)]
