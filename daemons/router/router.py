@@ -14,26 +14,26 @@ from google.protobuf.message import Message
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.config import RouterSettings
-from radixmesh.daemons.router.delivery import Delivery
-from radixmesh.daemons.router.detokenizer_pool import DetokenizerPool
-from radixmesh.daemons.router.journal import Journal, Request
-from radixmesh.daemons.router.output_flow import OutputFlow
-from radixmesh.daemons.router.request_maker import RequestMaker
-from radixmesh.daemons.router.request_stream import RequestStream, StreamTable
-from radixmesh.daemons.router.request_times import RequestTimes
-from radixmesh.daemons.router.resolver import check_names
-from radixmesh.daemons.router.resume import check_resume, rebuild
-from radixmesh.daemons.router.scheduler_pool import SchedulerPool
-from radixmesh.daemons.router.tenancy import bind_priority, bind_tenant
-from radixmesh.daemons.router.turnstile import Turnstile
-from radixmesh.daemons.runtime.caller import current_caller
+from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
+from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Journal, Request
+from radixmesh.daemons.router.requests.output_flow import OutputFlow
+from radixmesh.daemons.router.requests.request_maker import RequestMaker
+from radixmesh.daemons.router.requests.request_stream import RequestStream, StreamTable
+from radixmesh.daemons.router.requests.request_times import RequestTimes
+from radixmesh.daemons.router.requests.resolver import check_names
+from radixmesh.daemons.router.requests.resume import check_resume, rebuild
+from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
+from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.name_watch import NameWatch
-from radixmesh.daemons.runtime.progress import Progress
 from radixmesh.daemons.runtime.request_ids import check_request_id
-from radixmesh.daemons.runtime.tracing import current_context, set_context
+from radixmesh.daemons.runtime.rpc.caller import current_caller
+from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2

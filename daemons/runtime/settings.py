@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 
-from .logs import get_logger
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

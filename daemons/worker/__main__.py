@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.backends import check_backend, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import CoreConfig, WorkerCore
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.service import WorkerService
 from radixmesh.daemons.worker.simulated.faults import FaultInjector
 from radixmesh.worker.v1 import worker_pb2_grpc

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.rounding import excess, product_tolerance
 
-from radixmesh.daemons.worker.cuda.cublaslt import CublasLt, Product, ProductShape, check_small_product
-from radixmesh.daemons.worker.cuda.product_tuning import GraphStand, MatrixGroup, ProductTuner
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, Product, ProductShape, check_small_product
+from radixmesh.daemons.worker.cuda.gemm.product_tuning import GraphStand, MatrixGroup, ProductTuner
 
 pytestmark = pytest.mark.gpu
 

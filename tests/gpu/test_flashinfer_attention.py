@@ -13,12 +13,12 @@ import torch
 from support.rounding import attention_tolerance, excess, unit_roundoff
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 
 if torch.cuda.is_available():
-    from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
-    from radixmesh.daemons.worker.cuda.flashinfer_modules import KernelKind
-    from radixmesh.daemons.worker.cuda.flashinfer_shared_prefix import FlashInferSharedPrefix
+    from radixmesh.daemons.worker.cuda.flashinfer.attention import FlashInferAttention
+    from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelKind
+    from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import FlashInferSharedPrefix
 
 pytestmark = [
     pytest.mark.gpu,

@@ -25,7 +25,7 @@ from support.rounding import (
 from transformers import AutoConfig
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.cuda.fp8_products import (
+from radixmesh.daemons.worker.cuda.fp8.gemm import (
     ChosenFp8Products,
     ScaledMmProducts,
     TritonFp8Products,
@@ -35,16 +35,23 @@ from radixmesh.daemons.worker.cuda.fp8_products import (
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import Segment
-from radixmesh.kernels.fp8_gemv import (
+from radixmesh.kernels.fp8.gemv import (
     fp8_gate_up_silu,
     fp8_gate_up_silu_reference,
     fp8_linear_few,
     fp8_linear_few_reference,
 )
-from radixmesh.kernels.fp8_linear import fp8_linear, fp8_linear_reference
-from radixmesh.kernels.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
-from radixmesh.kernels.quantized import FP8, QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
-from radixmesh.kernels.silu_quantize import silu_quantize, silu_quantize_reference
+<<<<<<< HEAD
+from radixmesh.kernels.fp8.linear import fp8_linear, fp8_linear_reference
+from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
+from radixmesh.kernels.fp8.quantized import FP8, QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
+from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
+=======
+from radixmesh.kernels.fp8.linear import fp8_linear, fp8_linear_reference
+from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
+from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
+from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
+>>>>>>> main
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.kernels.gemv import gate_up_silu, gate_up_silu_reference, linear, linear_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
-from radixmesh.kernels.sample import DrawScratch, draw
+from radixmesh.kernels.sampling.sample import DrawScratch, draw
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 pytestmark = pytest.mark.gpu

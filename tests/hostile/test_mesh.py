@@ -18,9 +18,9 @@ from support.bystander import Seen, watched
 from support.mesh import Mesh, running_mesh
 from support.wire import raw_channel
 
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.rpc_errors import REQUEST_ID_KEY, mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import REQUEST_ID_KEY, mesh_error_from_rpc
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2

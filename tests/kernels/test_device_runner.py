@@ -13,9 +13,9 @@ from support.plan_driver import PLAIN_OPTIONS, check_same, drive, logprob_tolera
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cpu import load_cpu_runner
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(
@@ -117,7 +117,7 @@ def test_settings_that_cannot_be_are_told_by_their_flag(changes, field):
 
 
 def test_attention_that_no_graph_can_hold_names_the_flag_that_goes_with_it():
-    from radixmesh.daemons.worker.cuda.attention_choice import choose_attention
+    from radixmesh.daemons.worker.cuda.attention.choice import choose_attention
 
     settings = SimpleNamespace(attention_backend="torch", cuda_graphs=True, deterministic=False)
     with pytest.raises(MeshError, match="--no-cuda-graphs") as caught:

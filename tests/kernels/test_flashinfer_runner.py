@@ -28,9 +28,9 @@ from support.torch_flashinfer import use_torch_modules
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
-from radixmesh.daemons.worker.cuda import planned_lane
-from radixmesh.daemons.worker.cuda.attention_choice import AttentionChoice
+from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
+from radixmesh.daemons.worker.cuda.flashinfer import plan as planned_lane
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import ModelRunner

@@ -22,18 +22,19 @@ from support.rounding import model_tolerance, typical_fp8_error
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form
-from radixmesh.daemons.worker.cuda import load, load_weights
+from radixmesh.daemons.worker.cuda import load
 from radixmesh.daemons.worker.cuda.device import HostDevice
-from radixmesh.daemons.worker.cuda.fp8_decoder import Fp8Decoder
-from radixmesh.daemons.worker.cuda.fp8_ops import TritonFp8Ops
-from radixmesh.daemons.worker.cuda.fp8_products import TritonFp8Products
-from radixmesh.daemons.worker.cuda.fp8_weights import QuantizedLayers, chosen_form
+from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
+from radixmesh.daemons.worker.cuda.fp8.gemm import TritonFp8Products
+from radixmesh.daemons.worker.cuda.fp8.ops import TritonFp8Ops
+from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.cuda.weights import loading as load_weights
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.runner import Segment
-from radixmesh.kernels.quantized import QuantizedMatrix, quantize_matrix
+from radixmesh.kernels.fp8.quantized import QuantizedMatrix, quantize_matrix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 

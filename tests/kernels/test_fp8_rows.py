@@ -7,9 +7,9 @@ import support.triton_interpreter  # noqa: F401
 import torch
 from support.rounding import random_product_tolerance, sum_tolerance, unit_roundoff
 
-from radixmesh.kernels.fp8_linear import TileConfig, default_tile, fp8_linear, fp8_linear_reference
-from radixmesh.kernels.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
-from radixmesh.kernels.quantized import (
+from radixmesh.kernels.fp8.linear import TileConfig, default_tile, fp8_linear, fp8_linear_reference
+from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
+from radixmesh.kernels.fp8.quantized import (
     FP8,
     GROUP,
     QuantizedMatrix,
@@ -17,7 +17,7 @@ from radixmesh.kernels.quantized import (
     quantize_matrix,
     quantize_rows_reference,
 )
-from radixmesh.kernels.silu_quantize import silu_quantize, silu_quantize_reference
+from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half of the last of three bits of mantissa; the scale, its quotient and its product are rounded before and behind.

@@ -12,14 +12,15 @@ from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY, OPTIONS, PLAIN_OPTIONS, PlanDriver, check_same, drive, logprob_tolerance
 from support.replaying_device import ReplayingDevice
 
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
-from radixmesh.daemons.worker.cuda import load, prompt_steps
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
+from radixmesh.daemons.worker.cuda import load
+from radixmesh.daemons.worker.cuda.attention.torch_attention import TorchAttention
 from radixmesh.daemons.worker.cuda.device import HostDevice
-from radixmesh.daemons.worker.cuda.host_step import host_step
 from radixmesh.daemons.worker.cuda.load import load_device_runner
-from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, default_prompt_rows, no_rows
-from radixmesh.daemons.worker.cuda.torch_attention import TorchAttention
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.cuda.step import prompt_steps
+from radixmesh.daemons.worker.cuda.step.host_step import host_step
+from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, default_prompt_rows, no_rows
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import Segment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")

@@ -18,8 +18,8 @@ from radixmesh.client import UnavailableError
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
-from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from support.mesh import Mesh, running_mesh
 
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 pytestmark = pytest.mark.timeout(240)

@@ -14,7 +14,7 @@ from support.plan_driver import logprob_tolerance
 from tokenizers import Tokenizer
 
 from radixmesh.client.tracker import Tracker
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.sampling import Sampling, output_seed
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 

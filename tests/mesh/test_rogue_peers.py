@@ -17,9 +17,9 @@ from support.router_mesh import RouterMesh, oracle_ids, router_mesh
 
 from radixmesh.client import RadixMeshError
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.router import peer_link
+from radixmesh.daemons.router.peers import peer_link
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
-from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2

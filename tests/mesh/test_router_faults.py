@@ -14,7 +14,7 @@ from support.router_mesh import MODEL, RouterMesh, connected, oracle_ids, oracle
 from radixmesh.client import AsyncClient, Completion, UnavailableError
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
-from radixmesh.daemons.router.journal import Output
+from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2

@@ -14,7 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import unpack_floats
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.worker.__main__ import WorkerDaemon

@@ -11,15 +11,15 @@ from support.plans import admit, as_ints, chunk, grant
 from support.running_daemon import running
 from support.worker_client import WorkerClient
 
-from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.result_codec import records_from_proto
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Release, StepPlan
-from radixmesh.daemons.runtime.step_codec import encode_plan
-from radixmesh.daemons.scheduler.worker_stream import WorkerStream
+from radixmesh.daemons.runtime.steps.result_codec import records_from_proto
+from radixmesh.daemons.runtime.steps.step import Release, StepPlan
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.session import ExecuteSession

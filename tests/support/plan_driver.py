@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release, StepPlan, StepResult
-from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Release, StepPlan, StepResult
+from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 from support.rounding import largest_logprob_error
 

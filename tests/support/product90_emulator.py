@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from radixmesh.kernels.product90_variants import FewRows, ManyRows, Variant
+from radixmesh.kernels.gemm_sm90.variants import FewRows, ManyRows, Variant
 
 _HERE = Path(__file__).parent
 

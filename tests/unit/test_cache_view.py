@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.router.grpc_peers import cache_change
+from radixmesh.daemons.router.peers.grpc_peers import cache_change
 from radixmesh.daemons.router.placement.cache_view import (
     CacheChange,
     CacheView,
@@ -21,10 +21,10 @@ from radixmesh.daemons.router.placement.prefix_index import PrefixIndex, matched
 from radixmesh.daemons.router.placement.prompt_keys import BLOCK, PromptKeys
 from radixmesh.daemons.router.placement.sent_prompts import SentPrompts
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.scheduler.cache_feed import CacheFeed
-from radixmesh.daemons.scheduler.cache_watch import change_messages
-from radixmesh.daemons.scheduler.prefix_cache import Namespace
-from radixmesh.daemons.scheduler.radix_cache import RadixCache
+from radixmesh.daemons.scheduler.cache.feed import CacheFeed
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
+from radixmesh.daemons.scheduler.cache.watch import change_messages
 
 NAMES = (Namespace("", 1), Namespace("0:salt", 1), Namespace("", 2))
 

@@ -14,7 +14,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import dashboard as schema
 
-from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 OBSERVE = COMPOSE / "observe"

@@ -13,14 +13,14 @@ from support.router_requests import new_request
 from radixmesh.client.tracker import Tracker
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.delivery import MAX_MESSAGE_BYTES, Delivery
-from radixmesh.daemons.router.journal import Ending, Journal, Output, OutputState, Request
-from radixmesh.daemons.router.logprob_track import LogprobTrack
-from radixmesh.daemons.router.output_flow import OutputFlow
-from radixmesh.daemons.router.turnstile import Turnstile
+from radixmesh.daemons.router.requests.delivery import MAX_MESSAGE_BYTES, Delivery
+from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
+from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
+from radixmesh.daemons.router.requests.output_flow import OutputFlow
+from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.router.v1 import router_pb2
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.router_requests import new_request
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.router.delivery import Delivery
-from radixmesh.daemons.router.journal import Journal, Output, OutputState, journal_size
-from radixmesh.daemons.router.logprob_track import LogprobTrack
-from radixmesh.daemons.router.turnstile import Turnstile
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, journal_size
+from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
+from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_floats, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 

@@ -9,10 +9,10 @@ import torch
 from support.fake_cublaslt import NOT_SUPPORTED, FakeCublasLt
 from support.rounding import excess, product_tolerance, unit_roundoff
 
-from radixmesh.daemons.worker.cuda.cublaslt import Algorithm, CublasLt, ProductShape
-from radixmesh.daemons.worker.cuda.cublaslt_library import CublasLtError
-from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, ProductTuner, Stand, fastest
-from radixmesh.daemons.worker.cuda.products import Products, TorchProducts, TunedProducts
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, ProductShape
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import CublasLtError
+from radixmesh.daemons.worker.cuda.gemm.product_tuning import MatrixGroup, ProductTuner, Stand, fastest
+from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts, TunedProducts
 
 _CPU = torch.device("cpu")
 _ROWS, _N, _K = 16, 256, 128

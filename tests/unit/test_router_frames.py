@@ -10,17 +10,17 @@ from support.router_requests import new_request
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.frames import read_opens
-from radixmesh.daemons.router.delivery import Delivery
-from radixmesh.daemons.router.detokenizer_link import DetokenizerLink
-from radixmesh.daemons.router.journal import Journal, Output, Request
-from radixmesh.daemons.router.serve_frames import ServeFrames
-from radixmesh.daemons.router.turnstile import Turnstile
+from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
+from radixmesh.daemons.router.peers.serve_frames import ServeFrames
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Journal, Output, Request
+from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.frames import MAX_ENTRY_BYTES, MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
-from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
+from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.scheduler.messages import submission_from_proto
-from radixmesh.daemons.scheduler.request import Submission
+from radixmesh.daemons.scheduler.sequence import Submission
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2
 

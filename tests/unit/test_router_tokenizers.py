@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.tokenizer_pool import MAX_CALL_BYTES, TokenizerPool, TokenizerReplica
-from radixmesh.daemons.router.tokenizer_turns import TokenizerTurns
+from radixmesh.daemons.router.peers.tokenizer_pool import MAX_CALL_BYTES, TokenizerPool, TokenizerReplica
+from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 

@@ -9,10 +9,10 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.metric_maker import FastHistogram
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.metrics_server import serve_metrics
-from radixmesh.daemons.runtime.metrics_table import with_table
+from radixmesh.daemons.runtime.telemetry.metric_maker import FastHistogram
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.metrics_server import serve_metrics
+from radixmesh.daemons.runtime.telemetry.metrics_table import with_table
 
 
 def test_every_metric_has_our_prefix_and_help() -> None:
@@ -79,6 +79,8 @@ def test_the_fast_histogram_gives_what_the_other_does() -> None:
 
 def test_the_documented_metrics_are_those_of_the_code() -> None:
     page = (Path(__file__).parents[2] / "docs" / "observability.md").read_text()
-    assert page == with_table(page), "run: python -m radixmesh.daemons.runtime.metrics_table docs/observability.md"
+    assert page == with_table(page), (
+        "run: python -m radixmesh.daemons.runtime.telemetry.metrics_table docs/observability.md"
+    )
     with pytest.raises(ValueError, match="has no"):
         with_table("no marks")

@@ -14,23 +14,23 @@ pytest.importorskip("triton")
 import torch
 from support.rounding import excess, gated_tolerance, product_tolerance, sum_tolerance, unit_roundoff
 
-from radixmesh.daemons.worker.cuda import streamed_stand
-from radixmesh.daemons.worker.cuda.ops import TritonOps
-from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, fastest
-from radixmesh.daemons.worker.cuda.products import TorchProducts
-from radixmesh.daemons.worker.cuda.streamed_kernel import check_kernel
-from radixmesh.daemons.worker.cuda.streamed_products import (
+from radixmesh.daemons.worker.cuda.gemm import streamed_stand
+from radixmesh.daemons.worker.cuda.gemm.product_tuning import MatrixGroup, fastest
+from radixmesh.daemons.worker.cuda.gemm.products import TorchProducts
+from radixmesh.daemons.worker.cuda.gemm.streamed_kernel import check_kernel
+from radixmesh.daemons.worker.cuda.gemm.streamed_products import (
     ProductUse,
     StreamedKernel,
     StreamedProducts,
     StreamedShape,
 )
-from radixmesh.daemons.worker.cuda.streamed_stand import StreamedStand
-from radixmesh.daemons.worker.cuda.streamed_tuning import StreamedTuner
-from radixmesh.kernels.cuda_driver import CudaDriver, Kernel, Launch
-from radixmesh.kernels.product90 import Product90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.product90_candidates import cache_bytes, candidates
-from radixmesh.kernels.product90_variants import ProductConfig, variant_of
+from radixmesh.daemons.worker.cuda.gemm.streamed_stand import StreamedStand
+from radixmesh.daemons.worker.cuda.gemm.streamed_tuning import StreamedTuner
+from radixmesh.daemons.worker.cuda.ops import TritonOps
+from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
+from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver, Kernel, Launch
+from radixmesh.kernels.gemm_sm90.gemm import Product90, gate_up_silu_reference, linear_reference
+from radixmesh.kernels.gemm_sm90.variants import ProductConfig, variant_of
 from radixmesh.kernels.row_scale import row_scale_reference
 
 _N, _K, _EPS = 256, 128, 1e-5
