@@ -41,17 +41,16 @@ from radixmesh.kernels.fp8.gemv import (
     fp8_linear_few,
     fp8_linear_few_reference,
 )
-<<<<<<< HEAD
 from radixmesh.kernels.fp8.linear import fp8_linear, fp8_linear_reference
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
-from radixmesh.kernels.fp8.quantized import FP8, QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
+from radixmesh.kernels.fp8.quantized import (
+    FP8,
+    QuantizedMatrix,
+    QuantizedRows,
+    quantize_matrix,
+    quantize_rows_reference,
+)
 from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
-=======
-from radixmesh.kernels.fp8.linear import fp8_linear, fp8_linear_reference
-from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
-from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
-from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
->>>>>>> main
 
 pytestmark = pytest.mark.gpu
 

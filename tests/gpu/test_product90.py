@@ -6,26 +6,15 @@ import pytest
 import torch
 from support.rounding import excess, gated_tolerance, product_tolerance
 
-<<<<<<< HEAD
 from radixmesh.daemons.worker.cuda.gemm.products import TorchProducts
 from radixmesh.daemons.worker.cuda.gemm.streamed_kernel import GpuKernel, check_kernel
 from radixmesh.daemons.worker.cuda.gemm.streamed_products import ProductUse, StreamedShape
 from radixmesh.daemons.worker.cuda.gemm.streamed_stand import GraphStand
-from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
-from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
-from radixmesh.kernels.gemm_sm90.gemm import Product90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.candidates import candidates
+from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
+from radixmesh.kernels.gemm_sm90.gemm import Product90, gate_up_silu_reference, linear_reference
+from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
 from radixmesh.kernels.row_scale import row_scale_reference
-=======
-from radixmesh.daemons.worker.cuda.gemm.products import TorchProducts
-from radixmesh.daemons.worker.cuda.gemm.streamed_kernel import GpuKernel, check_kernel
-from radixmesh.daemons.worker.cuda.gemm.streamed_products import ProductUse, StreamedShape
-from radixmesh.daemons.worker.cuda.gemm.streamed_stand import GraphStand
-from radixmesh.kernels.gemm_sm90.candidates import candidates
-from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
-from radixmesh.kernels.gemm_sm90.gemm import Product90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
->>>>>>> main
 
 pytestmark = pytest.mark.gpu
 

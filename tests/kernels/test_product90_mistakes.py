@@ -13,14 +13,9 @@ import torch
 from support.product90_emulator import EmulatedProduct90, is_there, random_numbers, squares_by_tiles
 from support.rounding import gated_tolerance, is_within, product_tolerance, sum_tolerance
 
-<<<<<<< HEAD
 from radixmesh.kernels.gemm_sm90.gemm import gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.variants import ProductConfig, Variant, variant_of
 from radixmesh.kernels.row_scale import row_scale_reference
-=======
-from radixmesh.kernels.gemm_sm90.gemm import gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.variants import ProductConfig, Variant, variant_of
->>>>>>> main
 
 pytestmark = pytest.mark.skipif(not is_there(), reason="the emulation is built with g++")
 
