@@ -19,7 +19,7 @@ def test_every_metric_has_our_prefix_and_help() -> None:
     families = list(Metrics().registry.collect())
     assert len(families) > 20
     for family in families:
-        assert re.fullmatch(r"radixmesh_[a-z_]+", family.name)
+        assert re.fullmatch(r"radixmesh_[a-z0-9_]+", family.name)
         assert family.documentation.endswith(".")
 
 
