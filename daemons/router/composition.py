@@ -54,7 +54,7 @@ def make_router(
     tracer: Tracer | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Router:
-    """Call connect() within an event loop; clock: monotonic seconds. Raises MeshError for an unknown policy or address."""
+    """Call connect() within an event loop. clock: monotonic seconds. Raises MeshError for an unknown policy."""
     hello = make_hello(daemon="router", instance_id=instance_id)
     journal = Journal(settings.journal_bytes)
     times = RequestTimes(metrics, tracer, clock)
