@@ -28,7 +28,9 @@ class SchedulerSettings(CommonSettings):
     """Queue, batches, KV pages and prefix cache of one worker group."""
 
     workers: tuple[str, ...] = setting((), "address of the worker, host:port or unix:/path; one rank")
-    depth: str = setting("auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...")
+    pipeline_depth: str = setting(
+        "auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...", deprecated=("depth",)
+    )
     chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
     max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")
@@ -47,7 +49,9 @@ class SchedulerSettings(CommonSettings):
     )
     hold_tokens: int = setting(32, "a shared prefix of so many tokens that is being computed is waited for")
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a breach (tests)")
-    hang_s: float = setting(5.0, "seconds without a result after which a worker counts as dead, at least")
+    step_timeout_s: float = setting(
+        5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
+    )
 
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
@@ -55,14 +59,15 @@ class SchedulerSettings(CommonSettings):
             raise ValueError(
                 f"--workers (or RADIXMESH_WORKERS): name the one worker of the group, not {len(self.workers)}"
             )
-        if self.depth != "auto" and not self.depth.isdigit():
-            raise ValueError(f"--depth (or RADIXMESH_DEPTH) must be auto or a number >= 0, not {self.depth}")
+        if self.pipeline_depth != "auto" and not self.pipeline_depth.isdigit():
+            message = f"must be auto or a number >= 0, not {self.pipeline_depth}"
+            raise ValueError(f"--pipeline-depth (or RADIXMESH_PIPELINE_DEPTH) {message}")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
-        if min(self.max_queue, self.overtaking, self.max_preemptions) < 0 or self.hang_s <= 0:
-            raise ValueError("--max-queue, --overtaking and --max-preemptions must be >= 0 and --hang-s > 0")
+        if min(self.max_queue, self.overtaking, self.max_preemptions) < 0 or self.step_timeout_s <= 0:
+            raise ValueError("--max-queue, --overtaking and --max-preemptions must be >= 0 and --step-timeout-s > 0")
         choices: Iterable[str]
         for name, choices in (
             ("cache", PREFIX_CACHES),
@@ -77,7 +82,7 @@ class SchedulerSettings(CommonSettings):
     @property
     def fixed_depth(self) -> int | None:
         """None = by time."""
-        return None if self.depth == "auto" else int(self.depth)
+        return None if self.pipeline_depth == "auto" else int(self.pipeline_depth)
 
     def planner_settings(self) -> PlannerSettings:
         return PlannerSettings(
