@@ -4,9 +4,9 @@ import os
 from dataclasses import replace
 
 import pytest
+import support.triton_interpreter  # noqa: F401  Patches what the interpreter gets wrong.
 import torch
 from support.device_settings import TINY_SETTINGS
-import support.triton_interpreter  # noqa: F401  Patches what the interpreter gets wrong.
 from support.runner_contract import MAX_TOTAL_LEN, MODEL, NUM_PAGES, PAGE_SIZE, ModelRunnerContract
 
 pytestmark = pytest.mark.skipif(
