@@ -273,4 +273,4 @@ async def test_one_after_the_other_without_a_pause(bench: Bench) -> None:
             brief.check(bench, [40 + number, 41, 42])
     await next_is_right(bench)
     state = await bench.mesh.scheduler_state()
-    assert state.num_breaches == 0
+    assert state.num_page_violations == 0

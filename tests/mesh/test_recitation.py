@@ -118,7 +118,7 @@ async def check_configuration(
     async with running_mesh("cpu", model=model, worker={"page_size": page_size}, scheduler=settings) as mesh:
         await check_all(mesh, jobs, alone=alone)
         state = await mesh.scheduler_state()
-        assert state.num_breaches == 0
+        assert state.num_page_violations == 0
         assert state.owned_pages == 0
 
 
@@ -159,7 +159,7 @@ async def test_retraction_changes_nothing(page_size: int, depth: int, sampled: l
         await check_all(mesh, jobs, alone=[])
         state = await mesh.scheduler_state()
         assert state.num_retractions > 0
-        assert (state.num_breaches, state.owned_pages) == (0, 0)
+        assert (state.num_page_violations, state.owned_pages) == (0, 0)
 
 
 @pytest.mark.slow
