@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixmesh.kernels.receive import receive, receive_reference
+from radixmesh.kernels.fetch_step_inputs import fetch_step_inputs, fetch_step_inputs_reference
 
 _ROWS, _HEAD, _MOST_PAIRS = 3, 24, 2100
 
@@ -13,13 +13,15 @@ _ROWS, _HEAD, _MOST_PAIRS = 3, 24, 2100
 @pytest.mark.parametrize("num_head", [4, 8, _HEAD])
 def test_posts_are_taken_in_turn_with_their_pairs_and_nothing_else(num_head: int, device: torch.device) -> None:
     is_cuda = device.type == "cuda"
-    posts = torch.zeros(_ROWS, _HEAD + 2 * _MOST_PAIRS, dtype=torch.int32, pin_memory=is_cuda)
+    staging = torch.zeros(_ROWS, _HEAD + 2 * _MOST_PAIRS, dtype=torch.int32, pin_memory=is_cuda)
     row, expected_row = (torch.zeros(1, dtype=torch.int32, device=where) for where in (device, "cpu"))
-    buffer, expected = (torch.full((posts.shape[1],), -5, dtype=torch.int32, device=where) for where in (device, "cpu"))
+    buffer, expected = (
+        torch.full((staging.shape[1],), -5, dtype=torch.int32, device=where) for where in (device, "cpu")
+    )
     for number, num_pairs in enumerate([0, 3, _MOST_PAIRS, 1, 0, 1024, 1025]):
-        posts[number % _ROWS] = torch.arange(posts.shape[1]) + 10_000 * number
-        posts[number % _ROWS, 0] = num_pairs
-        receive_reference(posts, expected_row, expected, num_head)
-        assert receive(posts, row, buffer, num_head) is buffer
+        staging[number % _ROWS] = torch.arange(staging.shape[1]) + 10_000 * number
+        staging[number % _ROWS, 0] = num_pairs
+        fetch_step_inputs_reference(staging, expected_row, expected, num_head)
+        assert fetch_step_inputs(staging, row, buffer, num_head) is buffer
         # No count that would pass 2^31 after some weeks.
         assert torch.equal(buffer.cpu(), expected) and int(row) == int(expected_row) == (number + 1) % _ROWS
