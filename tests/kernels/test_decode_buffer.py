@@ -27,7 +27,7 @@ def test_a_decode_row_brings_its_new_token_and_its_pages_with_it():
         entries, tokens = state.new_entries(slots, tables, num_pages), state.row_tokens(slots)
         assert entries.tolist() == expected and tokens.tolist() == ([-1, 8] if expected else [-1, -1])
         rows = SimpleNamespace(slots=slots, positions=np.array([5, 6], np.int32))
-        buffer.send(rows, 3, tokens, entries, 11)
+        buffer.stage(rows, 3, tokens, entries, 11)
         views = buffer.fetch(3)
         assert views.slots.tolist() == [2, 0, 3] and views.positions.tolist() == [5, 6, 0]
         assert views.kv_lens.tolist() == [6, 7, 0] and views.tokens.tolist() == [*tokens.tolist(), -1]
@@ -47,6 +47,6 @@ def test_steps_that_are_sent_ahead_are_received_in_their_order():
         if step - fetched == 16:
             assert buffer.fetch(2).slots.tolist() == [fetched, 9]
             fetched += 1
-        buffer.send(rows, 2, no_tokens, no_entries, step)
+        buffer.stage(rows, 2, no_tokens, no_entries, step)
         buffer.fence(SimpleNamespace(wait=lambda step=step: waited.append(step)))
     assert waited == list(range(34))

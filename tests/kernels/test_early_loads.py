@@ -31,7 +31,7 @@ _MAY_BE_READ = {
     "_quantize_rows_kernel": ["bias_ptr", "norm_ptr"],
     "_silu_quantize_kernel": ["bias_ptr"],
     "_highest_kernel": [],
-    "_finish_kernel": ["row_slots_ptr", "ring_index_ptr"],
+    "_finish_kernel": ["ring_index_ptr", "row_slots_ptr"],
 }
 
 

@@ -1,4 +1,4 @@
-"""Posts of the host against the reference."""
+"""Staging slots of the host against the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _ROWS, _HEAD, _MOST_PAIRS = 3, 24, 2100
 
 
 @pytest.mark.parametrize("num_head", [4, 8, _HEAD])
-def test_posts_are_taken_in_turn_with_their_pairs_and_nothing_else(num_head: int, device: torch.device) -> None:
+def test_staging_slots_are_fetched_in_order_with_their_pairs_and_nothing_else(
+    num_head: int, device: torch.device
+) -> None:
     is_cuda = device.type == "cuda"
     staging = torch.zeros(_ROWS, _HEAD + 2 * _MOST_PAIRS, dtype=torch.int32, pin_memory=is_cuda)
     row, expected_row = (torch.zeros(1, dtype=torch.int32, device=where) for where in (device, "cpu"))

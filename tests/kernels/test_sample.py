@@ -1,4 +1,4 @@
-"""Draws on the device against the CPU sampler, row by row."""
+"""Sampling on the device against the CPU sampler, row by row."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Made-up tokens: pure functions of a hash of everything before them.
 
 The KV of position p is h_p = h_(p-1) + mix(token_p, p) modulo 2^64, so it stands for the whole prefix. The token after
-position p is sampled from h_p, from the KV of four positions up to p that h_p picks, from the seed where temperature is
-above 0, and from p + 1. A page that was lost, overwritten, swapped or read at a wrong offset changes what follows: at once where
+position p is a function of h_p, of the KV of four positions up to p that h_p picks, of the seed where temperature > 0,
+and of p + 1. A page that was lost, overwritten, swapped or read at a wrong offset changes what follows: at once where
 it is the last one, else as soon as a token picks it.
 mix is SplitMix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 """
