@@ -82,13 +82,13 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, max_overtake_fact
                 waiting.add(request)
             elif action < 6 and waiting:
                 request = sorted(waiting, key=lambda r: r.arrival)[int(rng.integers(len(waiting)))]
-                queue.hold(request)
+                queue.park(request)
                 waiting.discard(request)
                 held.add(request)
             elif action < 7 and held:
                 request = held.pop()
-                queue.unhold(request)
-                queue.unhold(request)
+                queue.unpark(request)
+                queue.unpark(request)
                 waiting.add(request)
             elif action < 8 and waiting | held:
                 request = sorted(waiting | held, key=lambda r: r.arrival)[0]
@@ -112,7 +112,7 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, max_overtake_fact
             assert len(queue) == len(waiting) + len(held) == len(list(queue))
             assert set(queue) == waiting | held
             assert queue.waiting_tokens == 2 * len(queue) and queue.num_waiting_for_prefix == len(held)
-        queue.unhold_all()
+        queue.unpark_all()
         order = drain(queue, probes)
         assert sorted(order) == sorted(r.arrival for r in waiting | held)
         assert queue.head() is None and queue.waiting_tokens == 0
