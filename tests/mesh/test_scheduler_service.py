@@ -105,7 +105,7 @@ async def idle_state(address: str) -> scheduler_pb2.GetStateResponse:
 
 @pytest.mark.parametrize("depth", ["auto", "0", "2"])
 async def test_output_is_the_oracles_and_nothing_is_left(depth: str) -> None:
-    async with mesh(depth=depth, chunk_tokens=16) as address, serve_client(address) as client:
+    async with mesh(pipeline_depth=depth, chunk_tokens=16) as address, serve_client(address) as client:
         assert client.hello is not None and client.hello.num_pages == 4096
         handles = [await client.submit(PROMPT[: 5 + i], max_tokens=5 + i) for i in range(30)]
         for i, seen in enumerate(await client.over(*handles)):
@@ -448,7 +448,7 @@ async def test_steps_longer_than_a_hang_come_through_in_the_end() -> None:
 async def test_a_long_step_is_no_stall_of_anybody() -> None:
     """Or a supervisor would kill a slow worker, and its scheduler, again and again."""
     async with running(WorkerDaemon, worker_settings(simulated_base_us=1_000_000)) as worker:
-        settings = SchedulerSettings(workers=(worker.address,), depth="0")
+        settings = SchedulerSettings(workers=(worker.address,), pipeline_depth="0")
         async with running(SchedulerDaemon, settings) as daemon, serve_client(daemon.address) as client:
             both = (worker.runtime.progress, daemon.runtime.progress)
             for progress in both:

@@ -87,10 +87,10 @@ def test_leader_that_is_retracted_lets_go() -> None:
         world.execute()
         world.process()
     # The old ones decode on; the leader, which came last, has given way in the middle of its prefill.
-    assert world.planner.state is not None and world.planner.num_held == len(followers) == 2
+    assert world.planner.state is not None and world.planner.num_waiting_for_prefix == len(followers) == 2
     assert [request.key.request_id for request in world.planner.state.table.running()] == ["r1", "r2"]
     world.plan()
-    assert world.planner.num_held == 0, "nobody waits for a leader that waits itself"
+    assert world.planner.num_waiting_for_prefix == 0, "nobody waits for a leader that waits itself"
     world.run(2)
     assert counters.num_retracted == 1
     check(world, [*old, leader, *followers])
