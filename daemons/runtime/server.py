@@ -21,6 +21,7 @@ from .rpc_errors import ErrorInterceptor
 from .tls_credentials import server_credentials
 from .tls_files import TlsFiles
 from .trace_interceptor import TraceInterceptor
+from .unary_gate import UnaryGate, UnaryLimits
 
 _Servicer = TypeVar("_Servicer")
 # A grace that stop() always cuts short.
@@ -56,7 +57,7 @@ class MeshServer:
 
     health: its service is registered here, and closed first on stop. on_error: told of every typed error that leaves.
     tls: what every address is served under; None or without a certificate = plain. follows_traces: handlers learn the
-    trace that their caller names.
+    trace that their caller names. unary_limits: of a daemon whose unary calls would take too much memory together.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class MeshServer:
         tls: TlsFiles | None = None,
         *,
         follows_traces: bool = False,
+        unary_limits: UnaryLimits | None = None,
     ) -> None:
         self._health = health
         self._tls = tls
@@ -73,7 +75,13 @@ class MeshServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(on_error), self._auth]
         if follows_traces:
             interceptors.append(TraceInterceptor())
-        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        options = dict(_OPTIONS)
+        if unary_limits is not None:
+            interceptors.append(UnaryGate(unary_limits))
+            options["grpc.max_receive_message_length"] = unary_limits.max_message_bytes
+            # Else windows grow to MiBs, which arrive of a message that nobody has asked for yet.
+            options["grpc.http2.bdp_probe"] = 0
+        self._server = grpc.aio.server(interceptors=interceptors, options=tuple(options.items()))
         self._service_names: list[str] = []
         self._addresses: tuple[str, ...] = ()
         self._retiring: asyncio.Future[None] | None = None

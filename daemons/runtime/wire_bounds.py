@@ -29,14 +29,15 @@ MAX_COUNTS: Mapping[str, int] = {
     "radixmesh.router.v1.Resume.outputs": 128,
     "radixmesh.common.v1.StopParams.stop": 64,
 }
-_TEXT_BYTES = 12 << 20
+# Of all texts of one message: their ids, four bytes each, have to fit one answer.
+MAX_TEXT_BYTES = 12 << 20
 MAX_BYTES: Mapping[str, int] = {
-    "radixmesh.router.v1.GenerateRequest.text": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.EncodeItem.text": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatMessage.content": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatMessage.extra_json": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatInput.tools_json": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatInput.template_args_json": _TEXT_BYTES,
+    "radixmesh.router.v1.GenerateRequest.text": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.EncodeItem.text": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatMessage.content": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatMessage.extra_json": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatInput.tools_json": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatInput.template_args_json": MAX_TEXT_BYTES,
     "radixmesh.common.v1.Grammar.json_schema": 1 << 20,
     "radixmesh.common.v1.Grammar.regex": 1 << 20,
     "radixmesh.common.v1.Grammar.ebnf": 1 << 20,

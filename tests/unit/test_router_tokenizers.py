@@ -8,9 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.tokenizer_pool import MAX_CALL_BYTES, TokenizerPool, TokenizerReplica
+from radixmesh.daemons.router.tokenizer_pool import TokenizerPool, TokenizerReplica
 from radixmesh.daemons.router.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
 Answer = Callable[[], Awaitable[pb.EncodeResponse]]
@@ -88,7 +89,7 @@ async def test_a_call_of_too_many_bytes_is_not_made() -> None:
     with pytest.raises(MeshError) as error:
         await pool_of(replica).encode(pb.EncodeRequest(items=items))
     assert error.value.reason == ErrorReason.ERROR_REASON_TOO_LARGE and not replica.num_asked
-    assert error.value.metadata["max"] == str(MAX_CALL_BYTES)
+    assert error.value.metadata["max"] == str(MAX_TEXT_BYTES)
 
 
 async def test_tenants_share_the_bytes_under_way() -> None:
