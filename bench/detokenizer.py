@@ -23,9 +23,9 @@ from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudge
 from radixmesh.daemons.detokenizer.messages import OpenEntry, TokenBatch
 from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import check_health, open_channel
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.detokenizer.v1 import detokenizer_pb2 as pb
 from radixmesh.detokenizer.v1 import detokenizer_pb2_grpc
 

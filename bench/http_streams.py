@@ -32,7 +32,7 @@ import uvloop
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2
 
 ME = Path(__file__).resolve()

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.step import PageRecords
-from radixmesh.daemons.scheduler.prefix_cache import Namespace, PrefixCache, make_prefix_cache
+from radixmesh.daemons.runtime.steps.step import PageRecords
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace, PrefixCache, make_prefix_cache
 
 NAMESPACE = Namespace("", 1)
 VOCABULARY = 128_000

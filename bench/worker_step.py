@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import as_ints
-from radixmesh.daemons.runtime.result_codec import records_to_proto, result_to_proto
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan
-from radixmesh.daemons.runtime.step_codec import encode_plan, plan_from_proto
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.runtime.steps.result_codec import records_to_proto, result_to_proto
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner

@@ -16,7 +16,7 @@ from hop_ladder.processes import ROOT
 from endurance.client import Tick
 from endurance.load import LoadMix
 
-_SHIM = ROOT / "daemons" / "cluster" / "die_with_parent.py"
+_SHIM = ROOT / "daemons" / "cluster" / "processes" / "die_with_parent.py"
 _CLIENT = Path(__file__).with_name("client.py")
 # A line may hold many pauses.
 _MAX_LINE_BYTES = 1 << 26

@@ -19,8 +19,8 @@ from types import TracebackType
 from hop_ladder.processes import ROOT
 
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 SERVICES = ("tokenizer", "detokenizer", "worker", "scheduler", "router")

@@ -23,16 +23,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from radixmesh.kernels.decode_attention import DecodeWorkspace, decode_config, paged_decode, plan_decode
-from radixmesh.kernels.extend_attention import ExtendConfig, extend_config, paged_extend
-from radixmesh.kernels.prefix_groups import PrefixGroup
-from radixmesh.kernels.shared_prefix_attention import (
+from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, decode_config, paged_decode, plan_decode
+from radixmesh.kernels.attention.extend_attention import ExtendConfig, extend_config, paged_extend
+from radixmesh.kernels.attention.prefix_groups import PrefixGroup
+from radixmesh.kernels.attention.shared_prefix_attention import (
     SharedPrefixWorkspace,
     paged_shared_decode,
     plan_shared_decode,
     shared_prefix_config,
 )
-from radixmesh.kernels.split_schedule import SplitConfig, SplitShape
+from radixmesh.kernels.attention.split_schedule import SplitConfig, SplitShape
 
 HEADS, KV_HEADS, DIM, MAX_ROWS = 24, 8, 128, 512
 SCALE = DIM**-0.5

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.attention.backend import AttentionShape
-from radixmesh.daemons.worker.cuda.flashinfer_attention import FlashInferAttention
-from radixmesh.daemons.worker.cuda.flashinfer_modules import KernelKind
-from radixmesh.daemons.worker.cuda.flashinfer_shared_prefix import FlashInferSharedPrefix
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.flashinfer.attention import FlashInferAttention
+from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelKind
+from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import FlashInferSharedPrefix
 
 _BATCHES = (1, 64, 256, 512)
 _CONTEXTS = (384, 2048, 8192)

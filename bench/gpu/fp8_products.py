@@ -21,12 +21,12 @@ import torch
 import triton
 from torch.nn import functional
 
-from radixmesh.kernels.fp8_gemv import default_config, fp8_gate_up_silu, fp8_linear_few
-from radixmesh.kernels.fp8_linear import TileConfig, default_tile, fp8_linear
+from radixmesh.kernels.fp8.gemv import default_config, fp8_gate_up_silu, fp8_linear_few
+from radixmesh.kernels.fp8.linear import TileConfig, default_tile, fp8_linear
+from radixmesh.kernels.fp8.quantize_rows import norm_quantize, quantize_rows
+from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
+from radixmesh.kernels.fp8.silu_quantize import silu_quantize
 from radixmesh.kernels.gemv import GemvConfig, Shape
-from radixmesh.kernels.quantize_rows import norm_quantize, quantize_rows
-from radixmesh.kernels.quantized import QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
-from radixmesh.kernels.silu_quantize import silu_quantize
 
 _EPS = 1e-5
 _REPLAYS = 6

@@ -1,4 +1,4 @@
-"""Products that stream their weights (kernels/product90.py) on one Hopper GPU: are they right, and how fast is a layer.
+"""Products that stream their weights (kernels/gemm_sm90) on one Hopper GPU: are they right, and how fast is a layer.
 
     python bench/gpu/products90.py > products90.json
 
@@ -27,25 +27,25 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from radixmesh.daemons.worker.attention.backend import AttentionShape
-from radixmesh.daemons.worker.cuda.attention import DeviceStep
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
+from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
+from radixmesh.daemons.worker.cuda.gemm.product_tuning import MatrixGroup, matrix_groups, tuned_products
+from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts
+from radixmesh.daemons.worker.cuda.gemm.streamed_kernel import GpuKernel
+from radixmesh.daemons.worker.cuda.gemm.streamed_products import ProductUse, StreamedProducts, StreamedShape
+from radixmesh.daemons.worker.cuda.gemm.streamed_stand import GraphStand
 from radixmesh.daemons.worker.cuda.ops import KvTarget, TritonOps
-from radixmesh.daemons.worker.cuda.product_tuning import MatrixGroup, matrix_groups, tuned_products
-from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
-from radixmesh.daemons.worker.cuda.streamed_kernel import GpuKernel
-from radixmesh.daemons.worker.cuda.streamed_products import ProductUse, StreamedProducts, StreamedShape
-from radixmesh.daemons.worker.cuda.streamed_stand import GraphStand
-from radixmesh.daemons.worker.cuda.triton_attention import TritonAttention
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.rope_config import RopeConfig
-from radixmesh.kernels.cuda_driver import CudaDriver
-from radixmesh.kernels.nvrtc import Nvrtc
-from radixmesh.kernels.product90 import Product90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.product90_candidates import candidates
-from radixmesh.kernels.product90_variants import (
+from radixmesh.kernels.gemm_sm90.candidates import candidates
+from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
+from radixmesh.kernels.gemm_sm90.gemm import Product90, gate_up_silu_reference, linear_reference
+from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
+from radixmesh.kernels.gemm_sm90.variants import (
     MAX_CLUSTER,
     MAX_SUMS,
     SHARED_BYTES,

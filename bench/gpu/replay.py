@@ -23,12 +23,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpu.shapes import write_shape
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.step import StepResult
-from radixmesh.daemons.runtime.step_codec import plan_from_proto
+from radixmesh.daemons.runtime.steps.step import StepResult
+from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
-from radixmesh.daemons.worker.plan_recorder import read_plans
+from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.plan_recorder import read_plans
 from radixmesh.worker.v1 import worker_pb2
 
 _IN_FLIGHT = 4

@@ -27,7 +27,7 @@ import torch
 from gpu.shapes import roofline_s, write_shape
 
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit
+from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import DecodeRows, RunningStep, SampleInput, Segment

@@ -31,7 +31,7 @@ from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
 
 from radixmesh.cli.bench.workloads import make_workload
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 KINDS = {

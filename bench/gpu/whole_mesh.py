@@ -24,7 +24,7 @@ from hop_ladder.processes import Processes, cpu_s
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2
 
 GENERATE = "/radixmesh.router.v1.RouterService/Generate"

@@ -10,8 +10,8 @@ import grpc
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import IntArray, pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 _FRAME_OF = 64

@@ -16,14 +16,14 @@ from hop_ladder.step_link import ExecuteLink, StepLink, ThreadLink
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.text_decoder import family_of
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
 from radixmesh.daemons.tokenizer.text_codec import Limits as CodecLimits
 from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem
 from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 
 MODEL = ROOT / "compose" / "models" / "tiny-llama"
 _TEXT = (

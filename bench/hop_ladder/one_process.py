@@ -22,12 +22,12 @@ from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, Toke
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.runtime.step import StepResult
-from radixmesh.daemons.scheduler.lookahead import Lookahead
-from radixmesh.daemons.scheduler.outputs import Finished, Outputs, TokenRows
-from radixmesh.daemons.scheduler.planner import Planner
-from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
-from radixmesh.daemons.scheduler.request import RequestKey, Submission
+from radixmesh.daemons.runtime.steps.step import StepResult
+from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
+from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, TokenRows
+from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
 from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem
 
 _OWNER = 1

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from radixmesh.daemons.runtime.channel import check_health
+from radixmesh.daemons.runtime.rpc.channel import check_health
 
 ROOT = Path(__file__).parents[2]
-_DIE_WITH_PARENT = ROOT / "daemons" / "cluster" / "die_with_parent.py"
+_DIE_WITH_PARENT = ROOT / "daemons" / "cluster" / "processes" / "die_with_parent.py"
 _START_S = 60.0
 _STOP_S = 10.0
 

@@ -10,9 +10,9 @@ from hop_ladder.report import Figures, percentile
 from hop_ladder.serve_stream import ServeStream
 from hop_ladder.step_link import StepLink
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.step import StepPlan, StepResult
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc

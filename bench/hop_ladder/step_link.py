@@ -8,11 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from radixmesh.daemons.runtime.step import StepPlan, StepResult
-from radixmesh.daemons.scheduler.group_client import ClaimedGroup, GroupClient
-from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.messages import snapshot_of
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.step_queue import DoneJob, StepQueue
 
 # What worker and scheduler agree on by default over gRPC.

@@ -9,7 +9,7 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from radixmesh.cli.access import Access, access_from_environment
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.errors import ClusterError, NotRunningError, StartTimeoutError
-from radixmesh.daemons.cluster.process_status import ProcessState
+from radixmesh.daemons.cluster.processes.process_status import ProcessState
 from radixmesh.daemons.cluster.run_folder import ClusterState, read_state
 
 _PAUSE_S = 0.1

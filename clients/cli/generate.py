@@ -14,9 +14,9 @@ from radixmesh.cli.routers import find_routers
 from radixmesh.cli.terminal import Terminal
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.cluster.errors import NotRunningError
-from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 

@@ -40,8 +40,8 @@ def _open(address: str) -> "grpc.Channel | str":
     if not os.environ.get("RADIXMESH_TLS_CA_FILE"):
         return grpc.insecure_channel(address, options=options)
     from radixmesh.daemons.runtime.errors import MeshError
-    from radixmesh.daemons.runtime.tls_credentials import channel_credentials
-    from radixmesh.daemons.runtime.tls_files import TlsFiles
+    from radixmesh.daemons.runtime.security.tls_credentials import channel_credentials
+    from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
     try:
         tls = TlsFiles.from_environment(os.environ)

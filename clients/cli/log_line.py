@@ -2,7 +2,7 @@
 
 import json
 
-from radixmesh.daemons.runtime.printable import escape_controls
+from radixmesh.daemons.runtime.telemetry.printable import escape_controls
 
 # Known from the prefix, or of use only to programs.
 _LEFT_OUT = frozenset({"ts", "level", "daemon", "instance", "logger", "event"})

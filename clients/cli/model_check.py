@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.fingerprint import read_json_object
+from radixmesh.daemons.runtime.model_folder.fingerprint import read_json_object
 
 # Beside the weights, on a CPU: the daemons, the interpreter and torch, and KV for at least some contexts.
 _BESIDE_WEIGHTS_BYTES = 1 << 30

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from radixmesh.cli.access import Access
 from radixmesh.daemons.cluster.errors import NotRunningError
-from radixmesh.daemons.cluster.process_identity import is_own_listener
+from radixmesh.daemons.cluster.processes.process_identity import is_own_listener
 from radixmesh.daemons.cluster.run_folder import find_run_folder, read_state
 
 

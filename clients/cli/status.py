@@ -13,7 +13,7 @@ from radixmesh.cli.daemon_report import DaemonReport, ask_daemon
 from radixmesh.cli.routers import may_send_key
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.errors import NotRunningError
-from radixmesh.daemons.cluster.process_status import ProcessStatus
+from radixmesh.daemons.cluster.processes.process_status import ProcessStatus
 from radixmesh.daemons.cluster.run_folder import find_run_folder, read_state
 
 _COLUMNS = ("NAME", "STATE", "HEALTH", "ADDRESS", "PID", "RESTARTS", "UP", "EPOCH", "LOAD")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from radixmesh.daemons.runtime.printable import escape_controls
+from radixmesh.daemons.runtime.telemetry.printable import escape_controls
 
 _PREFIX_COLOURS = ("36", "33", "32", "35", "34", "96", "93", "92", "95", "94")
 _RED, _GREEN, _YELLOW, _DIM, _BOLD = "31", "32", "33", "2", "1"

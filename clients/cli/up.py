@@ -11,10 +11,10 @@ from radixmesh.cli.detached import start_detached
 from radixmesh.cli.log_file import LogWriter
 from radixmesh.cli.log_line import readable
 from radixmesh.cli.terminal import Terminal
-from radixmesh.daemons.cluster.compose_reader import read_compose
+from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.cluster.errors import ClusterError, PortTakenError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.run_folder import default_run_folder
 
 _DEMO_PROMPT = "I met a traveller from an antique land"

@@ -24,7 +24,7 @@ from radixmesh.client.errors import (
 )
 from radixmesh.client.results import Chunk, Completion, CompletionOutput, Finish, Logprobs, Model, Usage
 from radixmesh.client.sync_client import Client, Stream
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 __all__ = [
     "AbortedError",

@@ -25,8 +25,8 @@ from radixmesh.client.options import Message, Options, chat_from, request_from
 from radixmesh.client.results import Chunk, Completion, CompletionOutput, Logprobs, Model
 from radixmesh.client.tracker import Tracker
 from radixmesh.daemons.runtime.arrays import unpack_ints
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import grpc
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 
 _DETAILS_KEY = "grpc-status-details-bin"
 # Without an ErrorInfo these come from the transport: the router died, was restarted, or a proxy hung up.

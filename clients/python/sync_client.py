@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from radixmesh.client.async_client import AsyncClient, AsyncStream
 from radixmesh.client.options import Message, Options
 from radixmesh.client.results import Chunk, Completion, Logprobs, Model
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from radixmesh.daemons.cluster.compose import Service
+from radixmesh.daemons.cluster.compose.compose import Service
 from radixmesh.daemons.cluster.errors import ComposeError
 
 LOCAL_HOST = "127.0.0.1"

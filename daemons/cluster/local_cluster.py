@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
-from radixmesh.daemons.cluster.compose import ComposeFile, DependencyCondition
-from radixmesh.daemons.cluster.compose_reader import read_compose
+from radixmesh.daemons.cluster.compose.compose import ComposeFile, DependencyCondition
+from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.cluster.errors import NoRestartCuresError, StartTimeoutError, UnknownServiceError
 from radixmesh.daemons.cluster.plan import (
     ClusterPlan,
@@ -23,8 +23,8 @@ from radixmesh.daemons.cluster.plan import (
     unpublish,
 )
 from radixmesh.daemons.cluster.ports import assign_ports
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
-from radixmesh.daemons.cluster.process_supervisor import ProcessSupervisor
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_supervisor import ProcessSupervisor
 from radixmesh.daemons.cluster.run_folder import ClusterState, RunFolder
 
 

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from radixmesh.daemons.cluster.compose import ComposeFile, Dependency, HealthCheck, RestartPolicy, Service
+from radixmesh.daemons.cluster.compose.compose import ComposeFile, Dependency, HealthCheck, RestartPolicy, Service
+from radixmesh.daemons.cluster.compose.translation import Translation
 from radixmesh.daemons.cluster.endpoint import LOCAL_HOST, Endpoint, list_endpoints
 from radixmesh.daemons.cluster.errors import ClusterError, ComposeError, UnknownServiceError
 from radixmesh.daemons.cluster.start_order import start_levels
-from radixmesh.daemons.cluster.translation import Translation
 
 _WORKERS = "RADIXMESH_WORKERS"
 

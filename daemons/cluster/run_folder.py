@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from radixmesh.daemons.cluster.errors import AlreadyRunningError, NotRunningError, UntrustedFolderError
-from radixmesh.daemons.cluster.process_identity import is_own_process, lock_holders, start_ticks
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
-from radixmesh.daemons.runtime.trusted_files import is_own
+from radixmesh.daemons.cluster.processes.process_identity import is_own_process, lock_holders, start_ticks
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.runtime.security.trusted_files import is_own
 
 _FOLDER_NAME = ".radixmesh"
 _STATE_VERSION = 1

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from radixmesh.daemons.cluster.compose import Service
+from radixmesh.daemons.cluster.compose.compose import Service
 from radixmesh.daemons.cluster.errors import DependencyCycleError
 
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, TextDecoder
-from radixmesh.daemons.runtime.token_bytes import byte_level_bytes, byte_level_table
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.token_bytes import byte_level_bytes, byte_level_table
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

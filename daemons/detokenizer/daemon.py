@@ -9,9 +9,9 @@ from radixmesh.daemons.detokenizer.config import DetokenizerSettings
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.service import DetokenizerService
 from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
-from radixmesh.daemons.runtime.hello import identity_to_proto, make_hello
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.rpc.hello import identity_to_proto, make_hello
 from radixmesh.detokenizer.v1 import detokenizer_pb2_grpc
 
 _DRAIN_POLL_S = 0.05

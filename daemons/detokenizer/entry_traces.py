@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable
 from radixmesh.daemons.detokenizer.messages import OpenEntry
-from radixmesh.daemons.runtime.tracing import Span, Tracer
+from radixmesh.daemons.runtime.telemetry.tracing import Span, Tracer
 
 
 class EntryTraces:

@@ -10,7 +10,7 @@ from radixmesh.daemons.detokenizer.messages import EntryFailure, OpenEntry, Text
 from radixmesh.daemons.detokenizer.outbox import Pending
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_peer_names
+from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 
 # Of one frame; a router's are at most 4 MiB, or one output's tokens.

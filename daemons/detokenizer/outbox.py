@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
-from radixmesh.daemons.runtime.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, FrameBudget
+from radixmesh.daemons.runtime.rpc.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES, FrameBudget
 
 # Bytes that a row or failure costs beside its text.
 _ROW_BYTES = 64

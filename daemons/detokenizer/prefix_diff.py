@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, TextDecoder
-from radixmesh.daemons.runtime.token_bytes import decoder_kinds
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.token_bytes import decoder_kinds
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # Tokens of the prompt that are context at most: one matters, a few more guard against those that show nothing.

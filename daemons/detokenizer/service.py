@@ -18,11 +18,11 @@ from radixmesh.daemons.detokenizer.messages import EntryFailure, TextDelta
 from radixmesh.daemons.detokenizer.outbox import Outbox
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_peer
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress, State
-from radixmesh.daemons.runtime.tracing import NoTracer, Tracer
+from radixmesh.daemons.runtime.rpc.hello import check_peer
+from radixmesh.daemons.runtime.rpc.progress import Progress, State
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 
 log = get_logger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.token_bytes import decoder_kinds
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.token_bytes import decoder_kinds
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 
 class TextDecoder(ABC):

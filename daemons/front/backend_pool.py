@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.name_watch import PeerPool
+from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

@@ -9,9 +9,9 @@ from radixmesh.daemons.front.config import FrontSettings
 from radixmesh.daemons.front.door import Door
 from radixmesh.daemons.front.probes import grpc_probe, http_probe
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.lookup import look_up
-from radixmesh.daemons.runtime.name_watch import NameWatch
+from radixmesh.daemons.runtime.rpc.lookup import look_up
+from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

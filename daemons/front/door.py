@@ -8,7 +8,7 @@ import time
 from radixmesh.daemons.front.backend_pool import Backend, BackendPool
 from radixmesh.daemons.front.connection_end import ConnectionEnd
 from radixmesh.daemons.runtime.addresses import parse_address, split_host_port
-from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 

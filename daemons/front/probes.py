@@ -6,8 +6,8 @@ import asyncio
 
 from radixmesh.daemons.front.backend_pool import Probe
 from radixmesh.daemons.runtime.addresses import authority_of, parse_address, split_host_port
-from radixmesh.daemons.runtime.channel import check_health
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.rpc.channel import check_health
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 _TIMEOUT_S = 2.0
 

@@ -8,16 +8,16 @@ from functools import partial
 from radixmesh.daemons.router.admin_service import RouterAdminService
 from radixmesh.daemons.router.composition import Peers, make_router
 from radixmesh.daemons.router.config import RouterSettings
-from radixmesh.daemons.router.grpc_peers import GrpcTokenizer, dial_detokenizer, dial_scheduler, watch_cache
 from radixmesh.daemons.router.http.edge import make_http_server
-from radixmesh.daemons.router.http.server import HttpServer
+from radixmesh.daemons.router.http.server.server import HttpServer
+from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer, dial_detokenizer, dial_scheduler, watch_cache
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.service import RouterService
-from radixmesh.daemons.runtime.api_keys import ApiKeys
-from radixmesh.daemons.runtime.key_guard import KeyGuard
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.lookup import look_up
+from radixmesh.daemons.runtime.rpc.lookup import look_up
+from radixmesh.daemons.runtime.security.api_keys import ApiKeys
+from radixmesh.daemons.runtime.security.key_guard import KeyGuard
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.router.v1 import router_pb2_grpc
 
 log = get_logger(__name__)

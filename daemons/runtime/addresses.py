@@ -6,8 +6,7 @@ A pinned address, "name:port#ip", is one of the replicas behind a name: the ip i
 from __future__ import annotations
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-
-from .errors import MeshError
+from radixmesh.daemons.runtime.errors import MeshError
 
 UNIX_PREFIX = "unix:"
 # sockaddr_un.sun_path holds 108 bytes with its final zero.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from .settings import setting
-from .tls_files import TlsFiles
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.runtime.settings import setting
 
 
 class LogLevel(StrEnum):

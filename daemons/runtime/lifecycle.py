@@ -24,16 +24,16 @@ from uuid import uuid4
 import uvloop
 from google.protobuf.internal import api_implementation
 
-from .common_settings import CommonSettings
-from .errors import MeshError
-from .health import HealthService
-from .logs import configure_logging, get_logger
-from .metrics import Metrics
-from .metrics_server import MetricsServer, serve_metrics
-from .progress import Progress
-from .server import MeshServer
-from .tracing import NoTracer, Tracer, make_tracer
-from .unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
+from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.telemetry.logs import configure_logging, get_logger
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.metrics_server import MetricsServer, serve_metrics
+from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer, make_tracer
 
 log = get_logger(__name__)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from radixmesh.common.v1 import common_pb2
-
-from .errors import MeshError
+from radixmesh.daemons.runtime.errors import MeshError
 
 # Printable ASCII without spaces: nothing that a header, a line of a log or a terminal could take for more than text.
 _CHARS = "[!-~]"

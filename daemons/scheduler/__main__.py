@@ -10,9 +10,9 @@ from contextlib import suppress
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.scheduler.config import SchedulerSettings
-from radixmesh.daemons.scheduler.engine import Engine
-from radixmesh.daemons.scheduler.group_client import GroupClient, GroupState
-from radixmesh.daemons.scheduler.rendezvous import Rendezvous
+from radixmesh.daemons.scheduler.group.group_client import GroupClient, GroupState
+from radixmesh.daemons.scheduler.group.rendezvous import Rendezvous
+from radixmesh.daemons.scheduler.scheduler_loop import Engine
 from radixmesh.daemons.scheduler.service import SchedulerServicer
 from radixmesh.scheduler.v1 import scheduler_pb2_grpc
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
-from radixmesh.daemons.scheduler.eviction import EVICTION_POLICIES
-from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
-from radixmesh.daemons.scheduler.prefix_cache import PREFIX_CACHES, check_cache_choice
-from radixmesh.daemons.scheduler.queue_policies import QUEUE_POLICIES
+from radixmesh.daemons.scheduler.cache.eviction import EVICTION_POLICIES
+from radixmesh.daemons.scheduler.cache.prefix_cache import PREFIX_CACHES, check_cache_choice
+from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
+from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
 
 _AT_LEAST_ONE = (
     "chunk_tokens",

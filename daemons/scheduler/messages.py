@@ -13,9 +13,9 @@ from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
-from radixmesh.daemons.runtime.step import PageRecords, Task
-from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
-from radixmesh.daemons.scheduler.request import RequestKey, Submission
+from radixmesh.daemons.runtime.steps.step import PageRecords, Task
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
 from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.worker.v1 import worker_pb2
 

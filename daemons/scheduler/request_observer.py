@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from radixmesh.daemons.scheduler.request import Request
-from radixmesh.daemons.scheduler.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.sequence import Request
 
 
 class RequestObserver:

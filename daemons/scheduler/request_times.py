@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.tracing import Attributes, Span, Tracer
-from radixmesh.daemons.scheduler.request import Request
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Span, Tracer
 from radixmesh.daemons.scheduler.request_observer import RequestObserver
-from radixmesh.daemons.scheduler.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.sequence import Request
 
 
 @dataclass(slots=True)

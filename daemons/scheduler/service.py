@@ -11,19 +11,19 @@ import grpc
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_hello, check_peer_names
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.scheduler.cache_watch import watch_cache
-from radixmesh.daemons.scheduler.engine import Engine
-from radixmesh.daemons.scheduler.group_client import GroupState
-from radixmesh.daemons.scheduler.load_report import hello_of, load_of, state_of
+from radixmesh.daemons.runtime.rpc.hello import check_hello, check_peer_names
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.scheduler.cache.watch import watch_cache
+from radixmesh.daemons.scheduler.group.group_client import GroupState
+from radixmesh.daemons.scheduler.group.rendezvous import Joiner, Rendezvous
 from radixmesh.daemons.scheduler.messages import submission_from_proto
-from radixmesh.daemons.scheduler.outbox import rejected_to_proto
-from radixmesh.daemons.scheduler.outputs import Rejected
-from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
-from radixmesh.daemons.scheduler.request import Submission
-from radixmesh.daemons.scheduler.router_streams import RouterStream
+from radixmesh.daemons.scheduler.results.outputs import Rejected
+from radixmesh.daemons.scheduler.routers.load_report import hello_of, load_of, state_of
+from radixmesh.daemons.scheduler.routers.outbox import rejected_to_proto
+from radixmesh.daemons.scheduler.routers.router_streams import RouterStream
+from radixmesh.daemons.scheduler.scheduler_loop import Engine
+from radixmesh.daemons.scheduler.sequence import Submission
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 log = get_logger(__name__)

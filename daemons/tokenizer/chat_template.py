@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.fingerprint import read_chat_templates, read_json_object
+from radixmesh.daemons.runtime.model_folder.fingerprint import read_chat_templates, read_json_object
 from radixmesh.daemons.tokenizer.chat import Chat, JsonObject, invalid_chat
 from radixmesh.daemons.tokenizer.template_budget import CountingEnvironment, OverBudgetError, RenderBudget
 

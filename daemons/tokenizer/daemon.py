@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
 from radixmesh.daemons.tokenizer.config import TokenizerSettings
 from radixmesh.daemons.tokenizer.service import TokenizerService

@@ -10,10 +10,10 @@ import grpc
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import identity_to_proto
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.token_bytes import token_bytes
-from radixmesh.daemons.runtime.tracing import Attributes, Tracer, current_context
+from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
+from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Tracer, current_context
 from radixmesh.daemons.tokenizer.chat import (
     Chat,
     check_chat_size,

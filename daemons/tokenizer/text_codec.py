@@ -11,7 +11,7 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.tokenizer.chat import Chat
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
 from radixmesh.daemons.tokenizer.text_cuts import cutter_of, outer_ids

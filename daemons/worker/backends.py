@@ -10,14 +10,14 @@ from pathlib import Path
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.fingerprint import (
+from radixmesh.daemons.runtime.model_folder.fingerprint import (
     ModelIdentity,
     model_fingerprint,
     read_model_identity,
     tokenizer_fingerprint,
 )
-from radixmesh.daemons.runtime.generation_config import read_sampling_defaults
-from radixmesh.daemons.runtime.hello import identity_to_proto
+from radixmesh.daemons.runtime.model_folder.generation_config import read_sampling_defaults
+from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -185,7 +185,7 @@ def _unspeakable_ids(folder: Path | None, vocab_size: int) -> tuple[int, ...]:
     """Special ids of the folder's tokenizer, and those that it has no spelling for."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return ()
-    from radixmesh.daemons.runtime.vocabulary import Vocabulary
+    from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
     vocabulary = Vocabulary.load(folder)
     spellings = vocabulary.tokens

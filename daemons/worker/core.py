@@ -15,20 +15,20 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.step_codec import TASK_TO_PROTO
-from radixmesh.daemons.runtime.tracing import NoTracer, Tracer
-from radixmesh.daemons.worker.blob_store import BlobStore
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.steps.step_codec import TASK_TO_PROTO
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.worker.epochs import EpochLedger
-from radixmesh.daemons.worker.executor import StepExecutor
-from radixmesh.daemons.worker.plan_dump import PlanDump
-from radixmesh.daemons.worker.plan_recorder import PlanRecorder
-from radixmesh.daemons.worker.plan_runner import Answer, PlanRunner
+from radixmesh.daemons.worker.plans.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.plans.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.plan_recorder import PlanRecorder
+from radixmesh.daemons.worker.plans.plan_runner import Answer, PlanRunner
+from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
-from radixmesh.daemons.worker.slot_traces import SlotTraces
 from radixmesh.daemons.worker.step_queue import StepQueue
 from radixmesh.worker.v1 import worker_pb2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixmesh.daemons.runtime.sampling import MAX_STOP_IDS
-from radixmesh.daemons.runtime.step import Task
+from radixmesh.daemons.runtime.steps.step import Task
 
 # A request's own stop ids, and the model's ends.
 MAX_SUPPRESSED_IDS = MAX_STOP_IDS + 64

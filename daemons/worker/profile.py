@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.worker.private_folder import PrivateFolder
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.plans.private_folder import PrivateFolder
 
 if TYPE_CHECKING:
     from torch.profiler import profile

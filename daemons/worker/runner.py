@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit, Task, TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import Admit, Task, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from support.mesh import BUGS
 
 from radixmesh.client import AsyncClient
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 SERVICES = ("tokenizer", "detokenizer", "worker", "scheduler", "router")

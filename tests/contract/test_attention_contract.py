@@ -10,14 +10,14 @@ import torch
 from support.rounding import attention_tolerance
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.attention.backend import (
+from radixmesh.daemons.worker.cpu.attention.backend import (
     AttentionBackend,
     AttentionBatch,
     AttentionPlacement,
     AttentionSegment,
     AttentionShape,
 )
-from radixmesh.daemons.worker.attention.registry import attention_backends
+from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
 
 _TOKENS = 700
 _SHAPES = {

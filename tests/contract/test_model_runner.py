@@ -7,7 +7,7 @@ import pytest
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Task
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.runner import SampleInput, Segment
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel

@@ -6,8 +6,8 @@ from support.cache_driver import CacheDriver, run_random
 from support.cache_oracle import CacheOracle
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.step import PageRecords
-from radixmesh.daemons.scheduler.prefix_cache import PREFIX_CACHES, Namespace, make_prefix_cache
+from radixmesh.daemons.runtime.steps.step import PageRecords
+from radixmesh.daemons.scheduler.cache.prefix_cache import PREFIX_CACHES, Namespace, make_prefix_cache
 
 ALL = sorted(PREFIX_CACHES)
 REAL = sorted(set(PREFIX_CACHES) - {"none"})

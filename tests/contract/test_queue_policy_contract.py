@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from support.planner_world import submission
 
-from radixmesh.daemons.scheduler.prefix_cache import NOTHING_KNOWN, Probe
-from radixmesh.daemons.scheduler.queue import WaitingQueue, lane_key
-from radixmesh.daemons.scheduler.queue_policies import QUEUE_POLICIES, QueueSettings
-from radixmesh.daemons.scheduler.request import Request
+from radixmesh.daemons.scheduler.cache.prefix_cache import NOTHING_KNOWN, Probe
+from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES, QueueSettings
+from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, lane_key
+from radixmesh.daemons.scheduler.sequence import Request
 
 ALL = sorted(QUEUE_POLICIES)
 ENDLESS = 1e9

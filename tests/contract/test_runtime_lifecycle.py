@@ -15,8 +15,8 @@ import grpc
 import pytest
 from support.runtime_servicers import frame, serving
 
-from radixmesh.daemons.runtime.channel import check_health, open_channel
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.detokenizer.v1.detokenizer_pb2_grpc import DetokenizerServiceStub
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -207,7 +207,7 @@ async def _is_written(channel: grpc.aio.Channel) -> bool:
 
 _SILENT_CLIENT = """
 import asyncio, sys
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.detokenizer.v1.detokenizer_pb2_grpc import DetokenizerServiceStub
 from support.runtime_servicers import frame
 

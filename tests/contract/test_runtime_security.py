@@ -21,16 +21,16 @@ from support.certificates import make_certificates, tls_of
 from support.runtime_servicers import serving
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.grpc_peers import GrpcTokenizer
-from radixmesh.daemons.router.http.connection import ConnectionLimits
-from radixmesh.daemons.router.http.server import HttpServer
-from radixmesh.daemons.router.http.tls import FollowedContext
-from radixmesh.daemons.runtime.api_keys import ApiKeys
-from radixmesh.daemons.runtime.channel import check_health, open_channel
+from radixmesh.daemons.router.http.server.connection import ConnectionLimits
+from radixmesh.daemons.router.http.server.server import HttpServer
+from radixmesh.daemons.router.http.server.tls import FollowedContext
+from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.key_guard import KeyGuard
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.security.api_keys import ApiKeys
+from radixmesh.daemons.runtime.security.key_guard import KeyGuard
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 

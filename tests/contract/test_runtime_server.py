@@ -12,8 +12,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.runtime_servicers import frame, serving
 
-from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
 from radixmesh.detokenizer.v1.detokenizer_pb2_grpc import DetokenizerServiceStub
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 from radixmesh.tokenizer.v1.tokenizer_pb2_grpc import TokenizerServiceStub

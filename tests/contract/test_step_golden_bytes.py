@@ -6,14 +6,14 @@ import pytest
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.result_codec import (
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.steps.result_codec import (
     records_to_proto,
     refusal_to_proto,
     result_from_proto,
     result_to_proto,
 )
-from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import (
+from radixmesh.daemons.runtime.steps.step import (
     Admit,
     Chunk,
     Grant,
@@ -26,7 +26,7 @@ from radixmesh.daemons.runtime.step import (
     StepResult,
     TokenLogprobs,
 )
-from radixmesh.daemons.runtime.step_codec import encode_header, encode_plan, encode_rank, plan_from_proto
+from radixmesh.daemons.runtime.steps.step_codec import encode_header, encode_plan, encode_rank, plan_from_proto
 from radixmesh.worker.v1 import worker_pb2
 
 PLAN = (

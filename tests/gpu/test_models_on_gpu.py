@@ -16,9 +16,9 @@ from support.model_folders import random_model
 from support.plan_driver import GREEDY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
-from radixmesh.daemons.worker.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 
 pytestmark = pytest.mark.gpu

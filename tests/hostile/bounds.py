@@ -10,24 +10,24 @@ from __future__ import annotations
 from typing import NamedTuple
 
 D = "radixmesh.daemons."
-WIRE = f"{D}runtime.wire_bounds:check_counts"
-WHOLE = f"{D}runtime.server:MAX_MESSAGE_BYTES"
-PEER_NAME = (1024, f"{D}runtime.hello:check_peer_names")
+WIRE = f"{D}runtime.rpc.wire_bounds:check_counts"
+WHOLE = f"{D}runtime.rpc.server:MAX_MESSAGE_BYTES"
+PEER_NAME = (1024, f"{D}runtime.rpc.hello:check_peer_names")
 REQUEST_ID = (256, f"{D}runtime.request_ids:check_request_id")
-NAME = (256, f"{D}router.resolver:check_names")
+NAME = (256, f"{D}router.requests.resolver:check_names")
 # Parsed and refused: the verb or option is not offered.
 NOT_OFFERED_WORKER = (64 << 20, f"{D}worker.service:WorkerService")
 TEXT = (4 << 20, f"{D}tokenizer.text_codec:Limits")
 JSON = (4 << 20, f"{D}tokenizer.chat:check_chat_size")
 ADDRESS = (64 << 10, WIRE)
 # Ids of the vocabulary, as many as the context holds; what is one message at most is compared as an array.
-CONTEXT = (64 << 20, f"{D}router.resolver:check_prompt")
+CONTEXT = (64 << 20, f"{D}router.requests.resolver:check_prompt")
 # Arrays whose lengths and values the plan check compares with the worker's slots and pages before anything runs.
-PLAN = (64 << 20, f"{D}worker.plan_check:check_plan")
-ADMIT = (64 << 20, f"{D}worker.admit_check:check_admit")
-SUBMIT = (64 << 20, f"{D}scheduler.validation:check_submission")
+PLAN = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
+ADMIT = (64 << 20, f"{D}worker.plans.admit_check:check_admit")
+SUBMIT = (64 << 20, f"{D}scheduler.queue.validation:check_submission")
 STOPS = (64, f"{D}runtime.sampling:check_stops")
-PLAN_COUNT = (64 << 20, f"{D}worker.plan_check:check_plan")
+PLAN_COUNT = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
 
 
 class Bound(NamedTuple):
@@ -50,7 +50,7 @@ BOUNDS: dict[str, Bound] = {
         tokenizer_fingerprint=PEER_NAME,
         grammar_format=PEER_NAME,
         # A client's is dropped, a peer's is kept by none but the router, for a scheduler that it dialled.
-        eos_ids=(64 << 20, f"{D}router.resume:rebuild"),
+        eos_ids=(64 << 20, f"{D}router.requests.resume:rebuild"),
     ),
     **_rows(
         "common.v1.SamplingParams",
@@ -77,18 +77,18 @@ BOUNDS: dict[str, Bound] = {
         cache_salt=NAME,
         tenant=NAME,
     ),
-    **_rows("router.v1.Resume", outputs=(128, f"{D}router.resolver:MAX_N")),
+    **_rows("router.v1.Resume", outputs=(128, f"{D}router.requests.resolver:MAX_N")),
     **_rows(
         "router.v1.Resolved",
         request_id=REQUEST_ID,
         model=NAME,
         prompt_ids=CONTEXT,
-        seeds=(128, f"{D}router.resolver:MAX_N"),
+        seeds=(128, f"{D}router.requests.resolver:MAX_N"),
         cache_salt=NAME,
         tenant=NAME,
-        trace_context=(55, f"{D}runtime.tracing:is_traceparent"),
+        trace_context=(55, f"{D}runtime.telemetry.tracing:is_traceparent"),
     ),
-    **_rows("router.v1.OutputProgress", output_ids=(64 << 20, f"{D}router.resume:rebuild")),
+    **_rows("router.v1.OutputProgress", output_ids=(64 << 20, f"{D}router.requests.resume:rebuild")),
     **_rows("router.v1.AbortRequest", request_id=REQUEST_ID),
     **_rows("router.v1.TokenizeRequest", model=NAME, items=(4096, f"{D}tokenizer.text_codec:Limits")),
     **_rows("tokenizer.v1.ChatInput", messages=(4096, f"{D}tokenizer.text_codec:Limits"), tools_json=JSON),
@@ -180,7 +180,9 @@ BOUNDS: dict[str, Bound] = {
     **_rows("worker.v1.Chunks", slots=PLAN, lengths=PLAN),
     **_rows("worker.v1.DecodeSet", slots=PLAN),
     **_rows("worker.v1.SnapshotCacheRequest", instance_id=(64 << 10, WIRE)),
-    **_rows("worker.v1.PutBlobRequest", hash=(64 << 10, WIRE), data=(32 << 20, f"{D}worker.blob_store:BlobStore")),
+    **_rows(
+        "worker.v1.PutBlobRequest", hash=(64 << 10, WIRE), data=(32 << 20, f"{D}worker.plans.blob_store:BlobStore")
+    ),
     **_rows("worker.v1.NixlRegion", agent_metadata=NOT_OFFERED_WORKER),
     **_rows("worker.v1.StageRequest", weights_path=(64 << 10, WIRE), expert_placement=NOT_OFFERED_WORKER),
     **_rows("worker.v1.StagedAdapter", name=(64 << 10, WIRE), path=(64 << 10, WIRE)),

@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from radixmesh.daemons.router.http.body import Body
-from radixmesh.daemons.router.http.chat_request import ChatRequest
-from radixmesh.daemons.router.http.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.embedding_request import EmbeddingRequest
-from radixmesh.daemons.router.http.field_decoders import decoders_of
-from radixmesh.daemons.router.http.native_request import NativeRequest, NativeSampling
-from radixmesh.daemons.router.http.text_requests import DetokenizeRequest, TokenizeRequest
+from radixmesh.daemons.router.http.bodies.body import Body
+from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
+from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
+from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest, NativeSampling
+from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 
 ROUTES: Mapping[str, type[Body]] = {
     "/v1/completions": CompletionRequest,

@@ -10,9 +10,9 @@ from hostile.bounds import BOUNDS, WIRE
 from hostile.fields import Place, places, rpcs
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime import wire_bounds
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.wire_bounds import UNSCANNED_BYTES, scan_of
+from radixmesh.daemons.runtime.rpc import wire_bounds
+from radixmesh.daemons.runtime.rpc.wire_bounds import UNSCANNED_BYTES, scan_of
 
 PLACES = [place for rpc in rpcs() for place in places(rpc)]
 NAMES = {place.field.full_name for place in PLACES}

@@ -18,9 +18,9 @@ from support.bystander import Seen, watched
 from support.mesh import Mesh, running_mesh
 from support.wire import raw_channel
 
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.rpc_errors import REQUEST_ID_KEY, mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import REQUEST_ID_KEY, mesh_error_from_rpc
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -101,11 +101,19 @@ async def answer_to(channel: grpc.aio.Channel, place: Place, raw: bytes) -> str 
     except TimeoutError:
         return f"{place}: no answer within {_CALL_S:g} s"
     except grpc.aio.AioRpcError as error:
+        if _is_beyond_the_largest(error):
+            return None
         if not any(key == _DETAILS for key, _ in error.trailing_metadata() or ()):
             return f"{place}: {len(raw)} bytes: {error.code().name} without a reason: {error.details()}"
         if error.code() is grpc.StatusCode.INTERNAL:
             return f"{place}: {len(raw)} bytes: {error.details()}"
     return None
+
+
+def _is_beyond_the_largest(error: grpc.aio.AioRpcError) -> bool:
+    """grpc's own refusal of a length, before the bytes: docs/limits.md, clients of ours read it as TOO_LARGE."""
+    is_length = "larger than max" in (error.details() or "")
+    return is_length and mesh_error_from_rpc(error).reason_name == "TOO_LARGE"
 
 
 async def attack(mesh: Mesh, chosen: list[Place], *, at_once: int) -> list[str]:

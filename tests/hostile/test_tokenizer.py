@@ -15,7 +15,7 @@ from support.bystander import rss_mib
 from support.running_daemon import process_of
 from support.wire import raw_channel, refusal_from
 
-from radixmesh.daemons.runtime.wire_bounds import MAX_TEXT_BYTES
+from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
 TINY = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"

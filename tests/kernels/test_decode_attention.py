@@ -8,9 +8,14 @@ from support.paged_pool import PagedPool
 from support.rounding import attention_kernel_tolerance
 from support.triton_interpreter import DEVICE
 
-from radixmesh.kernels import split_schedule
-from radixmesh.kernels.decode_attention import DecodeWorkspace, paged_decode, paged_decode_reference, plan_decode
-from radixmesh.kernels.split_schedule import SplitConfig
+from radixmesh.kernels.attention import split_schedule
+from radixmesh.kernels.attention.decode_attention import (
+    DecodeWorkspace,
+    paged_decode,
+    paged_decode_reference,
+    plan_decode,
+)
+from radixmesh.kernels.attention.split_schedule import SplitConfig
 
 
 def _check(

@@ -11,11 +11,11 @@ from support.device_settings import TINY_SETTINGS
 from support.plan_driver import GREEDY
 from support.replaying_device import ReplayingDevice
 
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, Release, StepPlan
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Release, StepPlan
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import Segment
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")

@@ -6,7 +6,7 @@ from support.paged_pool import PagedPool
 from support.rounding import attention_kernel_tolerance
 from support.triton_interpreter import DEVICE
 
-from radixmesh.kernels.extend_attention import ExtendConfig, paged_extend, paged_extend_reference
+from radixmesh.kernels.attention.extend_attention import ExtendConfig, paged_extend, paged_extend_reference
 
 _SMALL = ExtendConfig(block_m=16, block_n=16, num_warps=4, num_stages=3)
 

@@ -9,15 +9,15 @@ import support.triton_interpreter  # noqa: F401
 import torch
 from support.rounding import random_product_tolerance
 
-from radixmesh.kernels.fp8_gemv import (
+from radixmesh.kernels.fp8.gemv import (
     default_config,
     fp8_gate_up_silu,
     fp8_gate_up_silu_reference,
     fp8_linear_few,
     fp8_linear_few_reference,
 )
+from radixmesh.kernels.fp8.quantized import GROUP, QuantizedMatrix, quantize_matrix
 from radixmesh.kernels.gemv import GemvConfig, Shape
-from radixmesh.kernels.quantized import GROUP, QuantizedMatrix, quantize_matrix
 
 _DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full)]
 _GROUPS = ["channel", "block", "rows of blocks"]

@@ -9,8 +9,8 @@ import support.triton_interpreter  # noqa: F401
 import torch
 from support.rounding import random_product_tolerance
 
-from radixmesh.daemons.worker.cuda import fp8_tuning
-from radixmesh.daemons.worker.cuda.fp8_products import (
+from radixmesh.daemons.worker.cuda.fp8 import tuning as fp8_tuning
+from radixmesh.daemons.worker.cuda.fp8.gemm import (
     Choice,
     ChosenFp8Products,
     MatrixShape,
@@ -20,11 +20,11 @@ from radixmesh.daemons.worker.cuda.fp8_products import (
     check_small_product,
     tried_library,
 )
-from radixmesh.daemons.worker.cuda.fp8_tuning import Candidate, Fp8Stand, choose, create_fp8_products, measured_sizes
-from radixmesh.daemons.worker.cuda.fp8_weights import LayerMatrices
-from radixmesh.kernels.fp8_linear import TileConfig, default_tile, other_tiles
-from radixmesh.kernels.quantize_rows import quantize_rows
-from radixmesh.kernels.quantized import QuantizedMatrix, quantize_matrix
+from radixmesh.daemons.worker.cuda.fp8.tuning import Candidate, Fp8Stand, choose, create_fp8_products, measured_sizes
+from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
+from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
+from radixmesh.kernels.fp8.quantize_rows import quantize_rows
+from radixmesh.kernels.fp8.quantized import QuantizedMatrix, quantize_matrix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_fp8_on_gpu.py is for the GPU")
 

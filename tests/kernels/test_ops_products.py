@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.rounding import kernel_tolerance
 
+from radixmesh.daemons.worker.cuda.gemm.products import TorchProducts
 from radixmesh.daemons.worker.cuda.ops import TritonOps
-from radixmesh.daemons.worker.cuda.products import TorchProducts
 
 
 class _Recorded(TorchProducts):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixmesh.kernels.prefix_groups import PrefixGroup, find_shared_prefixes, split_groups
+from radixmesh.kernels.attention.prefix_groups import PrefixGroup, find_shared_prefixes, split_groups
 
 
 def _radix_tables(branches, depth_tokens, page_size=1):

@@ -11,8 +11,8 @@ from support.device_draws import check_draws, drawn
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
-from radixmesh.kernels.sample import DrawScratch, compile_draws
-from radixmesh.kernels.sample_params import SampleParams
+from radixmesh.kernels.sampling.sample import DrawScratch, compile_draws
+from radixmesh.kernels.sampling.sample_params import SampleParams
 
 _NAN, _INF = float("nan"), float("inf")
 _GREEDY = Sampling(temperature=0.0)

@@ -7,14 +7,14 @@ from support.paged_pool import PagedPool
 from support.rounding import attention_kernel_tolerance
 from support.triton_interpreter import DEVICE
 
-from radixmesh.kernels.decode_attention import paged_decode_reference
-from radixmesh.kernels.prefix_groups import PrefixGroup
-from radixmesh.kernels.shared_prefix_attention import (
+from radixmesh.kernels.attention.decode_attention import paged_decode_reference
+from radixmesh.kernels.attention.prefix_groups import PrefixGroup
+from radixmesh.kernels.attention.shared_prefix_attention import (
     SharedPrefixWorkspace,
     paged_shared_decode,
     plan_shared_decode,
 )
-from radixmesh.kernels.split_schedule import SplitConfig
+from radixmesh.kernels.attention.split_schedule import SplitConfig
 
 
 def _share(pool, groups):

@@ -20,7 +20,7 @@ from support.wire import refusal_from
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

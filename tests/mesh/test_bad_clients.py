@@ -17,7 +17,7 @@ from support.wire import Proxy, metrics_of, raw_channel, refusal_from, refusal_o
 
 from radixmesh.common.v1.common_pb2 import SamplingParams, StopParams
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]

@@ -17,7 +17,7 @@ from support.wire import Refusal, methods, raw_channel, refusal_from, refusal_of
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import SamplingParams, StopParams
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2

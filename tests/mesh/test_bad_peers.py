@@ -21,8 +21,8 @@ from support.worker_client import WorkerClient
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc

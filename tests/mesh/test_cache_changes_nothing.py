@@ -15,7 +15,7 @@ from support.running_daemon import running
 from support.serve_client import Seen, serve_client
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.worker.__main__ import WorkerDaemon

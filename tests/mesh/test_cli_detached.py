@@ -71,6 +71,24 @@ def test_a_detached_cluster_runs_on_is_looked_at_and_stopped(compose: Path, tmp_
     assert (down.returncode, down.stdout) == (0, "fakes is stopped.\n")
 
 
+def test_down_takes_the_file_that_up_took(compose: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yml"
+    other.write_text(COMPOSE.replace("name: fakes", "name: others"))
+    try:
+        for file in (compose, other):
+            assert radixmesh(tmp_path, "up", "-f", str(file), "--detach").returncode == 0
+        several = radixmesh(tmp_path, "down")
+        assert several.returncode == 1 and "several clusters run here (fakes, others)" in several.stdout
+        down = radixmesh(tmp_path, "down", "-f", str(other))
+        assert (down.returncode, down.stdout) == (0, "others is stopped.\n")
+        again = radixmesh(tmp_path, "down", "-f", str(other))
+        assert again.returncode == 1 and "no cluster 'others'" in again.stdout
+        missing = radixmesh(tmp_path, "down", "-f", str(tmp_path / "missing.yml"))
+        assert missing.returncode == 1 and "missing.yml" in missing.stdout
+    finally:
+        radixmesh(tmp_path, "down", "-p", "others")
+
+
 def test_a_detached_start_that_fails_leaves_nothing(compose: Path, tmp_path: Path) -> None:
     compose.write_text(COMPOSE.replace("environment: {", 'environment: {FAKE_LOADING_S: "1000", '))
     late = radixmesh(tmp_path, "up", "-f", str(compose), "-d", "--wait-s", "3")

@@ -10,9 +10,9 @@ import pytest
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.health import HealthService
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.server import MeshServer
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 SRC = Path(__file__).parents[2] / "src"

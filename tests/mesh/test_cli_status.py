@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from radixmesh.cli.daemon_report import ask_daemon
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.run_folder import ClusterState, RunFolder
-from radixmesh.daemons.runtime.health import HealthService
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.server import MeshServer
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc

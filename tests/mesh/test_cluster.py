@@ -14,7 +14,7 @@ import pytest
 
 from radixmesh.daemons.cluster.errors import AlreadyRunningError, ComposeError, NoRestartCuresError, StartTimeoutError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.cluster.process_status import ProcessState
+from radixmesh.daemons.cluster.processes.process_status import ProcessState
 from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state
 
 REPOSITORY = Path(__file__).parents[2]
@@ -447,9 +447,9 @@ def test_health_verb_answers_with_its_exit_code(running_up, tmp_path):
 ROUTER = """
 import asyncio, os
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.health import HealthService
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.server import MeshServer
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 class Router(router_pb2_grpc.RouterServiceServicer):

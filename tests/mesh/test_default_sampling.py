@@ -12,7 +12,7 @@ from support.mesh import COMPOSE, running_mesh
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 DEFAULTS = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25}

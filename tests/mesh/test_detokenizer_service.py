@@ -20,10 +20,10 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.config import DetokenizerSettings
 from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.errors import reason_name
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.detokenizer.v1 import detokenizer_pb2 as pb
 from radixmesh.detokenizer.v1 import detokenizer_pb2_grpc
 

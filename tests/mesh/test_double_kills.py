@@ -13,7 +13,7 @@ from support.jobs import simulated_jobs
 from support.mesh import SERVICES, Mesh, running_mesh
 from support.storm import Storm
 
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 
 NUM_STREAMS = 16
 SEED = 7

@@ -15,7 +15,7 @@ from support.mesh import COMPOSE
 
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.front.backend_pool import BackendPool
 from radixmesh.daemons.front.door import Door
 

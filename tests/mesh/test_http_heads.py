@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 from support.http_process import DEADLINE_S, HEALTH, HttpProcess, http_process
 
-from radixmesh.daemons.router.http.connection import MAX_PIPELINED
-from radixmesh.daemons.router.http.head_limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
+from radixmesh.daemons.router.http.server.connection import MAX_PIPELINED
+from radixmesh.daemons.router.http.server.head_limits import MAX_HEAD_BYTES, MAX_HEADERS, MAX_REQUEST_LINE_BYTES
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HEAD_S = 1.5

@@ -16,8 +16,8 @@ from support.certificates import make_certificates, tls_of
 from support.http_process import DEADLINE_S, HEALTH, HttpProcess, http_process
 from support.runtime_servicers import serving
 
-from radixmesh.daemons.router.http.handshakes import MAX_HANDSHAKES, MAX_SILENT
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.router.http.server.handshakes import MAX_HANDSHAKES, MAX_SILENT
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 VERSIONS = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3)

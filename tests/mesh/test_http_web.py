@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 from support.http_process import DEADLINE_S, HttpProcess, http_process
 
-from radixmesh.daemons.router.http.body_pace import GRACE_S
-from radixmesh.daemons.router.http.web_guard import is_loopback
+from radixmesh.daemons.router.http.bodies.body_pace import GRACE_S
+from radixmesh.daemons.router.http.server.web_guard import is_loopback
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 KEY = {"authorization": "Bearer key-0123456789abcdef"}

@@ -16,7 +16,7 @@ from support.jobs import recitations
 from support.mesh import SERVICES, Mesh, running_mesh
 from support.otlp_collector import Collector, SeenSpan, otlp_collector
 
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

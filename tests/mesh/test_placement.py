@@ -11,7 +11,7 @@ from support.mesh import COMPOSE
 
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.cluster.process_status import ProcessState
+from radixmesh.daemons.cluster.processes.process_status import ProcessState
 
 _HEALTH = '{test: [CMD, radixmesh, health, "127.0.0.1:50051"], interval: 1s, timeout: 5s, retries: 10, start_period: 60s, start_interval: 100ms}'  # noqa: E501
 _GROUPS = 6

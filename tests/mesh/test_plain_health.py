@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from radixmesh.cli.plain_health import ask_plain
-from radixmesh.daemons.runtime.health import HealthService
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.server import MeshServer
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
 
 
 async def test_every_state_is_told_over_tcp_and_sockets(tmp_path: Path) -> None:

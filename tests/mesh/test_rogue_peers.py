@@ -10,15 +10,16 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from support.fake_scheduler import FakeScheduler
 from support.router_mesh import RouterMesh, oracle_ids, router_mesh
 
 from radixmesh.client import RadixMeshError
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.router import peer_link
+from radixmesh.daemons.router.peers import peer_link
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
-from radixmesh.daemons.runtime.hello import make_hello
+from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -140,7 +141,7 @@ async def _answer(mesh: RouterMesh) -> None:
         assert done.outputs[0].ids == oracle_ids(PROMPT, SEED, NUM_TOKENS)
         expected = [-(i + token / 1000) for i, token in enumerate(done.outputs[0].ids)]
         assert done.outputs[0].logprobs is not None
-        assert done.outputs[0].logprobs.token_logprobs == pytest.approx(expected, rel=1e-5)
+        assert done.outputs[0].logprobs.token_logprobs == np.float32(expected).tolist()
 
 
 @pytest.mark.parametrize("name", ROGUE_FRAMES)

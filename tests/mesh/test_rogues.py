@@ -9,7 +9,7 @@ from support.jobs import simulated_jobs
 from support.mesh import running_mesh
 from support.worker_client import WorkerClient
 
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 

@@ -13,14 +13,14 @@ from support.router_mesh import MODEL, oracle_ids, oracle_text
 from support.router_mesh import PROMPT_OF_TESTS as PROMPT
 
 from radixmesh.client.tracker import Tracker
-from radixmesh.daemons.router import peer_link
 from radixmesh.daemons.router.composition import Peers, make_router
 from radixmesh.daemons.router.config import RouterSettings
-from radixmesh.daemons.router.grpc_peers import GrpcTokenizer
+from radixmesh.daemons.router.peers import peer_link
+from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.router.v1 import router_pb2
 
 LIFETIMES = st.lists(st.integers(1, 12), max_size=4)

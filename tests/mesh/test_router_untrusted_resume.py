@@ -12,7 +12,7 @@ from support.router_mesh import PROMPT_OF_TESTS as PROMPT
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.router.v1 import router_pb2
 
 # A field that no message has: number 1000, of bytes.

@@ -18,8 +18,8 @@ import pytest
 from radixmesh.cli.access import Access
 from radixmesh.cli.routers import find_routers, may_send_key
 from radixmesh.daemons.cluster.errors import NotRunningError, UntrustedFolderError
-from radixmesh.daemons.cluster.process_identity import is_own_listener, start_ticks
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_identity import is_own_listener, start_ticks
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.run_folder import (
     ClusterState,
     RunFolder,
@@ -28,7 +28,7 @@ from radixmesh.daemons.cluster.run_folder import (
     read_state,
     supervisor_of,
 )
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 NOBODY = 65534
 KEY = "the-key-of-the-victim"

@@ -14,11 +14,11 @@ from support.serve_client import serve_client
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import unpack_ints
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.config import SchedulerSettings
-from radixmesh.daemons.scheduler.prefix_cache import Namespace
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc

@@ -27,11 +27,11 @@ from support.mesh import SERVICES, Mesh, running_mesh
 from support.node import node_or_skip, run_node
 
 from radixmesh.client import AsyncClient, AuthenticationError, RadixMeshError, UnavailableError
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
-from radixmesh.daemons.router.tenancy import tenant_salt
-from radixmesh.daemons.runtime.channel import check_health, open_channel
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.router.requests.tenancy import tenant_salt
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

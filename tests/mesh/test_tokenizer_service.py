@@ -14,10 +14,10 @@ from support.small_tokenizers import byte_level, write_folder
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
-from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.errors import reason_name
-from radixmesh.daemons.runtime.fingerprint import tokenizer_fingerprint
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.tokenizer.config import TokenizerSettings
 from radixmesh.daemons.tokenizer.daemon import TokenizerDaemon
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb

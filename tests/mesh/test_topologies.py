@@ -10,8 +10,8 @@ from support.jobs import recitations
 from support.mesh import COMPOSE
 
 from radixmesh.client import AsyncClient
-from radixmesh.daemons.cluster.compose import ComposeFile
-from radixmesh.daemons.cluster.compose_reader import read_compose
+from radixmesh.daemons.cluster.compose.compose import ComposeFile
+from radixmesh.daemons.cluster.compose.reader import read_compose
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 
 TOPOLOGIES = ("local", "gpu", "scale", "simulated")

@@ -10,10 +10,10 @@ from support.plans import Steps, admit, as_ints, chunk, grant
 from support.running_daemon import running
 from support.worker_client import WorkerClient
 
-from radixmesh.daemons.runtime.result_codec import records_from_proto
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import PageCopy, StepPlan
+from radixmesh.daemons.runtime.steps.result_codec import records_from_proto
+from radixmesh.daemons.runtime.steps.step import PageCopy, StepPlan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.worker.v1 import worker_pb2

@@ -11,20 +11,19 @@ from support.plans import admit, as_ints, chunk, grant
 from support.running_daemon import running
 from support.worker_client import WorkerClient
 
-from radixmesh.daemons.runtime.channel import check_health, open_channel
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.result_codec import records_from_proto
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Release, StepPlan
-from radixmesh.daemons.runtime.step_codec import encode_plan
-from radixmesh.daemons.scheduler.worker_stream import WorkerStream
+from radixmesh.daemons.runtime.steps.result_codec import records_from_proto
+from radixmesh.daemons.runtime.steps.step import Release, StepPlan
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.session import ExecuteSession
 from radixmesh.daemons.worker.simulated.clock import ClockKind
-from radixmesh.daemons.worker.simulated.faults import FaultInjector
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
 
@@ -169,7 +168,7 @@ async def test_a_plan_that_waited_while_another_claimed_does_not_end_the_new_epo
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "b") as client:
         await client.hold(2)
         late = worker_pb2.ExecuteRequest.FromString(encode_plan(_first_plan(epoch=1))).plan
-        former = ExecuteSession(worker.daemon.core, FaultInjector())
+        former = ExecuteSession(worker.daemon.core)
         with pytest.raises(MeshError) as caught:
             await worker.daemon.core.submit(former, late)
         assert caught.value.reason_name == "EPOCH_FENCED"

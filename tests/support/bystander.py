@@ -12,7 +12,7 @@ from pathlib import Path
 import grpc
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.channel import check_health, open_channel
+from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from support.mesh import SERVICES, Mesh
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.scheduler.prefix_cache import Match, Namespace, PrefixCache
-from radixmesh.daemons.scheduler.radix_cache import RadixCache
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, PrefixCache
+from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
 from support.cache_oracle import CacheOracle, TreeMirror
 
 NAMESPACES = [Namespace("", 1), Namespace("adapter", 1), Namespace("", 2)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.scheduler.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 
 Prefix = tuple[Namespace, bytes]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 # Others than daemons that are let in.
 _CLIENT_CA = {"router": "router-clients.pem"}

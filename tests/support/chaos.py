@@ -13,8 +13,8 @@ from contextlib import suppress
 import grpc
 
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 _BACK_S = 120.0

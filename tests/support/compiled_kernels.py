@@ -60,7 +60,7 @@ def _usage(cubin: bytes) -> dict:
 
 
 def _attention_launches(head_dim: int, heads: int) -> None:
-    from radixmesh.kernels import decode_attention, extend_attention, shared_prefix_attention
+    from radixmesh.kernels.attention import decode_attention, extend_attention, shared_prefix_attention
 
     rows, kv_heads, bf16 = 4, 8, torch.bfloat16
     q = torch.zeros(rows, heads, head_dim, dtype=bf16)
@@ -76,7 +76,7 @@ def _attention_launches(head_dim: int, heads: int) -> None:
 
 
 def main() -> None:
-    from radixmesh.kernels import extend_attention, split_kv, split_schedule
+    from radixmesh.kernels.attention import extend_attention, split_kv, split_schedule
 
     found: list[dict] = []
     for kernel in (extend_attention._extend_kernel, split_kv._split_attention_kernel, split_schedule._plan_kernel):

@@ -11,8 +11,8 @@ from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.penalties import adjust_logits
 from radixmesh.daemons.worker.sampling.philox import Draw, gumbel_noise
 from radixmesh.daemons.worker.sampling.sampler import candidates, sample_tokens
-from radixmesh.kernels.sample import DrawScratch, TokenTarget, draw
-from radixmesh.kernels.sample_params import SampleParams
+from radixmesh.kernels.sampling.sample import DrawScratch, TokenTarget, draw
+from radixmesh.kernels.sampling.sample_params import SampleParams
 
 _MAX_LEN = 40
 

@@ -42,8 +42,9 @@ def loads_before_wait(kernel: JITFunction, ptx: str, names: list[str]) -> list[s
 
 def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     """A launch of each kernel, with the module it is in."""
-    from radixmesh.kernels import gemv, rms_norm, rope_kv, sample, silu_mul
-    from radixmesh.kernels.sample_params import SampleParams
+    from radixmesh.kernels import gemv, rms_norm, rope_kv, silu_mul
+    from radixmesh.kernels.sampling import sample
+    from radixmesh.kernels.sampling.sample_params import SampleParams
 
     bf16, rows, hidden = torch.bfloat16, 2, 64
     x, w, ints = torch.zeros(rows, hidden, dtype=bf16), torch.ones(hidden, dtype=bf16), torch.zeros(rows).int()
@@ -89,8 +90,10 @@ def _first_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
 
 
 def _fp8_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
-    from radixmesh.kernels import fp8_gemv, fp8_linear, quantize_rows, silu_quantize
-    from radixmesh.kernels.quantized import quantize_matrix, quantize_rows_reference
+    from radixmesh.kernels.fp8 import gemv as fp8_gemv
+    from radixmesh.kernels.fp8 import linear as fp8_linear
+    from radixmesh.kernels.fp8 import quantize_rows, silu_quantize
+    from radixmesh.kernels.fp8.quantized import quantize_matrix, quantize_rows_reference
 
     bf16, rows, hidden = torch.bfloat16, 2, 128
     x, w = torch.zeros(rows, hidden, dtype=bf16), torch.ones(hidden, dtype=bf16)
@@ -114,7 +117,10 @@ def _fp8_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
 
 
 def main() -> None:
-    from radixmesh.kernels import fp8_gemv, fp8_linear, gemv, sample
+    from radixmesh.kernels import gemv
+    from radixmesh.kernels.fp8 import gemv as fp8_gemv
+    from radixmesh.kernels.fp8 import linear as fp8_linear
+    from radixmesh.kernels.sampling import sample
 
     # There is no GPU to ask, and neither a launch.
     for module in (gemv, fp8_gemv, fp8_linear):

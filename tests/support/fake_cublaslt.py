@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from radixmesh.daemons.worker.cuda.cublaslt_library import Algo, HeuristicResult
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import Algo, HeuristicResult
 
 NOT_SUPPORTED = 15
 _TORCH_TYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16}

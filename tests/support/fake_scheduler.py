@@ -17,7 +17,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import check_hello, make_hello
+from radixmesh.daemons.runtime.rpc.hello import check_hello, make_hello
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 _LOAD_EVERY_S = 0.2

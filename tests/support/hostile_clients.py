@@ -14,7 +14,7 @@ import grpc
 from radixmesh.common.v1.common_pb2 import SamplingParams, StopParams
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from support.wire import Method, methods, raw_channel, send_raw
 

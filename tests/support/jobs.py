@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from radixmesh.client import AsyncClient
 from radixmesh.client.results import Completion
-from radixmesh.daemons.runtime.fingerprint import read_model_identity
+from radixmesh.daemons.runtime.model_folder.fingerprint import read_model_identity
 from radixmesh.daemons.runtime.sampling import output_seed
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 

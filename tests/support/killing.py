@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import grpc
 
-from radixmesh.daemons.cluster.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.scheduler.v1 import scheduler_pb2
 from support.mesh import Mesh
 from support.storm import Storm

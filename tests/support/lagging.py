@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from radixmesh.daemons.runtime.step import Admit
-from radixmesh.daemons.worker.executor import LaunchedStep
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.plans.executor import LaunchedStep
 from radixmesh.daemons.worker.runner import DecodeRows, RunningStep, Segment, StepOutput
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from support.planner_world import World

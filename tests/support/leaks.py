@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import grpc
 
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 from support.wire import metrics_of
 

@@ -11,8 +11,8 @@ import pytest
 
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 COMPOSE = Path(__file__).parents[2] / "compose"

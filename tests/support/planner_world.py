@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.runtime.step import PageRecords, StepPlan, StepResult
-from radixmesh.daemons.scheduler.group_info import CacheSnapshot, GroupInfo
-from radixmesh.daemons.scheduler.outputs import Finished, Outputs, Rejected
-from radixmesh.daemons.scheduler.planner import Planner
-from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
-from radixmesh.daemons.scheduler.request import RequestKey, Submission
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.runtime.steps.step import PageRecords, StepPlan, StepResult
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
+from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, Rejected
+from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner

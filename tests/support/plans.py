@@ -6,8 +6,8 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import as_ints, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit, Chunk, Grant, StepPlan, StepResult
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan, StepResult
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner

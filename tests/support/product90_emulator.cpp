@@ -1,4 +1,4 @@
-// Runs kernels/product90.cu or, with WIDE, kernels/product90_wide.cu on a CPU: every CUDA thread a fiber, in an order drawn
+// Runs kernels/gemm_sm90/gemm.cu or, with WIDE, kernels/gemm_sm90/gemm_row_tiled.cu on a CPU: every CUDA thread a fiber, in an order drawn
 // from a seed.
 //
 // Only the primitives (inline PTX on a GPU) are this file's own, written from the PTX ISA. What is asynchronous on a GPU

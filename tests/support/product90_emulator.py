@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from radixmesh.kernels.product90_variants import FewRows, ManyRows, Variant
+from radixmesh.kernels.gemm_sm90.variants import FewRows, ManyRows, Variant
 
 _HERE = Path(__file__).parent
 
@@ -82,10 +82,6 @@ class EmulatedProduct90:
 def random_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(dtype)
-
-
-def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
 
 
 def squares_by_tiles(found_TN: torch.Tensor, tile: int) -> torch.Tensor:

@@ -22,15 +22,15 @@ from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.channel import open_channel
-from radixmesh.daemons.runtime.fingerprint import tokenizer_fingerprint
-from radixmesh.daemons.runtime.health import HealthService
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.model_folder.fingerprint import tokenizer_fingerprint
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.daemons.runtime.sampling import output_seed
-from radixmesh.daemons.runtime.server import MeshServer
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.tokenizer.config import TokenizerSettings
 from radixmesh.daemons.tokenizer.daemon import TokenizerDaemon
 from radixmesh.router.v1 import router_pb2_grpc

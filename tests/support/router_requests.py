@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from radixmesh.daemons.router.delivery import Delivery
-from radixmesh.daemons.router.journal import Output, Request
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.router.v1 import router_pb2
 

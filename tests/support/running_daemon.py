@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from radixmesh.daemons.runtime.health import HealthService
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.server import MeshServer
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 D = TypeVar("D", bound=Daemon)
 S = TypeVar("S")

@@ -9,12 +9,12 @@ import grpc
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.health import HealthService
-from radixmesh.daemons.runtime.logs import current_request
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.server import MeshServer
-from radixmesh.daemons.runtime.tls_files import TlsFiles
-from radixmesh.daemons.runtime.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
+from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
+from radixmesh.daemons.runtime.telemetry.logs import current_request
 from radixmesh.detokenizer.v1 import detokenizer_pb2, detokenizer_pb2_grpc
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 

@@ -11,10 +11,10 @@ import grpc
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_floats, unpack_ints
-from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 

@@ -10,8 +10,8 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
-from radixmesh.daemons.runtime.logs import get_logger
 from radixmesh.daemons.runtime.settings import load_settings
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.detokenizer.v1 import detokenizer_pb2_grpc
 from support.runtime_servicers import Detokenizer
 

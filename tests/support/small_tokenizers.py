@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from radixmesh.daemons.runtime.fingerprint import ModelIdentity
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.fingerprint import ModelIdentity
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 # The byte-level alphabet: printable bytes are their own letter, the others U+0100 and up in order.
 _PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from radixmesh.daemons.worker.cuda import (
-    flashinfer_attention,
-    flashinfer_kernels,
-    flashinfer_shared_prefix,
-    flashinfer_workspace,
-    paged_rows,
-    planned_lane,
-    row_order,
-)
-from radixmesh.daemons.worker.cuda.flashinfer_modules import KernelConfig
+from radixmesh.daemons.worker.cuda.attention import paged_rows
+from radixmesh.daemons.worker.cuda.flashinfer import attention as flashinfer_attention
+from radixmesh.daemons.worker.cuda.flashinfer import kernels as flashinfer_kernels
+from radixmesh.daemons.worker.cuda.flashinfer import plan as planned_lane
+from radixmesh.daemons.worker.cuda.flashinfer import shared_prefix as flashinfer_shared_prefix
+from radixmesh.daemons.worker.cuda.flashinfer import workspace as flashinfer_workspace
+from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig
+from radixmesh.daemons.worker.cuda.step import row_order
 
 _SIZES = (64, 128, 256)
 _NUM_SMS = 4

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import grpc
 
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 from radixmesh.router.v1 import router_pb2
 from radixmesh.scheduler.v1 import scheduler_pb2

@@ -6,13 +6,13 @@ import asyncio
 
 import grpc
 
-from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.result_codec import result_from_proto
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
-from radixmesh.daemons.runtime.step import StepPlan, StepResult
-from radixmesh.daemons.runtime.step_codec import encode_plan
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.steps.result_codec import result_from_proto
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 10.0

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from radixmesh.daemons.router.config import RouterSettings
-from radixmesh.daemons.router.journal import Journal
+from radixmesh.daemons.router.requests.journal import Journal
+from radixmesh.daemons.router.requests.tenancy import bind_priority
 from radixmesh.daemons.router.router import Router
-from radixmesh.daemons.router.tenancy import bind_priority
-from radixmesh.daemons.runtime.api_keys import ApiKeys, bearer_key
-from radixmesh.daemons.runtime.caller import ANYBODY, Caller, set_caller
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.key_guard import KeyGuard
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.rpc.caller import ANYBODY, Caller, set_caller
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.security.api_keys import ApiKeys, bearer_key
+from radixmesh.daemons.runtime.security.key_guard import KeyGuard
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.router.v1.router_pb2 import GenerateRequest, Resolved, Resume
 
 ALICE, BOB, ADMIN = "alice-key-0123456789", "bob-key-0123456789ab", "admin-key-0123456789"
@@ -190,7 +190,7 @@ def opened(message: GenerateRequest, caller: Caller, **settings: bool) -> Genera
         "journal": Journal(1 << 20),
         "flow": None,
         "maker": None,
-        "peerings": [],
+        "peer_watchers": [],
         "progress": progress,
         "metrics": Metrics(),
     }

@@ -12,11 +12,11 @@ from support.stormy_hour import Storm, StormyHour
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.runtime.step import StepPlan
-from radixmesh.daemons.runtime.step_codec import plan_to_proto
-from radixmesh.daemons.scheduler.request import RequestKey
-from radixmesh.daemons.worker.plan_dump import PlanDump
-from radixmesh.daemons.worker.plan_runner import PlanRunner
+from radixmesh.daemons.runtime.steps.step import StepPlan
+from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
+from radixmesh.daemons.scheduler.sequence import RequestKey
+from radixmesh.daemons.worker.plans.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
 
 
 def _storm(world: LaggingWorld, rng: np.random.Generator, num_requests: int) -> list:

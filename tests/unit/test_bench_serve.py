@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import math
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,12 +18,13 @@ from radixmesh.cli.bench.datasets import make_turns, plain_turns
 from radixmesh.cli.bench.gate import Gate
 from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, fold_ids, paced
+from radixmesh.cli.bench.plots import plot_load
 from radixmesh.cli.bench.progress_bar import ProgressBar
 from radixmesh.cli.bench.request_record import RequestRecord
+from radixmesh.cli.bench.serve import run
 from radixmesh.cli.bench.serve_flags import serve_parser
 from radixmesh.cli.bench.sharegpt import read_sharegpt
 from radixmesh.cli.bench.summary import summarise, summary_lines
-from radixmesh.cli.bench.svg_plot import plot_load
 from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
 from radixmesh.cli.bench.workloads import make_workload
 
@@ -270,13 +273,30 @@ def test_nothing_at_all_has_figures_too() -> None:
 
 def test_the_picture_holds_every_curve() -> None:
     records = [seen(i, i, [i + 0.1, i + 0.3], i + 0.5, 5) for i in range(20)]
-    root = ElementTree.fromstring(plot_load(records, "<few & far>"))
-    lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
-    assert len(lines) == 6
-    for line in lines:
-        points = [tuple(map(float, point.split(","))) for point in line.get("points", "").split()]
-        assert len(points) > 2 and all(0 <= x <= 460 and -1 <= y <= 280 for x, y in points)
-    assert "<few & far>" in [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    picture = plot_load(records, "<few & far> for 2$ or 3$")
+    assert picture == plot_load(records, "<few & far> for 2$ or 3$"), "equal loads, equal files"
+    svg = "{http://www.w3.org/2000/svg}"
+    root = ElementTree.fromstring(picture)
+    texts = {text.text for text in root.iter(f"{svg}text")}
+    assert {"<few & far> for 2$ or 3$", "TTFT", "ITL", "TPOT", "E2E", "running", "tokens/s / 100"} <= texts
+    axes = [group for group in root.iter(f"{svg}g") if group.get("id", "").startswith("axes_")]
+    curves = [[_num_points(group) for group in part if group.get("id", "").startswith("line2d_")] for part in axes]
+    assert [len(lengths) for lengths in curves] == [1, 2, 1, 2]
+    assert all(length > 2 for lengths in curves for length in lengths)
+
+
+def _num_points(line: ElementTree.Element) -> int:
+    (path,) = line
+    return path.get("d", "").count("L") + 1
+
+
+def test_a_missing_library_is_said_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "radixmesh.cli.bench.plots")
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        status = run(["--target", "grpc://127.0.0.1:1", "--plot", "x.svg"])
+    assert status == 1 and "diagrams need matplotlib: pip install 'radixmesh[bench]'" in shown.getvalue()
 
 
 async def test_a_target_is_grpc_or_http() -> None:

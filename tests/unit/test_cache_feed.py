@@ -11,12 +11,12 @@ from support.cache_oracle import TreeMirror
 from support.planner_world import World
 
 from radixmesh.daemons.runtime.arrays import unpack_ints
-from radixmesh.daemons.scheduler.cache_feed import CacheFeed
-from radixmesh.daemons.scheduler.cache_watch import change_messages
-from radixmesh.daemons.scheduler.eviction import make_eviction_policy
-from radixmesh.daemons.scheduler.prefix_cache import Namespace
-from radixmesh.daemons.scheduler.radix_cache import RadixCache
-from radixmesh.daemons.scheduler.trie_cache import TrieCache
+from radixmesh.daemons.scheduler.cache.eviction import make_eviction_policy
+from radixmesh.daemons.scheduler.cache.feed import CacheFeed
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
+from radixmesh.daemons.scheduler.cache.trie_cache import TrieCache
+from radixmesh.daemons.scheduler.cache.watch import change_messages
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 

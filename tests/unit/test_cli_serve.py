@@ -15,7 +15,7 @@ from support.fake_hub import fake_hub
 from radixmesh.cli import serve
 from radixmesh.cli.model_check import CheckedModel, ModelCheckError, check_model, choose_cpu_dtype
 from radixmesh.cli.model_source import ModelSourceError, find_model_folder, served_name
-from radixmesh.daemons.router.model_aliases import ModelAliases
+from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 
 TINY = Path(__file__).parents[2] / "compose/models/tiny-llama"
 GIB = 1 << 30

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from radixmesh.daemons.cluster.compose import DependencyCondition, RestartPolicy
-from radixmesh.daemons.cluster.compose_reader import compose_from_tree, read_compose
+from radixmesh.daemons.cluster.compose.compose import DependencyCondition, RestartPolicy
+from radixmesh.daemons.cluster.compose.reader import compose_from_tree, read_compose
 from radixmesh.daemons.cluster.errors import ClusterError, ComposeError, UnsupportedKeyError
 
 REPOSITORY = Path(__file__).parents[2]

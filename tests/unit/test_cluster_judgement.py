@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.cluster.backoff import RestartBackoff
-from radixmesh.daemons.cluster.compose import HealthCheck
-from radixmesh.daemons.cluster.cpu_starvation import CpuStarvation
-from radixmesh.daemons.cluster.exits import MemoryKills, end_of
-from radixmesh.daemons.cluster.hang_detector import HangDetector, ProbeAnswer, Verdict
+from radixmesh.daemons.cluster.compose.compose import HealthCheck
+from radixmesh.daemons.cluster.processes.backoff import RestartBackoff
+from radixmesh.daemons.cluster.processes.cpu_starvation import CpuStarvation
+from radixmesh.daemons.cluster.processes.exits import MemoryKills, end_of
+from radixmesh.daemons.cluster.processes.hang_detector import HangDetector, ProbeAnswer, Verdict
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 
 SERVING, NOT_SERVING = ProbeAnswer.SERVING, ProbeAnswer.NOT_SERVING
@@ -151,7 +151,7 @@ def test_the_cause_of_an_end(exit_code, memory_was_short, expected):
 
 def test_kills_for_want_of_memory_are_seen_in_the_kernels_count(tmp_path, monkeypatch):
     count = tmp_path / "vmstat"
-    monkeypatch.setattr("radixmesh.daemons.cluster.exits._VMSTAT", count)
+    monkeypatch.setattr("radixmesh.daemons.cluster.processes.exits._VMSTAT", count)
     assert MemoryKills().has_happened(), "where nobody counts it cannot be told"
     count.write_text("pgfault 7\noom_kill 3\n")
     kills = MemoryKills()

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from radixmesh.daemons.cluster.compose_merge import merge_trees
-from radixmesh.daemons.cluster.compose_reader import compose_from_tree, read_compose
+from radixmesh.daemons.cluster.compose.merge import merge_trees
+from radixmesh.daemons.cluster.compose.reader import compose_from_tree, read_compose
 from radixmesh.daemons.cluster.errors import ComposeError
 
 COMPOSE = Path(__file__).parents[2] / "compose"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.cluster.compose import Dependency, DependencyCondition, Service
-from radixmesh.daemons.cluster.compose_reader import compose_from_tree
+from radixmesh.daemons.cluster.compose.compose import Dependency, DependencyCondition, Service
+from radixmesh.daemons.cluster.compose.reader import compose_from_tree
 from radixmesh.daemons.cluster.errors import (
     ClusterError,
     ComposeError,

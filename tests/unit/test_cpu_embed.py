@@ -20,10 +20,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Chunk, Grant, StepPlan, Task
+from radixmesh.daemons.runtime.steps.step import Chunk, Grant, StepPlan, Task
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import SampleInput, Segment
 
 _SHAPES = ("llama", "qwen3_late_windows", "mixtral")

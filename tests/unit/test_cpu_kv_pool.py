@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixmesh.daemons.worker.cpu import kv_pool
-from radixmesh.daemons.worker.cpu.kv_pool import KvPool, default_num_pages
+from radixmesh.daemons.worker import kv_pool
+from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 
 # 3 layers x (2 x 4 + 5) numbers of 4 bytes = 156 bytes a token.

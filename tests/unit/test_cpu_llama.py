@@ -14,7 +14,7 @@ from support.segments import Stream, generate, scattered_pages
 from transformers import LlamaForCausalLM
 
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Task
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.runner import SampleInput, Segment

@@ -35,8 +35,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
             "radixmesh.daemons.worker.models.decoder.model",
         ),
         (
-            "from radixmesh.daemons.worker.attention.registry import attention_backends; attention_backends()",
-            "radixmesh.daemons.worker.attention.paged_torch",
+            "from radixmesh.daemons.worker.cpu.attention.registry import attention_backends; attention_backends()",
+            "radixmesh.daemons.worker.cpu.attention.paged_torch",
         ),
         (
             "from radixmesh.daemons.worker.cpu import load_cpu_runner\n"

@@ -174,7 +174,7 @@ def test_rows_have_the_same_bits_where_no_tile_agrees(
     save: Save, shape: str, is_all: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Forced: the check finds nothing, for attention neither, or nothing for some functions."""
-    monkeypatch.setattr("radixmesh.daemons.worker.attention.paged_torch.agreeing_sizes", lambda *_: ())
+    monkeypatch.setattr("radixmesh.daemons.worker.cpu.attention.paged_torch.agreeing_sizes", lambda *_: ())
     if is_all:
         monkeypatch.setattr("radixmesh.daemons.worker.cpu.determinism.agreeing_sizes", lambda *_: ())
         monkeypatch.setattr("radixmesh.daemons.worker.cpu.determinism.sizes_agree", lambda *_: False)

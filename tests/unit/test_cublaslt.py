@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.fake_cublaslt import FakeCublasLt
 
-from radixmesh.daemons.worker.cuda.cublaslt import CublasLt, Product, ProductShape, check_small_product
-from radixmesh.daemons.worker.cuda.cublaslt_library import Algo, CublasLtError, HeuristicResult, load_library
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, Product, ProductShape, check_small_product
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import Algo, CublasLtError, HeuristicResult, load_library
 
 _CPU = torch.device("cpu")
 _SHAPE = ProductShape(3, 64, 128, torch.bfloat16)

@@ -12,8 +12,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostMark, Mark
-from radixmesh.daemons.worker.cuda.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.token_ring import TokenRing
+from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
 

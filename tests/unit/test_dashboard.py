@@ -14,14 +14,14 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models import dashboard as schema
 
-from radixmesh.daemons.runtime.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 OBSERVE = COMPOSE / "observe"
 DASHBOARD = json.loads((OBSERVE / "grafana" / "dashboards" / "radixmesh.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 EXPRS = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
-METRICS = {info.name: info for info in Metrics().infos}
+METRICS = {info.name: info for info in Metrics().infos if not info.replaced_by}
 DAEMONS = {"router", "tokenizer", "detokenizer", "scheduler", "worker"}
 
 

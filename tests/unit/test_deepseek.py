@@ -18,7 +18,7 @@ from support.segments import Stream, generate, scattered_pages
 from transformers import PreTrainedModel
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.step import Task
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.determinism import verified_tiles

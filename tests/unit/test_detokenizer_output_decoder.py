@@ -17,7 +17,7 @@ from radixmesh.daemons.detokenizer.output_decoder import OutputDecoder, StopHit
 from radixmesh.daemons.detokenizer.stop_finder import StopFinder, StopSet
 from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, family_of
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.text_decoder import DecoderFamily, TextDecoder, family_of
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 KIND_NAMES = sorted(KINDS)
 

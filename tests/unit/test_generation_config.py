@@ -9,11 +9,11 @@ import pytest
 from support.router_mesh import MODEL
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.router.resolver import check_request, resolve
+from radixmesh.daemons.router.requests.resolver import check_request, resolve
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.fingerprint import read_model_identity
-from radixmesh.daemons.runtime.generation_config import read_sampling_defaults
+from radixmesh.daemons.runtime.model_folder.fingerprint import read_model_identity
+from radixmesh.daemons.runtime.model_folder.generation_config import read_sampling_defaults
 from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.router.v1 import router_pb2

@@ -12,21 +12,21 @@ from support.small_tokenizers import TEXTS, byte_level, vocabulary_of
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.http.body import parse, parse_whole
-from radixmesh.daemons.router.http.chat_request import ChatRequest
-from radixmesh.daemons.router.http.collected import CollectedRequest, LogprobRun
-from radixmesh.daemons.router.http.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.answers.collected import CollectedRequest, LogprobRun
+from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs, chat_logprobs
+from radixmesh.daemons.router.http.answers.tokens import TokenTable
+from radixmesh.daemons.router.http.answers.usage import usage_of
+from radixmesh.daemons.router.http.bodies.body import parse, parse_whole
+from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
+from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
+from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
+from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
+from radixmesh.daemons.router.http.endpoints.prompts import name_requests
 from radixmesh.daemons.router.http.errors import ErrorResponse, error_body, http_status
-from radixmesh.daemons.router.http.field_decoders import decoders_of
-from radixmesh.daemons.router.http.json_text import split_at
-from radixmesh.daemons.router.http.logprobs import CompletionLogprobs, chat_logprobs
-from radixmesh.daemons.router.http.native_request import NativeRequest
-from radixmesh.daemons.router.http.prompts import name_requests
-from radixmesh.daemons.router.http.tokens import TokenTable
-from radixmesh.daemons.router.http.usage import usage_of
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.token_bytes import token_bytes
+from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.router.v1 import router_pb2
 
 
@@ -179,7 +179,7 @@ def test_retry_after_is_whole_seconds() -> None:
 @given(st.text(), st.text(min_size=1))
 def test_text_between_the_halves_is_the_whole_json(text: str, mark: str) -> None:
     before, after = split_at({"id": "fixed", "deep": [{"text": f"{mark} mark"}]}, f"{mark} mark")
-    value = json.loads(before + json.dumps(text).encode() + after)
+    value = json.loads(before + dump(text) + after)
     assert value == {"id": "fixed", "deep": [{"text": text}]}
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
-from radixmesh.daemons.router.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.placement.cache_view import CacheChange
 from radixmesh.daemons.router.placement.placement import Placement
 from radixmesh.daemons.router.placement.policies import make_policy

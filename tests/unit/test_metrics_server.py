@@ -12,8 +12,13 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.metrics_server import MAX_CONNECTIONS, MAX_HEAD_BYTES, MetricsServer, serve_metrics
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.metrics_server import (
+    MAX_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    MetricsServer,
+    serve_metrics,
+)
 
 DEADLINE_S = 60.0
 
@@ -71,7 +76,7 @@ def test_idle_connections_cost_no_thread_and_keep_nobody_out(endpoint: MetricsSe
 
 
 def test_a_connection_has_an_end(endpoint: MetricsServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixmesh.daemons.runtime.metrics_server.CONNECTION_S", 0.5)
+    monkeypatch.setattr("radixmesh.daemons.runtime.telemetry.metrics_server.CONNECTION_S", 0.5)
     with connect(endpoint) as connection:
         start = time.monotonic()
         while not has_ended(connection):

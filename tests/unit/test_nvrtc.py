@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from radixmesh.kernels.nvrtc import Nvrtc
+from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
 
 
 class _Function:

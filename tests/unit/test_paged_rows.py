@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.attention.backend import AttentionShape
-from radixmesh.daemons.worker.cuda.flashinfer_modules import KernelConfig, KernelKind
-from radixmesh.daemons.worker.cuda.flashinfer_workspace import workspace_bytes
-from radixmesh.daemons.worker.cuda.paged_rows import row_places
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.attention.paged_rows import row_places
+from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig, KernelKind
+from radixmesh.daemons.worker.cuda.flashinfer.workspace import workspace_bytes
 
 _MODULUS = 2**32
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import grpc
 
-from radixmesh.daemons.router.frame_stream import Dial, FrameStream
-from radixmesh.daemons.router.grpc_peers import GrpcFrameStream
-from radixmesh.daemons.router.peer_link import PeerLink
-from radixmesh.daemons.runtime.channel import open_channel
+from radixmesh.daemons.router.peers.frame_stream import Dial, FrameStream
+from radixmesh.daemons.router.peers.grpc_peers import GrpcFrameStream
+from radixmesh.daemons.router.peers.peer_link import PeerLink
+from radixmesh.daemons.runtime.rpc.channel import open_channel
 
 
 class Echo(FrameStream[str, str]):

@@ -9,9 +9,9 @@ from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.scheduler.deadlines import Deadlines
-from radixmesh.daemons.scheduler.growth import GrowthEstimate
-from radixmesh.daemons.scheduler.queue_limits import QueueLimits
+from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
+from radixmesh.daemons.scheduler.queue.deadlines import Deadlines
+from radixmesh.daemons.scheduler.queue.limits import QueueLimits
 
 
 def steps(world: World, num: int) -> None:

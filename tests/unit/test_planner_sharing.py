@@ -7,7 +7,7 @@ import pytest
 from support.planner_world import Record, World
 
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.scheduler.request import Lifecycle
+from radixmesh.daemons.scheduler.sequence import Lifecycle
 
 SYSTEM = [2 + (7 * i) % 61 for i in range(48)]
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 from support.planner_world import Record, World
 
+from radixmesh.daemons.runtime.rpc.server import MAX_MESSAGE_BYTES
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.runtime.server import MAX_MESSAGE_BYTES
-from radixmesh.daemons.runtime.step_codec import encode_plan
-from radixmesh.daemons.scheduler.request import Submission
-from radixmesh.daemons.scheduler.stop_conditions import FinishReason
-from radixmesh.daemons.scheduler.submissions import AbortOutcome
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.sequence import Submission
 
 PROMPT = [5, 6, 7]
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.step import PageRecords
-from radixmesh.daemons.scheduler.prefix_cache import PREFIX_CACHES, Match, Namespace, make_prefix_cache
-from radixmesh.daemons.scheduler.trie_cache import TrieCache
+from radixmesh.daemons.runtime.steps.step import PageRecords
+from radixmesh.daemons.scheduler.cache.prefix_cache import PREFIX_CACHES, Match, Namespace, make_prefix_cache
+from radixmesh.daemons.scheduler.cache.trie_cache import TrieCache
 
 NUM_PAGES = 64
 

@@ -9,11 +9,11 @@ from support.cache_driver import CacheDriver, run_random
 from support.cache_oracle import TreeMirror
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
-from radixmesh.daemons.runtime.step import PageRecords
-from radixmesh.daemons.scheduler.eviction import make_eviction_policy
-from radixmesh.daemons.scheduler.prefix_cache import Match, Namespace
-from radixmesh.daemons.scheduler.radix_cache import RadixCache
-from radixmesh.daemons.scheduler.radix_nodes import RadixNodes
+from radixmesh.daemons.runtime.steps.step import PageRecords
+from radixmesh.daemons.scheduler.cache.eviction import make_eviction_policy
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace
+from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
+from radixmesh.daemons.scheduler.cache.radix_nodes import RadixNodes
 
 NAMESPACE = Namespace("", 1)
 

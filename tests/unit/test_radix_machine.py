@@ -9,9 +9,9 @@ from support.cache_driver import NAMESPACES, CacheDriver, run_random
 from support.cache_oracle import SCORES, TreeMirror
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.scheduler.eviction import EVICTION_POLICIES, make_eviction_policy
-from radixmesh.daemons.scheduler.prefix_cache import Namespace
-from radixmesh.daemons.scheduler.radix_cache import RadixCache
+from radixmesh.daemons.scheduler.cache.eviction import EVICTION_POLICIES, make_eviction_policy
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
+from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
 
 _NUM_PAGES = 40
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from radixmesh.daemons.router.delivery import Delivery
-from radixmesh.daemons.router.http.request_group import RequestGroup
+from radixmesh.daemons.router.http.answers.request_group import RequestGroup
+from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.router import Router
 from radixmesh.router.v1 import router_pb2
 

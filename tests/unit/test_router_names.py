@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from radixmesh.daemons.runtime import lookup
 from radixmesh.daemons.runtime.addresses import authority_of, parse_address, pin_address
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.name_watch import NameWatch, PeerPool
+from radixmesh.daemons.runtime.rpc import lookup
+from radixmesh.daemons.runtime.rpc.name_watch import NameWatch, PeerPool
 
 
 class RecordingPool(PeerPool):

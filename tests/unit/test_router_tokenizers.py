@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.tokenizer_pool import TokenizerPool, TokenizerReplica
-from radixmesh.daemons.router.tokenizer_turns import TokenizerTurns
+from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool, TokenizerReplica
+from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.wire_bounds import MAX_TEXT_BYTES
+from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
 Answer = Callable[[], Awaitable[pb.EncodeResponse]]

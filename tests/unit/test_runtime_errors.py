@@ -9,7 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from radixmesh.common.v1.common_pb2 import Error, ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError, reason_name, reason_of, status_of
-from radixmesh.daemons.runtime.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 
 _PROTO = Path(__file__).resolve().parents[2] / "protos/radixmesh/common/v1/common.proto"
 

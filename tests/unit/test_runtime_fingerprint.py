@@ -11,13 +11,13 @@ from support.small_tokenizers import byte_level, write_folder
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.fingerprint import (
+from radixmesh.daemons.runtime.model_folder.fingerprint import (
     model_fingerprint,
     read_chat_templates,
     read_model_identity,
     tokenizer_fingerprint,
 )
-from radixmesh.daemons.runtime.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 TINY = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 

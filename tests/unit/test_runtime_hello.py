@@ -4,8 +4,8 @@ import pytest
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.fingerprint import ModelIdentity
-from radixmesh.daemons.runtime.hello import (
+from radixmesh.daemons.runtime.model_folder.fingerprint import ModelIdentity
+from radixmesh.daemons.runtime.rpc.hello import (
     MAX_CONTRACT_VERSION,
     MIN_CONTRACT_VERSION,
     check_peer,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from radixmesh.daemons.runtime.logs import bind_request, configure_logging, current_request, get_logger
+from radixmesh.daemons.runtime.telemetry.logs import bind_request, configure_logging, current_request, get_logger
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ async def test_a_request_id_belongs_to_its_task(stream: io.StringIO) -> None:
 
 def test_what_nobody_catches_is_one_line_of_json_too() -> None:
     program = (
-        "from radixmesh.daemons.runtime.logs import configure_logging\n"
+        "from radixmesh.daemons.runtime.telemetry.logs import configure_logging\n"
         "configure_logging('info', 'router', 'i')\n"
         "class Broken:\n"
         "    def __del__(self): raise ValueError('in a destructor')\n"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.tracing import NoTracer, is_traceparent, make_tracer
+from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, is_traceparent, make_tracer
 
 CONTEXT = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -23,7 +23,7 @@ def test_daemons_without_tracing_import_no_opentelemetry() -> None:
         "from radixmesh.daemons.detokenizer import daemon\n"
         "from radixmesh.daemons.scheduler import __main__\n"
         "from radixmesh.daemons.worker import core\n"
-        "from radixmesh.daemons.runtime.tracing import make_tracer\n"
+        "from radixmesh.daemons.runtime.telemetry.tracing import make_tracer\n"
         "tracer = make_tracer(None, 'router', 'i', {})\n"
         "assert not tracer.is_on and not tracer.root('a', '', {}).context\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
@@ -42,7 +42,7 @@ def test_the_flag_or_opentelemetrys_own_variables_turn_it_on(monkeypatch: pytest
         assert tracer.is_on
         tracer.close()
     # None in sys.modules: not installed.
-    monkeypatch.delitem(sys.modules, "radixmesh.daemons.runtime.otel_tracing")
+    monkeypatch.delitem(sys.modules, "radixmesh.daemons.runtime.telemetry.otel_tracing")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(MeshError, match=r"radixmesh\[otel\]"):
         make_tracer("http://127.0.0.1:9", "router", "i", {})

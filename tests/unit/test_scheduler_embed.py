@@ -9,10 +9,10 @@ import pytest
 from support.llama_folders import TINY_LLAMA
 from support.planner_world import World
 
-from radixmesh.daemons.runtime.step import Task
-from radixmesh.daemons.scheduler.outputs import Outputs
+from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.scheduler.results.outputs import Outputs
 from radixmesh.daemons.worker.cpu import load_cpu_runner
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 
 
 class EmbedWorld(World):

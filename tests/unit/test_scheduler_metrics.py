@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.planner_world import World
 
-from radixmesh.daemons.runtime.metrics import Metrics
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 
 

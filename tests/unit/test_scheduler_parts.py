@@ -15,15 +15,15 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.runtime.step import TokenLogprobs
-from radixmesh.daemons.scheduler.lookahead import Lookahead
-from radixmesh.daemons.scheduler.outbox import Outbox
-from radixmesh.daemons.scheduler.outputs import Outputs, TokenRow, rows_of
-from radixmesh.daemons.scheduler.page_pool import PagePool, PageState
-from radixmesh.daemons.scheduler.planner_counters import check_pages
-from radixmesh.daemons.scheduler.rendezvous import Joiner, Rendezvous
-from radixmesh.daemons.scheduler.router_streams import RouterStreams
-from radixmesh.daemons.scheduler.step_estimate import StepEstimate
+from radixmesh.daemons.runtime.steps.step import TokenLogprobs
+from radixmesh.daemons.scheduler.group.rendezvous import Joiner, Rendezvous
+from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
+from radixmesh.daemons.scheduler.planning.counters import check_pages
+from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
+from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.results.outputs import Outputs, TokenRow, rows_of
+from radixmesh.daemons.scheduler.routers.outbox import Outbox
+from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 
 
 def test_grants_bump_generations_and_freed_pages_are_used_first() -> None:

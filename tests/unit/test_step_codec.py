@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import as_ints, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.result_codec import (
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.steps.result_codec import (
     records_from_proto,
     records_to_proto,
     refusal_from_proto,
@@ -18,8 +19,7 @@ from radixmesh.daemons.runtime.result_codec import (
     result_from_proto,
     result_to_proto,
 )
-from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import (
+from radixmesh.daemons.runtime.steps.step import (
     Admit,
     Chunk,
     Grant,
@@ -35,7 +35,13 @@ from radixmesh.daemons.runtime.step import (
     Task,
     TokenLogprobs,
 )
-from radixmesh.daemons.runtime.step_codec import encode_header, encode_plan, encode_rank, plan_from_proto, plan_to_proto
+from radixmesh.daemons.runtime.steps.step_codec import (
+    encode_header,
+    encode_plan,
+    encode_rank,
+    plan_from_proto,
+    plan_to_proto,
+)
 from radixmesh.worker.v1 import worker_pb2
 
 _INT = st.integers(0, 2**31 - 1)

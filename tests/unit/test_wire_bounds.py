@@ -11,9 +11,9 @@ from google.protobuf.message import DecodeError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.runtime import wire_bounds
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.wire_bounds import DEFAULT_COUNT, MAX_COUNTS, check_counts, scan_of
+from radixmesh.daemons.runtime.rpc import wire_bounds
+from radixmesh.daemons.runtime.rpc.wire_bounds import DEFAULT_COUNT, MAX_COUNTS, check_counts, scan_of
 from radixmesh.detokenizer.v1 import detokenizer_pb2  # noqa: F401 - its fields have bounds too.
 from radixmesh.router.v1 import router_pb2 as router
 from radixmesh.scheduler.v1 import scheduler_pb2

@@ -19,7 +19,7 @@ from support.plans import (
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import PageCopy, Release, Task
+from radixmesh.daemons.runtime.steps.step import PageCopy, Release, Task
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
 

@@ -10,7 +10,7 @@ from support.plans import ALPHABET, Steps, admit, chunk, grant, simulated_execut
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import PageCopy, Release
+from radixmesh.daemons.runtime.steps.step import PageCopy, Release
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 
 NUM_PAGES, NUM_SLOTS, MAX_LEN = 40, 4, 24

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.blob_store import BlobStore
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.epochs import EpochLedger
 from radixmesh.daemons.worker.limits import Limits
-from radixmesh.daemons.worker.page_records import PageRecordTable
-from radixmesh.daemons.worker.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.profile import NoProfiler, TorchProfiler
 from radixmesh.daemons.worker.simulated.clock import RealClock, VirtualClock
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind

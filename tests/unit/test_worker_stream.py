@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.channel import open_channel
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.health import HealthService
-from radixmesh.daemons.runtime.hello import make_hello
-from radixmesh.daemons.runtime.progress import Progress
-from radixmesh.daemons.runtime.server import MeshServer
-from radixmesh.daemons.scheduler.worker_stream import WorkerStream
+from radixmesh.daemons.runtime.rpc.channel import open_channel
+from radixmesh.daemons.runtime.rpc.health import HealthService
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.server import MeshServer
+from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 

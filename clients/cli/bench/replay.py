@@ -22,12 +22,12 @@ from radixmesh.cli.bench.turn_times import TurnTimes
 from radixmesh.cli.bench.virtual_group import Pending, VirtualGroup
 from radixmesh.cli.bench.workloads import IntArray, Turn, make_workload
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.scheduler.lookahead import Lookahead
-from radixmesh.daemons.scheduler.outputs import Finished, Outputs
-from radixmesh.daemons.scheduler.planner import Planner
-from radixmesh.daemons.scheduler.request import RequestKey, Submission
-from radixmesh.daemons.scheduler.router_streams import RouterStreams
-from radixmesh.daemons.scheduler.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
+from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
+from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
 
 _BUSY_SHARE = 0.9
 """A step counts as a full one with so much of the running limit in slots."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
 
-from radixmesh.daemons.scheduler.planner_settings import PlannerSettings
+from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

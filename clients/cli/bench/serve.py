@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from radixmesh.cli.access import Access, access_of
@@ -21,7 +21,6 @@ from radixmesh.cli.bench.progress_bar import ProgressBar
 from radixmesh.cli.bench.request_record import RequestRecord
 from radixmesh.cli.bench.serve_flags import serve_parser
 from radixmesh.cli.bench.summary import Summary, summarise, summary_lines, summary_rows
-from radixmesh.cli.bench.svg_plot import plot_load
 from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
 from radixmesh.cli.bench.workloads import fixed_lengths
 from radixmesh.cli.routers import find_routers
@@ -43,6 +42,7 @@ def run(arguments: list[str]) -> int:
 
 async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     address = options.target or "grpc://" + ",".join(find_routers([], options.project, access_of(options)))
+    plot_load = _plotter() if options.plot is not None else None
     best = oracle_of(plain_turns(options)).hit_rate if options.oracle else None
     async with open_target(address, _target_options(options, address)) as target:
         vocab_size = await target.prepare()
@@ -57,11 +57,18 @@ async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.json is not None:
         report = _report(options, arguments, address, model, load, summary, best)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.plot is not None:
+    if plot_load is not None:
         options.plot.write_text(plot_load(load.records, f"{options.dataset}, {model} at {address}"))
     if not is_whole:
         return 130
     return 0 if summary.num_done == len(turns) else 1
+
+
+def _plotter() -> Callable[[Sequence[RequestRecord], str], str]:
+    """Imported only for --plot, and before the load: a missing library must not cost an hour's figures."""
+    from radixmesh.cli.bench.plots import plot_load
+
+    return plot_load
 
 
 def _target_options(options: argparse.Namespace, address: str) -> TargetOptions:

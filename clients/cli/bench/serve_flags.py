@@ -32,7 +32,7 @@ def serve_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("results")
     out.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     out.add_argument("--details", action="store_true", help="with --json: every request too")
-    out.add_argument("--plot", type=_svg, metavar="FILE.svg", help="write diagrams there")
+    out.add_argument("--plot", type=_svg, metavar="FILE.svg", help="write diagrams there (needs matplotlib)")
     out.add_argument("--oracle", action="store_true", help="show the hit rate of an infinite cache beside")
     out.add_argument("--no-progress", action="store_true", help="show nothing while it runs")
     return parser

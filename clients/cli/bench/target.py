@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from radixmesh.cli.bench.load_turn import Prompt
 from radixmesh.cli.bench.request_record import RequestRecord
-from radixmesh.daemons.runtime.tls_files import TlsFiles
+from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

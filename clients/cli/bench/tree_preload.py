@@ -10,8 +10,8 @@ from radixmesh.cli.bench.step_costs import StepCosts
 from radixmesh.cli.bench.virtual_group import VirtualGroup
 from radixmesh.cli.bench.workloads import VOCAB_SIZE, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
-from radixmesh.daemons.scheduler.planner import Planner
-from radixmesh.daemons.scheduler.request import RequestKey, Submission
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
 
 OWNER = 1
 _SHARED_TEXTS, _SHARED_LEN = 16, 300

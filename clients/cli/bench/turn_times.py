@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from radixmesh.cli.bench.step_costs import percentiles
 from radixmesh.cli.bench.workloads import IntArray, Turn
-from radixmesh.daemons.scheduler.outputs import TokenRows
+from radixmesh.daemons.scheduler.results.outputs import TokenRows
 
 FloatArray = npt.NDArray[np.float64]
 

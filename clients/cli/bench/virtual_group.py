@@ -7,11 +7,11 @@ from typing import NamedTuple
 from radixmesh.cli.bench.step_costs import StepCosts
 from radixmesh.cli.bench.step_socket import StepSocket
 from radixmesh.cli.bench.workloads import VOCAB_SIZE
-from radixmesh.daemons.runtime.result_codec import result_from_proto, result_to_proto
-from radixmesh.daemons.runtime.step import StepPlan, StepResult
-from radixmesh.daemons.runtime.step_codec import encode_plan, plan_from_proto
-from radixmesh.daemons.scheduler.group_info import GroupInfo
-from radixmesh.daemons.worker.executor import StepExecutor
+from radixmesh.daemons.runtime.steps.result_codec import result_from_proto, result_to_proto
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto
+from radixmesh.daemons.scheduler.group.group_info import GroupInfo
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner

@@ -11,16 +11,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.http.body import ClientGone, UnreadBody
-from radixmesh.daemons.router.http.chat import ChatEndpoint
-from radixmesh.daemons.router.http.completions import CompletionEndpoint
+from radixmesh.daemons.router.http.bodies.body import ClientGone, UnreadBody
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.http.embeddings import EmbeddingEndpoint
+from radixmesh.daemons.router.http.endpoints.chat import ChatEndpoint
+from radixmesh.daemons.router.http.endpoints.completions import CompletionEndpoint
+from radixmesh.daemons.router.http.endpoints.embeddings import EmbeddingEndpoint
+from radixmesh.daemons.router.http.endpoints.models import ModelsEndpoint
+from radixmesh.daemons.router.http.endpoints.native import NativeEndpoint
+from radixmesh.daemons.router.http.endpoints.probes import HealthEndpoint, MetricsEndpoint
+from radixmesh.daemons.router.http.endpoints.texts import DetokenizeEndpoint, TokenizeEndpoint
 from radixmesh.daemons.router.http.errors import CLIENT_CLOSED, ErrorResponse, Linger, RefusedBody, plain_error
-from radixmesh.daemons.router.http.models import ModelsEndpoint
-from radixmesh.daemons.router.http.native import NativeEndpoint
-from radixmesh.daemons.router.http.probes import HealthEndpoint, MetricsEndpoint
-from radixmesh.daemons.router.http.texts import DetokenizeEndpoint, TokenizeEndpoint
 from radixmesh.daemons.runtime.errors import MeshError
 
 Endpoint = Callable[[Request], Awaitable[Response]]

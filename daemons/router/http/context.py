@@ -6,11 +6,11 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from radixmesh.daemons.router.http.body import BodyReader
-from radixmesh.daemons.router.http.tokens import TokenTables
+from radixmesh.daemons.router.http.answers.tokens import TokenTables
+from radixmesh.daemons.router.http.bodies.body import BodyReader
 from radixmesh.daemons.router.router import Router
-from radixmesh.daemons.runtime.metrics import Metrics
-from radixmesh.daemons.runtime.progress import Progress
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,23 +5,23 @@ from __future__ import annotations
 from starlette.types import ASGIApp
 
 from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.http.answers.tokens import TokenTables
 from radixmesh.daemons.router.http.app import make_app
-from radixmesh.daemons.router.http.body import BodyReader
-from radixmesh.daemons.router.http.body_budget import BodyBudget
-from radixmesh.daemons.router.http.body_pace import BodyPace
-from radixmesh.daemons.router.http.connection import ConnectionLimits
+from radixmesh.daemons.router.http.bodies.body import BodyReader
+from radixmesh.daemons.router.http.bodies.body_budget import BodyBudget
+from radixmesh.daemons.router.http.bodies.body_pace import BodyPace
+from radixmesh.daemons.router.http.bodies.parser_pool import ParserPool
 from radixmesh.daemons.router.http.context import HttpContext
-from radixmesh.daemons.router.http.key_check import KeyCheck
-from radixmesh.daemons.router.http.parser_pool import ParserPool
-from radixmesh.daemons.router.http.server import HttpServer
-from radixmesh.daemons.router.http.tls import FollowedContext
-from radixmesh.daemons.router.http.tokens import TokenTables
-from radixmesh.daemons.router.http.trace_header import TraceHeader
-from radixmesh.daemons.router.http.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
+from radixmesh.daemons.router.http.server.connection import ConnectionLimits
+from radixmesh.daemons.router.http.server.key_check import KeyCheck
+from radixmesh.daemons.router.http.server.server import HttpServer
+from radixmesh.daemons.router.http.server.tls import FollowedContext
+from radixmesh.daemons.router.http.server.trace_header import TraceHeader
+from radixmesh.daemons.router.http.server.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.addresses import split_host_port
-from radixmesh.daemons.runtime.key_guard import KeyGuard
 from radixmesh.daemons.runtime.lifecycle import Runtime
+from radixmesh.daemons.runtime.security.key_guard import KeyGuard
 
 # The router ends a stalled stream first, so that it is counted as one; this is for answers that are whole.
 _CUT_AFTER_S = 1.0

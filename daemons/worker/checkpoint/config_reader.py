@@ -6,7 +6,7 @@ from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.fingerprint import Json, read_json_object
+from radixmesh.daemons.runtime.model_folder.fingerprint import Json, read_json_object
 
 
 class ConfigReader:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from .config_reader import bad_checkpoint
-from .quantization import CheckpointQuantization
-from .scaled_weights import ScaledWeights
-from .tensor_index import TensorEntry, index_tensors
-from .tensor_reader import TensorReader
+from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
+from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization
+from radixmesh.daemons.worker.checkpoint.scaled_weights import ScaledWeights
+from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry, index_tensors
+from radixmesh.daemons.worker.checkpoint.tensor_reader import TensorReader
 
 _SHOWN_NAMES = 5
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 
 BLOCK = 128
 """Rows and columns of a block that has a scale of its own."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from .config_reader import bad_checkpoint
-from .quantization import BLOCK, CheckpointQuantization, Fp8Form
-from .tensor_index import TensorEntry
-from .tensor_reader import TensorReader
+from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
+from radixmesh.daemons.worker.checkpoint.quantization import BLOCK, CheckpointQuantization, Fp8Form
+from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry
+from radixmesh.daemons.worker.checkpoint.tensor_reader import TensorReader
 
 _FP8 = "F8_E4M3"
 # What follows the name of the weight. Both are what the stored numbers are multiplied by.

@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from radixmesh.daemons.runtime.fingerprint import read_json_object
-
-from .config_reader import bad_checkpoint
+from radixmesh.daemons.runtime.model_folder.fingerprint import read_json_object
+from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
 
 # The format's own limit: a longer header is no safetensors file.
 _MAX_HEADER_BYTES = 100_000_000

@@ -10,8 +10,8 @@ from types import TracebackType
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .config_reader import bad_checkpoint
-from .tensor_index import TensorEntry
+from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
+from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry
 
 
 class TensorReader:

@@ -29,7 +29,7 @@ def load_cpu_runner(
     embed_pooling: what an embed task gives of the hidden states after the final norm, "mean" over the prompt or "last".
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """
-    from .load import load_runner
+    from radixmesh.daemons.worker.cpu.load import load_runner
 
     return load_runner(
         model,

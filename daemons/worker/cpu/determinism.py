@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.models.model import RowProbe
 from radixmesh.daemons.worker.tiles import RowTiles, agreeing_sizes, sizes_agree
 

@@ -10,21 +10,20 @@ import torch
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.worker.attention.backend import AttentionPlacement
-from radixmesh.daemons.worker.attention.registry import attention_backends
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
+from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
+from radixmesh.daemons.worker.cpu.determinism import verified_tiles
+from radixmesh.daemons.worker.cpu.pooling import hidden_pools
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages
 from radixmesh.daemons.worker.models.model import BuiltModel, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.tiles import RowTiles
-
-from .determinism import verified_tiles
-from .kv_pool import KvPool, default_num_pages
-from .pooling import hidden_pools
-from .runner import CpuRunner
 
 _log = get_logger(__name__)
 

@@ -8,17 +8,16 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray
-from radixmesh.daemons.runtime.step import Task, TokenLogprobs
-from radixmesh.daemons.worker.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
+from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
+from radixmesh.daemons.worker.cpu.pooling import HiddenPool
+from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
 from radixmesh.daemons.worker.runner import ModelRunner, Segment, SegmentOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.sampling.penalties import is_adjusted
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.daemons.worker.tiles import RowTiles
-
-from .kv_pool import KvPool
-from .pooling import HiddenPool
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128

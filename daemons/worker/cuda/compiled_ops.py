@@ -11,6 +11,7 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cuda.gemm.products import Products
 from radixmesh.daemons.worker.cuda.ops import (
     HeadNorms,
     HeadShape,
@@ -20,7 +21,6 @@ from radixmesh.daemons.worker.cuda.ops import (
     TorchOps,
     TritonOps,
 )
-from radixmesh.daemons.worker.cuda.products import Products
 
 _Options = dict[str, str | int | bool | Callable[..., object]]
 

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.cuda.attention import StepAttention
-from radixmesh.daemons.worker.cuda.fold import fold_norms
+from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, RawProduct, RopeAngles
+from radixmesh.daemons.worker.cuda.weights.fold import fold_norms
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes

@@ -11,25 +11,25 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.logs import get_logger
-from radixmesh.daemons.worker.cpu.kv_pool import KvPool
-from radixmesh.daemons.worker.cuda.attention_choice import choose_attention
-from radixmesh.daemons.worker.cuda.decode_graphs import default_graph_rows
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.cuda.attention.choice import choose_attention
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
-from radixmesh.daemons.worker.cuda.fp8_decoder import Fp8Decoder
-from radixmesh.daemons.worker.cuda.fp8_ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
-from radixmesh.daemons.worker.cuda.fp8_tuning import create_fp8_products
-from radixmesh.daemons.worker.cuda.late_compiles import watch_compiles
-from radixmesh.daemons.worker.cuda.load_weights import LoadedDecoder, load_decoder
+from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
+from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
+from radixmesh.daemons.worker.cuda.fp8.tuning import create_fp8_products
+from radixmesh.daemons.worker.cuda.gemm.product_tuning import tuned_products
+from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts
+from radixmesh.daemons.worker.cuda.gemm.streamed_tuning import streamed_products
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
-from radixmesh.daemons.worker.cuda.product_tuning import tuned_products
-from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
-from radixmesh.daemons.worker.cuda.prompt_steps import default_prompt_rows
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
-from radixmesh.daemons.worker.cuda.streamed_tuning import streamed_products
+from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows
+from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
+from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
+from radixmesh.daemons.worker.cuda.weights.loading import LoadedDecoder, load_decoder
 from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.kernels.hopper import has_gdc

@@ -10,7 +10,7 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 
 _log = get_logger(__name__)

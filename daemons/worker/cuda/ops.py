@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from radixmesh.daemons.worker.cuda.products import Products, TorchProducts
+from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts
 from radixmesh.kernels import gemv
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference

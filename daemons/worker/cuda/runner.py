@@ -19,22 +19,22 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Admit, Task
-from radixmesh.daemons.worker.cpu.kv_pool import KvPool
-from radixmesh.daemons.worker.cuda.attention import DeviceAttention
-from radixmesh.daemons.worker.cuda.decode_buffer import DecodeBuffer
-from radixmesh.daemons.worker.cuda.decode_graphs import DecodeGraphs
+from radixmesh.daemons.runtime.steps.step import Admit, Task
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock
-from radixmesh.daemons.worker.cuda.first_steps import first_steps
-from radixmesh.daemons.worker.cuda.host_logits import CarefulSegment, HostLogits
-from radixmesh.daemons.worker.cuda.host_step import host_step
 from radixmesh.daemons.worker.cuda.ops import KvTarget
-from radixmesh.daemons.worker.cuda.prompt_steps import PromptSteps, no_rows
-from radixmesh.daemons.worker.cuda.running_step import RunningDeviceStep
-from radixmesh.daemons.worker.cuda.slot_sampler import SlotSampler
-from radixmesh.daemons.worker.cuda.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.token_ring import TokenRing
+from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
+from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.step.host_logits import CarefulSegment, HostLogits
+from radixmesh.daemons.worker.cuda.step.host_step import host_step
+from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
+from radixmesh.daemons.worker.cuda.step.running_step import RunningDeviceStep
+from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
+from radixmesh.daemons.worker.cuda.step.warm_up import first_steps
+from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
     ModelRunner,
@@ -44,7 +44,7 @@ from radixmesh.daemons.worker.runner import (
     SegmentOutput,
 )
 from radixmesh.kernels.begin_step import begin_step
-from radixmesh.kernels.sample import TokenTarget
+from radixmesh.kernels.sampling.sample import TokenTarget
 
 # Of a device that has just been started.
 _FIRST_DECODES = 100

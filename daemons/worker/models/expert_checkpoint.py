@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets
-
-from .experts import ExpertWeights
+from radixmesh.daemons.worker.models.experts import ExpertWeights
 
 
 class ExpertNames(NamedTuple):

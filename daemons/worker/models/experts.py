@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 import torch
 
+from radixmesh.daemons.worker.models.model import Placement, RowInput, RowProbe
+from radixmesh.daemons.worker.models.row_maths import silu_gated
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
-
-from .model import Placement, RowInput, RowProbe
-from .row_maths import silu_gated
 
 # What torch's own allocations keep: a product may choose another path for weights that are aligned less.
 _ALIGNMENT = 64

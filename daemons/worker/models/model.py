@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import torch
 
-from radixmesh.daemons.runtime.step import Task
-from radixmesh.daemons.worker.attention.backend import AttentionShape, StepAttention
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape, StepAttention
 from radixmesh.daemons.worker.group import Group
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
-
-from .kv_layout import KvLayout, KvPlanes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

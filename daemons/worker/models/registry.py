@@ -8,9 +8,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+from radixmesh.daemons.worker.models.model import ModelFamily
 from radixmesh.daemons.worker.registry import Registry
-
-from .model import ModelFamily
 
 
 def model_families() -> Registry[ModelFamily]:

@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from .rope_config import RopeConfig, RopeScaling
-from .yarn import YarnScaling, yarn_frequencies
+from radixmesh.daemons.worker.models.rope_config import RopeConfig, RopeScaling
+from radixmesh.daemons.worker.models.yarn import YarnScaling, yarn_frequencies
 
 _BLOCK = 1024
 

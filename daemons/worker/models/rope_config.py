@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
-
-from .yarn import YarnScaling
+from radixmesh.daemons.worker.models.yarn import YarnScaling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

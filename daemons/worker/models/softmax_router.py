@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .experts import Routing
+from radixmesh.daemons.worker.models.experts import Routing
 
 
 def route_by_softmax(x_TD: torch.Tensor, *, w_router_DE: torch.Tensor, num_picks: int, is_normalised: bool) -> Routing:

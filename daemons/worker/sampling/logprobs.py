@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import FloatArray
-from radixmesh.daemons.runtime.step import TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import TokenLogprobs
 
 
 def log_softmax(logits: FloatArray) -> FloatArray:

@@ -21,10 +21,9 @@ import numpy.typing as npt
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
-
-from .filters import kept_ids
-from .penalties import adjust_logits
-from .philox import Draw, gumbel_noise
+from radixmesh.daemons.worker.sampling.filters import kept_ids
+from radixmesh.daemons.worker.sampling.penalties import adjust_logits
+from radixmesh.daemons.worker.sampling.philox import Draw, gumbel_noise
 
 
 def sample_tokens(rows: FloatArray, inputs: Sequence[SampleInput]) -> list[int]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.step import Task, TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.simulated.clock import DeviceClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.rope import rotate
 from radixmesh.daemons.worker.models.row_maths import linear, plus, rms_norm
 from radixmesh.daemons.worker.tiles import Tensors
-
-from .config import DecoderConfig
-from .weights import AttentionWeights
 
 
 class GroupedAttention:

@@ -10,15 +10,14 @@ from functools import partial
 
 import torch
 
+from radixmesh.daemons.worker.models.decoder.attention import GroupedAttention
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights, RoutedWeights
 from radixmesh.daemons.worker.models.experts import RoutedExperts
 from radixmesh.daemons.worker.models.model import ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.row_maths import linear, plus, rms_norm, silu_gated
 from radixmesh.daemons.worker.models.softmax_router import route_by_softmax
 from radixmesh.daemons.worker.tiles import Tensors
-
-from .attention import GroupedAttention
-from .config import DecoderConfig
-from .weights import DecoderLayer, MlpWeights, RoutedWeights
 
 
 class Block(ABC):

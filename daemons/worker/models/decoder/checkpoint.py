@@ -9,10 +9,15 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.weights import (
+    AttentionWeights,
+    DecoderLayer,
+    DecoderWeights,
+    MlpWeights,
+    RoutedWeights,
+)
 from radixmesh.daemons.worker.models.expert_checkpoint import ExpertNames, expert_targets
-
-from .config import DecoderConfig
-from .weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights, RoutedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.models.decoder.checkpoint import RoutedLayout, tensor_targets
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.model import DecoderModel
+from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.model import BuiltModel, ModelFamily, Placement
-
-from .checkpoint import RoutedLayout, tensor_targets
-from .config import DecoderConfig
-from .model import DecoderModel
-from .weights import DecoderWeights
 
 
 class DecoderFamily(ModelFamily):

@@ -9,17 +9,16 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from radixmesh.daemons.runtime.step import Task
-from radixmesh.daemons.worker.attention.backend import AttentionShape
+from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.models.decoder.block import create_block
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.daemons.worker.models.row_maths import rms_norm
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
-
-from .block import create_block
-from .config import DecoderConfig
-from .weights import DecoderWeights
 
 
 class DecoderModel(Model):

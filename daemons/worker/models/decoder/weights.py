@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.model import Placement
-
-from .config import DecoderConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,6 @@ ARCHITECTURES = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
 
 
 def create_family() -> ModelFamily:
-    from .family import DeepseekFamily
+    from radixmesh.daemons.worker.models.deepseek.family import DeepseekFamily
 
     return DeepseekFamily()

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import torch
 
+from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
+from radixmesh.daemons.worker.models.deepseek.weights import LatentAttentionWeights
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.rope import rotate
 from radixmesh.daemons.worker.models.row_maths import linear, plus, rms_norm
 from radixmesh.daemons.worker.tiles import Tensors
-
-from .config import DeepseekConfig
-from .weights import LatentAttentionWeights
 
 # Of the norms inside the attention; the config's own is for the others.
 _INNER_EPS = 1e-6

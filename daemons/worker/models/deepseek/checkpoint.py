@@ -7,10 +7,16 @@ from collections.abc import Collection
 import torch
 
 from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets
+from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
+from radixmesh.daemons.worker.models.deepseek.weights import (
+    DeepseekLayer,
+    DeepseekWeights,
+    LatentAttentionWeights,
+    MlpWeights,
+    MoeWeights,
+    MtpLayer,
+)
 from radixmesh.daemons.worker.models.expert_checkpoint import expert_targets
-
-from .config import DeepseekConfig
-from .weights import DeepseekLayer, DeepseekWeights, LatentAttentionWeights, MlpWeights, MoeWeights, MtpLayer
 
 # What a layer for further tokens shares with the model, and its checkpoint holds again.
 _SHARED_BY_MTP = ("embed_tokens.weight", "shared_head.head.weight")

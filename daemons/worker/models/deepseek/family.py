@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from radixmesh.daemons.runtime.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
+from radixmesh.daemons.worker.models.deepseek.checkpoint import present_mtp_layers, tensor_targets
+from radixmesh.daemons.worker.models.deepseek.config import read_deepseek_config
+from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
+from radixmesh.daemons.worker.models.deepseek.weights import DeepseekWeights
 from radixmesh.daemons.worker.models.model import BuiltModel, ModelFamily, Placement
-
-from .checkpoint import present_mtp_layers, tensor_targets
-from .config import read_deepseek_config
-from .model import DeepseekModel
-from .weights import DeepseekWeights
 
 _log = get_logger(__name__)
 

@@ -9,18 +9,17 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from radixmesh.daemons.worker.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.models.deepseek.attention import LatentAttention
+from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
+from radixmesh.daemons.worker.models.deepseek.routing import DeepseekRouter
+from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, DeepseekWeights, MlpWeights, MoeWeights
 from radixmesh.daemons.worker.models.experts import RoutedExperts
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.daemons.worker.models.row_maths import rms_norm, silu_gated
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
-
-from .attention import LatentAttention
-from .config import DeepseekConfig
-from .routing import DeepseekRouter
-from .weights import DeepseekLayer, DeepseekWeights, MlpWeights, MoeWeights
 
 _PLANE = "latents"
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from radixmesh.daemons.worker.models.deepseek.config import RouterConfig, TopkMethod
+from radixmesh.daemons.worker.models.deepseek.weights import MoeWeights
 from radixmesh.daemons.worker.models.experts import Routing
-
-from .config import RouterConfig, TopkMethod
-from .weights import MoeWeights
 
 
 class DeepseekRouter:

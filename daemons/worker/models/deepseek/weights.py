@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig, TopkMethod
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.model import Placement
-
-from .config import DeepseekConfig, TopkMethod
 
 _New = Callable[..., torch.Tensor]
 

@@ -12,7 +12,6 @@ ARCHITECTURES = ("LlamaForCausalLM", "LlamaForSequenceClassification")
 
 def create_family() -> ModelFamily:
     from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
-
-    from .config import read_llama_config
+    from radixmesh.daemons.worker.models.llama.config import read_llama_config
 
     return DecoderFamily(read_llama_config)

@@ -12,7 +12,6 @@ ARCHITECTURES = ("MistralForCausalLM", "MistralForSequenceClassification")
 
 def create_family() -> ModelFamily:
     from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
-
-    from .config import read_mistral_config
+    from radixmesh.daemons.worker.models.mistral.config import read_mistral_config
 
     return DecoderFamily(read_mistral_config)

@@ -12,8 +12,7 @@ ARCHITECTURES = ("MixtralForCausalLM", "MixtralForSequenceClassification")
 
 def create_family() -> ModelFamily:
     from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
-
-    from .checkpoint import LAYOUT
-    from .config import read_mixtral_config
+    from radixmesh.daemons.worker.models.mixtral.checkpoint import LAYOUT
+    from radixmesh.daemons.worker.models.mixtral.config import read_mixtral_config
 
     return DecoderFamily(read_mixtral_config, LAYOUT)

@@ -12,7 +12,6 @@ ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification")
 
 def create_family() -> ModelFamily:
     from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
-
-    from .config import read_qwen2_config
+    from radixmesh.daemons.worker.models.qwen2.config import read_qwen2_config
 
     return DecoderFamily(read_qwen2_config)

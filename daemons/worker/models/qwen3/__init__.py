@@ -12,7 +12,6 @@ ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification")
 
 def create_family() -> ModelFamily:
     from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
-
-    from .config import read_qwen3_config
+    from radixmesh.daemons.worker.models.qwen3.config import read_qwen3_config
 
     return DecoderFamily(read_qwen3_config)

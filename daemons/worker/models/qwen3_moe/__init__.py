@@ -12,7 +12,6 @@ ARCHITECTURES = ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification")
 
 def create_family() -> ModelFamily:
     from radixmesh.daemons.worker.models.decoder.family import DecoderFamily
-
-    from .config import read_qwen3_moe_config
+    from radixmesh.daemons.worker.models.qwen3_moe.config import read_qwen3_moe_config
 
     return DecoderFamily(read_qwen3_moe_config)

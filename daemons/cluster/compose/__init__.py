@@ -1,0 +1,1 @@
+"""Compose files: read, merged, interpolated, translated to this machine."""

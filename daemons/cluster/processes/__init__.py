@@ -1,0 +1,1 @@
+"""The local processes of a cluster: started, probed, restarted, stopped."""

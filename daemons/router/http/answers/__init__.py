@@ -1,0 +1,1 @@
+"""Answers over HTTP: whole or as server-sent events, logprobs, usage."""

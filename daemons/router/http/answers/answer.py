@@ -1,0 +1,25 @@
+"""Whole answers: the requests run to their ends while the client waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+
+from radixmesh.daemons.router.http.answers.collected import CollectedRequest, collect
+from radixmesh.daemons.router.http.answers.request_group import RequestGroup
+from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.server.client_watch import ClientWatch
+from radixmesh.router.v1 import router_pb2
+
+
+async def run_whole(
+    context: HttpContext, request: Request, requests: Sequence[router_pb2.GenerateRequest]
+) -> list[CollectedRequest]:
+    """The answers in the order of requests. Raises MeshError when one fails, ClientGone when nobody waits any more."""
+    async with ClientWatch(request.receive) as watch:
+        group = RequestGroup(context.router, requests, watch.interrupt)
+        try:
+            return await collect(group, len(requests))
+        finally:
+            group.close()

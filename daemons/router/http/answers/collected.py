@@ -1,0 +1,106 @@
+"""Answers put together again from their deltas, for clients that want them whole."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.http.answers.request_group import RequestGroup
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.router.v1 import router_pb2
+
+
+@dataclass(slots=True, kw_only=True)
+class LogprobRun:
+    """Logprobs of consecutive tokens: one value a token, num_top alternatives each (flat, most likely first)."""
+
+    values: array[float] = field(default_factory=lambda: array("f"))
+    num_top: int = 0
+    top_ids: array[int] = field(default_factory=lambda: array("i"))
+    top_values: array[float] = field(default_factory=lambda: array("f"))
+
+    def add(self, logprobs: common_pb2.Logprobs) -> None:
+        self.values.frombytes(logprobs.token_logprobs)
+        self.num_top = logprobs.num_top or self.num_top
+        self.top_ids.frombytes(logprobs.top_ids)
+        self.top_values.frombytes(logprobs.top_logprobs)
+
+    @classmethod
+    def of(cls, logprobs: common_pb2.Logprobs) -> LogprobRun:
+        run = cls()
+        run.add(logprobs)
+        return run
+
+    def top(self, place: int) -> list[tuple[int, float]]:
+        """Alternatives of the token at that place, most likely first."""
+        start, end = place * self.num_top, (place + 1) * self.num_top
+        return list(zip(self.top_ids[start:end], self.top_values[start:end], strict=True))
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectedOutput:
+    """One output. finished: None until it has. num_forgotten: ids that were here and are not any more."""
+
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    texts: list[str] = field(default_factory=list)
+    logprobs: LogprobRun = field(default_factory=LogprobRun)
+    vector: bytes = b""
+    weights_version: int = 0
+    num_forgotten: int = 0
+    finished: router_pb2.OutputFinished | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def ending(self) -> router_pb2.OutputFinished:
+        assert self.finished is not None, "an output without an end"
+        return self.finished
+
+
+@dataclass(slots=True, kw_only=True)
+class CollectedRequest:
+    """The answer to one prompt."""
+
+    resolved: router_pb2.Resolved = field(default_factory=router_pb2.Resolved)
+    outputs: list[CollectedOutput] = field(default_factory=list)
+    prompt_logprobs: LogprobRun | None = None
+
+    def add(self, message: router_pb2.GenerateResponse) -> None:
+        """Raises the error of an output that failed."""
+        if message.HasField("resolved"):
+            self.resolved = message.resolved
+            self.outputs = [CollectedOutput() for _ in message.resolved.seeds]
+        if message.HasField("prompt_logprobs"):
+            if self.prompt_logprobs is None:
+                self.prompt_logprobs = LogprobRun()
+            self.prompt_logprobs.add(message.prompt_logprobs)
+        for delta in message.deltas:
+            output = self.outputs[delta.index]
+            output.ids.frombytes(delta.ids)
+            output.texts.append(delta.text)
+            output.weights_version = delta.weights_version
+            output.vector = delta.vector or output.vector
+            if delta.HasField("logprobs"):
+                output.logprobs.add(delta.logprobs)
+        for finished in message.finished:
+            raise_failure(finished)
+            self.outputs[finished.index].finished = finished
+
+
+async def collect(group: RequestGroup, num_requests: int) -> list[CollectedRequest]:
+    """All answers whole, in the order of the prompts. Raises MeshError when any output fails."""
+    collected = [CollectedRequest() for _ in range(num_requests)]
+    while (item := await group.next()) is not None:
+        place, message = item
+        collected[place].add(message)
+    return collected
+
+
+def raise_failure(finished: router_pb2.OutputFinished) -> None:
+    """Raises the error of an output that did not end by itself."""
+    if finished.HasField("error"):
+        raise MeshError.from_proto(finished.error)
+    assert finished.reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH), finished

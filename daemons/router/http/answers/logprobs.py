@@ -1,0 +1,69 @@
+"""Logprobs in OpenAI's two forms."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from radixmesh.daemons.router.http.answers.collected import LogprobRun
+from radixmesh.daemons.router.http.answers.tokens import TokenTable
+
+# JSON has no -inf; OpenAI writes this.
+_LEAST = -9999.0
+
+
+def chat_logprobs(ids: Sequence[int], run: LogprobRun, table: TokenTable) -> dict[str, object]:
+    """`{"content": [{token, logprob, bytes, top_logprobs}]}`, one entry per id, the one that ended the output too."""
+    content = []
+    for place, token in enumerate(ids):
+        entry = _entry(token, run.values[place], table)
+        entry["top_logprobs"] = [_entry(other, value, table) for other, value in run.top(place)]
+        content.append(entry)
+    return {"content": content, "refusal": None}
+
+
+class CompletionLogprobs:
+    """The completions' form, for consecutive tokens of one text: keeps count of characters.
+
+    skips_special: special tokens do not show in the text. A token that is a part of a character has the offset of that
+    character.
+    """
+
+    def __init__(self, table: TokenTable, *, skips_special: bool) -> None:
+        self._table = table
+        self._skips_special = skips_special
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def skip(self, text: str) -> None:
+        """The text begins with this, of which no logprobs are told."""
+        self._offset += len(text)
+
+    def of(self, ids: Sequence[int], run: LogprobRun, *, is_start: bool = False) -> dict[str, object]:
+        """`{tokens, token_logprobs, top_logprobs, text_offset}`. is_start: the first id has no logprob, nothing
+        predicts it; run starts with the second."""
+        table = self._table
+        values: list[float | None] = [max(value, _LEAST) for value in run.values]
+        tops: list[dict[str, float] | None] = []
+        for place, token in enumerate(ids[1:] if is_start else ids):
+            top = {table.spelling(other): max(value, _LEAST) for other, value in run.top(place)}
+            top.setdefault(table.spelling(token), max(run.values[place], _LEAST))
+            tops.append(top)
+        if is_start:
+            values, tops = [None, *values], [None, *tops]
+        return {
+            "tokens": [table.spelling(token) for token in ids],
+            "token_logprobs": values,
+            "top_logprobs": tops if run.num_top else None,
+            "text_offset": [self._advance(token) for token in ids],
+        }
+
+    def _advance(self, token: int) -> int:
+        offset = self._offset
+        if not (self._skips_special and self._table.is_special(token)):
+            self._offset += len(self._decoder.decode(self._table.data(token)))
+        return offset
+
+
+def _entry(token: int, value: float, table: TokenTable) -> dict[str, object]:
+    return {"token": table.spelling(token), "logprob": max(value, _LEAST), "bytes": list(table.data(token))}

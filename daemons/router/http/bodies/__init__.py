@@ -1,0 +1,1 @@
+"""Bodies of HTTP requests: bounded, counted, parsed by their type."""

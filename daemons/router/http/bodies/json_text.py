@@ -1,0 +1,19 @@
+"""JSON as bytes, for what is written once per event."""
+
+from __future__ import annotations
+
+import msgspec
+
+_ENCODER = msgspec.json.Encoder()
+
+
+def dump(value: object) -> bytes:
+    """Compact JSON of plain Python values; NaN and infinities, which JSON lacks, are null."""
+    return _ENCODER.encode(value)
+
+
+def split_at(value: object, mark: str) -> tuple[bytes, bytes]:
+    """Compact JSON of value around the text `mark`, which occurs in it once: write any JSON between the two."""
+    before, found, after = dump(value).partition(dump(mark))
+    assert found, f"{mark!r} is not in the value"
+    return before, after

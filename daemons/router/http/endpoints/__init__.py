@@ -1,0 +1,1 @@
+"""The endpoints of the HTTP server, each with the body that it takes."""

@@ -1,0 +1,102 @@
+"""The body of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import msgspec
+
+from radixmesh.daemons.router.http.bodies.body import Contexts
+from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, read_fields
+from radixmesh.daemons.router.http.bodies.json_shape import Bytes
+from radixmesh.daemons.router.http.bodies.known_fields import unsupported
+from radixmesh.daemons.router.http.endpoints.chat_input import read_chat
+from radixmesh.daemons.router.http.endpoints.client_names import names_of
+from radixmesh.daemons.router.http.endpoints.options import GenerationOptions, Name, Uint32
+from radixmesh.router.v1 import router_pb2
+from radixmesh.tokenizer.v1 import tokenizer_pb2
+
+_NAMES = names_of("/v1/chat/completions")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest(GenerationOptions):
+    """OpenAI's fields, and: add_generation_prompt, continue_final_message, chat_template_kwargs.
+
+    reasoning_effort is an argument of the template, which may know it. chat: made of the messages, and never kept.
+    """
+
+    OWN_FIELDS: ClassVar[frozenset[str]] = GenerationOptions.OWN_FIELDS | {"chat"}
+    BULK: ClassVar[frozenset[str]] = frozenset(("chat",))
+
+    messages: MaybeRaw
+    max_tokens: Uint32 | None = None
+    max_completion_tokens: Uint32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Uint32 | None = None
+    tools: MaybeRaw = None
+    tool_choice: MaybeRaw = None
+    reasoning_effort: Name | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: MaybeRaw = None
+    chat: tokenizer_pb2.ChatInput | None = None
+
+    def settled(self) -> Self:
+        # Without arguments: a dataclass with slots is made anew, and `super()` would look at the former class.
+        settled = GenerationOptions.settled(self)
+        assert self.messages is not None
+        if self.add_special_tokens:
+            message = "add_special_tokens is not offered for chats: the template writes what is special"
+            raise unsupported("add_special_tokens", message)
+        # "none": the model is not to call any, so it is shown none.
+        tools = self.tools if _choice(self.tool_choice) == "auto" else None
+        chat, unread = read_chat(self.messages, tools, self._template_args())
+        if self.add_generation_prompt is not None:
+            chat.add_generation_prompt = self.add_generation_prompt
+        if self.continue_final_message is not None:
+            chat.continue_final_message = self.continue_final_message
+        return replace(settled, chat=chat, ignored=(*settled.ignored, *unread))
+
+    @classmethod
+    def message_type(cls) -> type[router_pb2.GenerateRequest]:
+        return router_pb2.GenerateRequest
+
+    def to_messages(self, contexts: Contexts) -> Iterator[router_pb2.GenerateRequest]:
+        yield self.to_generate()
+
+    def to_generate(self) -> router_pb2.GenerateRequest:
+        """The request without its id. Raises MeshError naming the field."""
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        request = self.to_request(max_tokens=most, num_top_logprobs=self._num_top_logprobs(), names=_NAMES)
+        assert self.chat is not None
+        request.chat.CopyFrom(self.chat)
+        return request
+
+    def _num_top_logprobs(self) -> int | None:
+        if self.logprobs:
+            return self.top_logprobs or 0
+        if self.top_logprobs:
+            raise invalid("top_logprobs", "top_logprobs needs logprobs: set it to true")
+        return None
+
+    def _template_args(self) -> Bytes | None:
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        given = self.chat_template_kwargs
+        effort = {"reasoning_effort": msgspec.Raw(msgspec.json.encode(self.reasoning_effort))}
+        return msgspec.json.encode({**effort, **(read_fields(given, "chat_template_kwargs") if given else {})})
+
+
+def _choice(raw: Bytes | None) -> str:
+    """auto or none. Raises UNSUPPORTED for a call that has to be made."""
+    value = None if raw is None else bytes(raw)
+    if value in (None, b'"auto"'):
+        return "auto"
+    if value == b'"none"':
+        return "none"
+    message = "tool_choice that requires a call is not offered yet: send auto or none, or leave it out"
+    raise unsupported("tool_choice", message)

@@ -1,0 +1,44 @@
+"""The body of /v1/embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.http.bodies.body import Body, Contexts
+from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw
+from radixmesh.daemons.router.http.endpoints.options import Int32, Name, RequestId
+from radixmesh.daemons.router.http.endpoints.prompts import context_of, requests_of, split_prompts
+from radixmesh.router.v1 import router_pb2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequest(Body):
+    """OpenAI's fields, and the extensions that concern no tokens."""
+
+    input: MaybeRaw
+    model: Name | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    cache_salt: Name | None = None
+    priority: Int32 | None = None
+    tenant: Name | None = None
+    request_id: RequestId | None = None
+
+    @classmethod
+    def message_type(cls) -> type[router_pb2.GenerateRequest]:
+        return router_pb2.GenerateRequest
+
+    def to_messages(self, contexts: Contexts) -> Iterator[router_pb2.GenerateRequest]:
+        template = router_pb2.GenerateRequest(
+            model=self.model or "",
+            task=common_pb2.TASK_EMBED,
+            cache_salt=self.cache_salt or "",
+            priority=self.priority or 0,
+            tenant=self.tenant or "",
+        )
+        assert self.input is not None
+        inputs = split_prompts(self.input, "input")
+        max_ids = context_of(contexts, self.model)
+        yield from requests_of(template, inputs.decoded(max_ids), len(inputs.entries))

@@ -1,0 +1,1 @@
+"""HTTP connections: TLS, bounds on heads and pace, keys, guards against web pages."""

@@ -1,0 +1,42 @@
+"""API keys at the HTTP edge: a request is refused before anything of it but its head is read."""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from radixmesh.daemons.router.http.errors import Linger, RefusedBody
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.caller import set_caller
+from radixmesh.daemons.runtime.security.key_guard import KeyGuard
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+
+# Load balancers have no key, and learn nothing here but a state.
+_OPEN_PATHS = frozenset({"/health"})
+# What a client may still send of a body that nobody wants before it is cut off.
+_LINGER = Linger(seconds=1.0, max_bytes=1 << 20)
+
+
+class KeyCheck:
+    """An ASGI application before the application."""
+
+    def __init__(self, app: ASGIApp, guard: KeyGuard, metrics: Metrics) -> None:
+        self._app = app
+        self._guard = guard
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            try:
+                set_caller(self._guard.check(_authorization_in(scope), scope["path"]))
+            except MeshError as error:
+                self._metrics.count_error(error)
+                await RefusedBody(error, _LINGER)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _authorization_in(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            return str(value.decode("latin-1"))
+    return None

@@ -1,0 +1,109 @@
+"""Placement over scheduler links: a row for each, its loads, its cache's watch, and what was sent there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
+from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
+from radixmesh.daemons.router.requests.journal import Output
+from radixmesh.daemons.runtime.cache_namespace import cache_name
+
+_TICK_S = 1.0
+
+
+@dataclass(slots=True)
+class _Row:
+    number: int
+    follower: CacheFollower | None
+    num_connects: int = 0
+
+
+class LinkPlacement:
+    """Rows by link, not by address: an address that is removed and added again is another row from then on.
+
+    open_watch: follows a scheduler's prefix cache; None = caches are guessed at. on_decision: told of every decision
+    that an output was submitted by.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        open_watch: OpenWatch | None = None,
+        on_decision: Callable[[Decision], None] = lambda decision: None,
+    ) -> None:
+        self._placement = placement
+        self._open_watch = open_watch if placement.policy.needs_matches else None
+        self._on_decision = on_decision
+        self._rows: dict[SchedulerLink, _Row] = {}
+        self._ticked = 0.0
+
+    def add(self, link: SchedulerLink) -> None:
+        """A new link; its cache is followed from now on."""
+        number = self._placement.add(link.address)
+        follower = None
+        if self._open_watch is not None:
+            follower = CacheFollower(number, link.address, self._open_watch, self._placement)
+            follower.start()
+        self._rows[link] = _Row(number, follower)
+
+    async def remove(self, link: SchedulerLink) -> None:
+        """The link is closed."""
+        row = self._rows.pop(link)
+        if row.follower is not None:
+            await row.follower.close()
+        self._placement.remove(row.number)
+
+    async def close(self) -> None:
+        """Ends all watches."""
+        await asyncio.gather(*(row.follower.close() for row in self._rows.values() if row.follower is not None))
+
+    def choose(self, output: Output, links: Sequence[SchedulerLink]) -> Decision:
+        """Chooses the link that gets the output; there is at least one."""
+        resolved, identity = output.request.resolved, links[0].identity
+        adapter = resolved.model if identity is None or resolved.model != identity.name else ""
+        wanted = PlacedRequest(
+            prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
+            namespace=cache_name(adapter, resolved.cache_salt),
+        )
+        return self._placement.choose(wanted, [self._rows[link].number for link in links])
+
+    def take_sent(self, link: SchedulerLink, decision: Decision | None) -> None:
+        """An output was submitted there, by a decision or beside a sibling, whose prompt it has."""
+        if decision is None:
+            self._placement.replicas.take_sent(self._rows[link].number, link.last_sequence, 0, 0)
+            return
+        self._placement.take_sent(decision, link.last_sequence)
+        self._on_decision(decision)
+
+    def on_load(self, link: SchedulerLink) -> None:
+        """A link has a new load, or was connected."""
+        row = self._rows.get(link)
+        if row is None:
+            return
+        if row.num_connects != link.num_connects:
+            row.num_connects = link.num_connects
+            self._placement.restart(row.number, link.kv_tokens)
+        self._placement.take_load(row.number, link.replica_load())
+
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The prefill of that submit is done."""
+        row = self._rows.get(link)
+        if row is not None:
+            self._placement.replicas.take_first_token(row.number, sequence)
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit has ended, or gone elsewhere."""
+        row = self._rows.get(link)
+        if row is not None:
+            self._placement.replicas.take_left(row.number, sequence)
+
+    def tick(self, now: float) -> None:
+        """Call every 0.1 s or so, with monotonic seconds."""
+        if now - self._ticked > _TICK_S:
+            self._ticked = now
+            self._placement.tick()

@@ -1,0 +1,48 @@
+"""Events of a scheduler's stream, for whoever drives the outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from radixmesh.daemons.router.requests.journal import Ending, Output
+from radixmesh.daemons.runtime.errors import MeshError
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+
+
+class SchedulerEvents(Protocol):
+    """Receiver of a scheduler's events."""
+
+    def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
+        """The output, which waited since that moment, goes to the scheduler of link."""
+
+    def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
+        """These outputs have new ids in the journal, num_tokens together."""
+
+    def on_prompt_logprobs(self, output: Output) -> None:
+        """More prompt logprobs are in the journal."""
+
+    def on_vector(self, output: Output, values: bytes) -> None:
+        """The f32 array that an embed or score task asked for; its Finished follows."""
+
+    def on_finished(self, output: Output, link: SchedulerLink, ending: Ending) -> None:
+        """The scheduler is done with output; all its ids are in the journal."""
+
+    def on_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
+        """The scheduler will not run output."""
+
+    def on_scheduler_lost(self, outputs: list[Output]) -> None:
+        """Outputs that were on a link which broke."""
+
+    def on_load(self, link: SchedulerLink) -> None:
+        """The scheduler has told its load."""
+
+    def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
+        """The first tokens of that submit have come."""
+
+    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+        """The output of that submit is not at the scheduler any more."""
+
+    def on_scheduler_changed(self, link: SchedulerLink) -> None:
+        """A link was connected, or its group's state changed."""

@@ -1,0 +1,351 @@
+"""The stream to one scheduler: submits down, tokens up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.peers.frame_stream import Dial
+from radixmesh.daemons.router.peers.peer_link import PeerLink
+from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
+from radixmesh.daemons.router.peers.serve_checks import ServeChecks
+from radixmesh.daemons.router.peers.serve_frames import ServeFrames
+from radixmesh.daemons.router.peers.served_models import is_same_model
+from radixmesh.daemons.router.placement.replicas import ReplicaLoad
+from radixmesh.daemons.router.requests.journal import Ending, Output, OutputState, Request
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.hello import SHARING_VERSION, check_hello
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+_Request = scheduler_pb2.ServeRequest
+_Response = scheduler_pb2.ServeResponse
+# As the router's own requests have at most: nobody can have been given a longer id.
+_MAX_REQUEST_ID_BYTES = 256
+
+
+class SchedulerLink(PeerLink[_Request, _Response]):
+    """One scheduler. Frames bundle what there is to say when the transport takes one."""
+
+    def __init__(
+        self,
+        address: str,
+        dial: Dial[_Request, _Response],
+        silence_s: float,
+        hello: common_pb2.Hello,
+        events: SchedulerEvents,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(address, dial, silence_s, clock)
+        self._hello = hello
+        self._events = events
+        self.is_draining = False
+        self.identity: common_pb2.ModelIdentity | None = None
+        self.adapters: tuple[str, ...] = ()
+        self._page_size = self._num_pages = 0
+        self.load = scheduler_pb2.Load()
+        self.group_since = self._clock()
+        self._sequence = 0
+        self._last_handle = 0
+        self._last_abort_id = 0
+        self._running: dict[int, Output] = {}
+        self._sequences: dict[int, int] = {}
+        self._without_tokens: set[int] = set()
+        self._handle_of_0 = 0  # The stream's submit number n has the handle n more.
+        self._frames = ServeFrames()
+        self._checks = ServeChecks(address)
+        self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def last_sequence(self) -> int:
+        """Of the latest submit on this stream."""
+        return self._sequence
+
+    def replica_load(self) -> ReplicaLoad:
+        """The scheduler's latest figures."""
+        load = self.load
+        page_size = self._page_size
+        return ReplicaLoad(
+            submit_sequence=load.submit_sequence,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            waiting_tokens=load.waiting_tokens,
+            free_tokens=load.free_pages * page_size,
+            cached_tokens=load.cached_pages * page_size,
+        )
+
+    @property
+    def is_group_serving(self) -> bool:
+        return self.is_connected and self.load.group == scheduler_pb2.GROUP_STATE_SERVING
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names served, the base model first; empty before the first connection."""
+        return () if self.identity is None else (self.identity.name, *self.adapters)
+
+    @property
+    def max_total_len(self) -> int:
+        """The model's context here, in tokens; 0 before the first connection."""
+        return 0 if self.identity is None else self.identity.max_total_len
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV memory holds; 0 = the scheduler does not tell, or was never connected."""
+        return (self.load.total_pages or self._num_pages) * self._page_size
+
+    @property
+    def max_request_len(self) -> int:
+        """The most tokens of prompt and output together that context and KV memory hold; 0 before the first connection.
+
+        Kept while the scheduler is away.
+        """
+        # The last token is sampled, never computed: it needs no KV.
+        return min(self.max_total_len, self.kv_tokens + 1) if self.kv_tokens else self.max_total_len
+
+    def serves(self, model: str, identity: common_pb2.ModelIdentity) -> bool:
+        """True if outputs here are what the identity promises, now or once the scheduler is back."""
+        return self.identity is not None and model in self.models and is_same_model(self.identity, identity)
+
+    @property
+    def takes_submits(self) -> bool:
+        """True if new submits can go here."""
+        if not self.is_connected or self.is_draining or self.load.is_draining:
+            return False
+        return self.load.group != scheduler_pb2.GROUP_STATE_STANDBY
+
+    def outputs(self) -> list[Output]:
+        """Outputs that are here."""
+        return list(self._running.values())
+
+    def submit(self, output: Output) -> None:
+        """Takes an output, as a new attempt."""
+        self._last_handle += 1
+        self._sequence += 1
+        output.attempt_no += 1
+        output.scheduler, output.scheduler_handle = self, self._last_handle
+        since_s = output.state_since
+        output.num_submitted, output.max_ids = len(output.ids), output.request.max_tokens
+        output.move_to(OutputState.RUNNING)
+        self._events.on_submitted(output, self, since_s)
+        self._running[self._last_handle] = output
+        self._sequences[self._last_handle] = self._sequence
+        self._without_tokens.add(self._last_handle)
+        self._frames.submit(output, self._last_handle, self._sequence)
+        self.wake()
+
+    def stop(self, output: Output, num_output: int) -> None:
+        """A stop string ended output after num_output tokens; its Finished still comes."""
+        self._frames.stop(scheduler_pb2.FinishedByStop(handle=output.scheduler_handle, num_output=num_output))
+        self.wake()
+
+    def release(self, output: Output) -> None:
+        """Nothing that comes for output matters any more. Tells nobody."""
+        self._running.pop(output.scheduler_handle, None)
+        self._without_tokens.discard(output.scheduler_handle)
+        sequence = self._sequences.pop(output.scheduler_handle, None)
+        output.scheduler = None
+        if sequence is not None:
+            self._events.on_left(self, sequence)
+
+    def cancel(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
+        """Ends attempts of a request below that one, without an answer."""
+        tenant, request_id = request.key
+        self._frames.add_abort(
+            scheduler_pb2.Abort(request_id=request_id, tenant=tenant, index=index, below_attempt=below_attempt)
+        )
+        self.wake()
+
+    async def cancel_all(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None; what the scheduler found.
+
+        Raises NO_REPLICA if the link is lost.
+        """
+        if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
+            return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
+        self._last_abort_id += 1
+        abort_id = self._last_abort_id
+        answer: asyncio.Future[scheduler_pb2.AbortOutcome] = asyncio.get_running_loop().create_future()
+        self._abort_answers[abort_id] = answer
+        self._frames.add_abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id, tenant=tenant))
+        self.wake()
+        try:
+            return await answer
+        finally:
+            self._abort_answers.pop(abort_id, None)
+
+    def _hello_frame(self) -> _Request:
+        return _Request(hello=self._hello)
+
+    def _welcome(self, frame: _Response) -> str:
+        version = check_hello(frame.hello.hello, self._hello)
+        self._checks.hello(frame.hello)
+        self.identity, self.adapters = frame.hello.hello.model, tuple(frame.hello.adapters)
+        self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
+        self.load = scheduler_pb2.Load()
+        self._sequence, self._handle_of_0 = 0, self._last_handle
+        self._frames.can_share = version >= SHARING_VERSION
+        if frame.HasField("load"):
+            self.load = frame.load
+        return frame.hello.hello.instance_id
+
+    def _on_connected(self) -> None:
+        self.group_since = self._clock()
+        self._events.on_load(self)
+        self._events.on_scheduler_changed(self)
+
+    def _on_lost(self) -> None:
+        outputs = self.outputs()
+        for output in outputs:
+            self.release(output)
+            number = output.scheduler_handle - self._handle_of_0
+            output.count_wait(was_accepted=number <= self.load.submit_sequence)
+        self._frames.clear()
+        for answer in self._abort_answers.values():
+            if not answer.done():
+                answer.set_exception(MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "the scheduler was lost"))
+        self._events.on_scheduler_lost(outputs)
+
+    def _is_answer_owed(self) -> bool:
+        return True  # A Load comes every second.
+
+    def _next_frame(self) -> _Request | None:
+        frame, refused = self._frames.next(self._running)
+        for output, error in refused:
+            self.release(output)
+            self._events.on_rejected(output, self, error)
+        if not self._frames.is_empty:
+            self.wake()
+        return frame if frame.submits or frame.stops or frame.aborts else None
+
+    def _on_frame(self, frame: _Response) -> None:
+        if frame.HasField("tokens"):
+            self._take_tokens(frame.tokens)
+        for prompt in frame.prompt_logprobs:
+            self._take_prompt_logprobs(prompt)
+        for vector in frame.vectors:
+            self._take_vector(vector)
+        for finished in frame.finished:
+            self._take_finished(finished)
+        for rejected in frame.rejected:
+            output = self._running.get(rejected.handle)
+            if output is not None and output.attempt == rejected.attempt:
+                self.release(output)
+                self._events.on_rejected(output, self, MeshError.from_proto(rejected.error))
+        for result in frame.abort_results:
+            answer = self._abort_answers.get(result.abort_id)
+            if answer is not None and not answer.done():
+                answer.set_result(result.outcome)
+        if frame.HasField("load"):
+            has_changed = (self.load.group, self.load.is_draining) != (frame.load.group, frame.load.is_draining)
+            self.load = frame.load
+            self._events.on_load(self)
+            if has_changed:
+                self.group_since = self._clock()
+                self._events.on_scheduler_changed(self)
+
+    def _take_tokens(self, batch: scheduler_pb2.TokenBatch) -> None:
+        """Appends rows to the journal. The hot path: once per step. Raises MeshError for a gap or broken arrays."""
+        handles = unpack_ints(batch.handles, "tokens.handles").tolist()
+        attempts = unpack_ints(batch.attempts, "tokens.attempts").tolist()
+        firsts = unpack_ints(batch.first_output_indexes, "tokens.first_output_indexes").tolist()
+        counts = unpack_ints(batch.counts, "tokens.counts").tolist()
+        assert self.identity is not None
+        self._checks.batch(handles, attempts, firsts, counts, batch.ids, self.identity.vocab_size)
+        ids, running, version = batch.ids, self._running, batch.weights_version
+        changed: list[Output] = []
+        by_row: dict[int, Output] = {}
+        end = num_tokens = 0
+        try:
+            for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
+                start, end = end, end + 4 * count
+                output = running.get(handle)
+                if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
+                    continue
+                if first > len(output.ids):
+                    raise self._checks.broken(f"tokens from {first} where {len(output.ids)} was due")
+                if first < len(output.ids):
+                    continue
+                if first + count > output.max_ids:
+                    raise self._checks.broken(f"{first + count} tokens where {output.max_ids} were asked for")
+                output.ids.frombytes(ids[start:end])
+                output.weights_version = version
+                num_tokens += count
+                changed.append(output)
+                if output.logprobs is not None:
+                    by_row[row] = output
+            if by_row:
+                self._take_logprobs(batch, by_row)
+        except MeshError:
+            # The stream ends with this frame. No id stays without the logprob that was asked for, nor the other way
+            # round: what comes after the next submit would be one off for good.
+            for output in by_row.values():
+                output.level_logprobs()
+            raise
+        if self._without_tokens:
+            self._note_first_tokens(changed)
+        if changed:
+            self._events.on_tokens(changed, num_tokens)
+
+    def _note_first_tokens(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            handle = output.scheduler_handle
+            if handle in self._without_tokens:
+                self._without_tokens.discard(handle)
+                self._events.on_first_token(self, self._sequences[handle])
+
+    def _take_logprobs(self, batch: scheduler_pb2.TokenBatch, by_row: dict[int, Output]) -> None:
+        for entry in batch.logprobs:
+            output = by_row.get(entry.row)
+            if output is not None and output.logprobs is not None:
+                self._checks.width(entry.logprobs, output.request)
+                output.logprobs.append(entry.logprobs)
+        for output in by_row.values():
+            if output.logprobs is not None and output.logprobs.end != len(output.ids):
+                raise self._checks.broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
+
+    def _take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> None:
+        output = self._running.get(prompt.handle)
+        track = output.request.prompt_logprobs if output is not None else None
+        if output is None or track is None or prompt.first_position < track.end:
+            return
+        self._checks.prompt_logprobs(prompt, output.request)
+        if prompt.first_position > track.end:
+            raise self._checks.broken(f"prompt logprobs from {prompt.first_position} where {track.end} was due")
+        track.append(prompt.logprobs)
+        self._events.on_prompt_logprobs(output)
+
+    def _take_vector(self, vector: scheduler_pb2.OutputVector) -> None:
+        output = self._running.get(vector.handle)
+        if output is None:
+            return
+        self._checks.vector(vector, output.request)
+        self._events.on_vector(output, vector.values)
+
+    def _take_finished(self, finished: scheduler_pb2.Finished) -> None:
+        output = self._running.get(finished.handle)
+        if output is None or output.attempt != finished.attempt:
+            return
+        is_regular = finished.reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+        self._checks.reason(finished)
+        if is_regular and output.state is OutputState.RUNNING and finished.num_output != len(output.ids):
+            raise self._checks.broken(f"finished after {finished.num_output} tokens, {len(output.ids)} came")
+        self.release(output)
+        output.count_wait(was_accepted=True)
+        error = None
+        if finished.HasField("error") or not is_regular:  # A client has to be told something.
+            error = MeshError.from_proto(finished.error)
+        ending = Ending(
+            reason=finished.reason,
+            num_output=min(finished.num_output, len(output.ids)) if is_regular else len(output.ids),
+            stop_id=finished.stop_id if finished.HasField("stop_id") else None,
+            cached_tokens=min(finished.usage.cached_tokens, output.request.num_prompt),
+            error=error,
+        )
+        self._events.on_finished(output, self, ending)

@@ -1,0 +1,293 @@
+"""The schedulers: who serves which model, where outputs go, and outputs that wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.peers.candidates import able, fitting, nobody
+from radixmesh.daemons.router.peers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.peers.served_models import ServedModel, pick_model, served_models
+from radixmesh.daemons.router.placement.placement import Decision
+from radixmesh.daemons.router.requests.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
+from radixmesh.daemons.router.requests.model_aliases import ModelAliases
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+_MIN_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
+_ABORT_TIMEOUT_S = 2.0
+
+
+class SchedulerPool(PeerPool):
+    """Places outputs on schedulers by model, then by placement's policy; an output is on one of them, or waits here.
+
+    wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
+    that does. clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        make_link: Callable[[str], SchedulerLink],
+        placement: LinkPlacement,
+        *,
+        wait_s: float,
+        migrate_after_s: float,
+        aliases: ModelAliases | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._make_link = make_link
+        self.placement = placement
+        self._aliases = aliases or ModelAliases({})
+        self._wait_s = wait_s
+        self._migrate_after_s = migrate_after_s
+        self._clock = clock
+        self._links: dict[str, SchedulerLink] = {}
+        self._waiting: dict[Output, None] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def links(self) -> tuple[SchedulerLink, ...]:
+        return tuple(self._links.values())
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, address: str) -> None:
+        """Connects to a scheduler. Idempotent. Raises INVALID_ARGUMENT for text that is no address."""
+        if address not in self._links:
+            link = self._links[address] = self._make_link(address)
+            self.placement.add(link)
+            link.start()
+
+    async def remove(self, address: str) -> None:
+        """Disconnects; its outputs move to others, or wait. Raises INVALID_ARGUMENT for one that was not added."""
+        link = self._link(address)
+        del self._links[address]
+        for output in link.outputs():
+            self._take_from(link, output)
+        await asyncio.sleep(
+            0
+        )  # The aborts leave before the stream does, as a rule; else the scheduler's grace ends them.
+        await link.close()
+        await self.placement.remove(link)
+        self.place_waiting()
+
+    def can_remove(self, address: str) -> bool:
+        link = self._links.get(address)  # None: an operator has removed it.
+        return link is not None and not link.is_connected
+
+    def drain(self, address: str) -> int:
+        """Sends no new outputs there; how many still run. Raises INVALID_ARGUMENT for one that was not added."""
+        link = self._link(address)
+        link.is_draining = True
+        return link.num_running
+
+    async def close(self) -> None:
+        self._waiting.clear()
+        await self.placement.close()
+        await asyncio.gather(*(link.close() for link in self.links))
+
+    def models(self) -> list[ServedModel]:
+        """Every name heard of with the model that most serve under it, in the order of schedulers."""
+        named: dict[str, ServedModel] = {}
+        for model in served_models(self.links):
+            named.setdefault(model.name, model)
+        return list(named.values())
+
+    def served(self, name: str, like: common_pb2.ModelIdentity | None = None) -> ServedModel | None:
+        """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it.
+
+        like: preferred among several models of that name.
+        """
+        return pick_model(served_models(self.links), self._aliases.resolve(name), like)
+
+    def own_name(self, name: str) -> str:
+        """The name of the model that an alias stands for, or the name itself."""
+        return self._aliases.resolve(name)
+
+    def aliases_of(self, name: str) -> list[str]:
+        """Further names under which a served model may be asked for."""
+        return self._aliases.of(name)
+
+    async def find_model(
+        self, name: str, timeout_s: float, like: common_pb2.ModelIdentity | None = None
+    ) -> ServedModel:
+        """As served(), but waits while schedulers are still to be reached.
+
+        Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
+        """
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        while True:
+            if (found := self.served(name, like)) is not None:
+                return found
+            models = self.models()
+            remaining = until - loop.time()
+            are_all_known = bool(self._links) and all(link.has_ever_connected for link in self.links)
+            if are_all_known or remaining <= 0:
+                break
+            changed = self._changed
+            try:
+                async with asyncio.timeout(remaining):
+                    await changed.wait()
+            except TimeoutError:
+                continue
+        if not models:
+            message = "no scheduler has been reached yet: start one, or name one that runs with --schedulers"
+            raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
+        served = ", ".join(model.name for model in models)
+        message = f"no scheduler serves {name!r}: choose one of {served}"
+        raise MeshError(ErrorReason.ERROR_REASON_UNKNOWN_MODEL, message, {"model": name})
+
+    def place(self, output: Output) -> None:
+        """Sends an output to a scheduler, or lets it wait for one."""
+        assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
+        link, decision = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
+        if link is not None:
+            self._waiting.pop(output, None)
+            if output.waiting_since is None:
+                output.waiting_since = self._clock()
+            link.submit(output)
+            self.placement.take_sent(link, decision)
+            return
+        if output.state is not OutputState.WAITING:
+            output.move_to(OutputState.WAITING)
+        if output.waiting_since is None:
+            output.waiting_since = self._clock()
+        self._waiting[output] = None
+
+    def place_anew(self, output: Output) -> MeshError | None:
+        """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait().
+
+        The error to end it with if it has waited too long.
+        """
+        # Rejections from before count for nothing.
+        output.num_rejections = 0
+        if output.waiting_since is not None and self._clock() - output.waiting_since > self._wait_s:
+            # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
+            return nobody(self.links, output, self._wait_s)
+        self.place(output)
+        return None
+
+    def place_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
+        """Another scheduler gets an output that link would not take, or the same one later."""
+        output.num_rejections += 1
+        backoff = min(_MIN_BACKOFF_S * 2 ** min(output.num_rejections, 10), _MAX_BACKOFF_S)
+        asked = error.metadata.get("retry_after_ms", "")
+        if asked.isdecimal():
+            backoff = max(backoff, min(int(asked) / 1000, _MAX_BACKOFF_S))
+        output.backoff_until[link.address] = self._clock() + backoff
+        if output.waiting_since is None:
+            output.waiting_since = self._clock()
+        self.place(output)
+
+    def fits_elsewhere(self, output: Output, link: SchedulerLink) -> bool:
+        """True if another scheduler holds an output that is too large for link: then link is not asked again."""
+        output.backoff_until[link.address] = math.inf
+        return any(output.backoff_until.get(other.address) != math.inf for other in fitting(self.links, output.request))
+
+    def release(self, output: Output) -> None:
+        """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
+        self._waiting.pop(output, None)
+        if output.scheduler is not None:
+            output.scheduler.release(output)
+
+    def place_waiting(self) -> None:
+        """Something has changed: tries again for all that wait."""
+        for output in tuple(self._waiting):
+            self.place(output)
+
+    def on_changed(self) -> None:
+        """A link was connected, or its group's state changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+        self.place_waiting()
+
+    def tick(self, now: float) -> list[tuple[Output, MeshError]]:
+        """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
+        self.placement.tick(now)
+        self._migrate(now)
+        if not self._waiting:
+            return []
+        # All else that could let an output run is an event: on_changed(). Ten thousand may wait here.
+        for output in tuple(self._waiting):
+            backoff_until = output.backoff_until
+            if backoff_until and min(backoff_until.values()) <= now:
+                output.backoff_until = {address: until for address, until in backoff_until.items() if until > now}
+                self.place(output)
+        late = [
+            output
+            for output in self._waiting
+            if output.waiting_since is not None and now - output.waiting_since > self._wait_s
+        ]
+        for output in late:
+            del self._waiting[output]
+        return [(output, nobody(self.links, output, self._wait_s)) for output in late]
+
+    async def cancel_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+        """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
+        asked = [asyncio.ensure_future(link.cancel_all(request_id, tenant)) for link in self.links if link.is_connected]
+        if not asked:
+            return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
+        done, late = await asyncio.wait(asked, timeout=_ABORT_TIMEOUT_S)
+        for task in late:
+            task.cancel()
+        found = [task.result() for task in done if task.exception() is None]
+        return min((outcome for outcome in found if outcome), default=scheduler_pb2.ABORT_OUTCOME_UNKNOWN)
+
+    def cancel_older(self, request: Request, below_attempt: int) -> None:
+        """Ends attempts below that one on every scheduler."""
+        for link in self.links:
+            if link.is_connected:
+                link.cancel(request, below_attempt=below_attempt)
+
+    def _migrate(self, now: float) -> None:
+        for link in self.links:
+            if link.is_group_serving or not link.is_connected or not link.num_running:
+                continue
+            is_standby = link.load.group == scheduler_pb2.GROUP_STATE_STANDBY
+            if not is_standby and now - link.group_since < self._migrate_after_s:
+                continue
+            for output in link.outputs():
+                if output.state is OutputState.RUNNING and any(
+                    other.is_group_serving for other in able(self.links, output, now)
+                ):
+                    self._take_from(link, output)
+            self.place_waiting()
+
+    def _take_from(self, link: SchedulerLink, output: Output) -> None:
+        """The output leaves link, which is told, and waits."""
+        link.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
+        link.release(output)
+        if output.state is OutputState.RUNNING:
+            output.count_wait(was_accepted=True)
+            output.num_rejections = 0
+            output.move_to(OutputState.WAITING)
+            self._waiting[output] = None
+
+    def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
+        """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
+        links = able(self.links, output, self._clock())
+        if not links:
+            return None, None
+        for sibling in output.request.outputs:
+            # Outputs of one request share their prompt's KV.
+            if sibling.scheduler in links:
+                return sibling.scheduler, None
+        decision = self.placement.choose(output, links)
+        return links[decision.index], decision
+
+    def _link(self, address: str) -> SchedulerLink:
+        link = self._links.get(address)
+        if link is None:
+            message = f"no scheduler was added as {address!r}: see ListSchedulers"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "address"})
+        return link

@@ -1,0 +1,83 @@
+"""Frames of bounded size from a router to one scheduler."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+
+from radixmesh.daemons.router.requests.journal import Output, Request
+from radixmesh.daemons.router.requests.submit import sibling_of, submit_of
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, FrameBudget, too_large
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+
+class ServeFrames:
+    """Submits, stops and aborts that wait for the transport.
+
+    can_share: the scheduler understands Submit.shares_with: what the outputs of a request have in common is sent once
+    a frame.
+    """
+
+    def __init__(self) -> None:
+        self.can_share = False
+        self._submits: deque[tuple[int, Output, int]] = deque()
+        self._stops: deque[scheduler_pb2.FinishedByStop] = deque()
+        self._aborts: deque[scheduler_pb2.Abort] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._submits or self._stops or self._aborts)
+
+    def submit(self, output: Output, handle: int, sequence: int) -> None:
+        """The output is submitted as it stands when its frame is made."""
+        self._submits.append((handle, output, sequence))
+
+    def stop(self, stop: scheduler_pb2.FinishedByStop) -> None:
+        self._stops.append(stop)
+
+    def add_abort(self, abort: scheduler_pb2.Abort) -> None:
+        self._aborts.append(abort)
+
+    def clear(self) -> None:
+        """The stream is lost: nothing of this has a reader any more."""
+        self._submits.clear()
+        self._stops.clear()
+        self._aborts.clear()
+
+    def next(self, running: Container[int]) -> tuple[scheduler_pb2.ServeRequest, list[tuple[Output, MeshError]]]:
+        """The next frame, empty where nothing waits, and outputs that no frame can carry.
+
+        running: handles of outputs that are still wanted.
+        """
+        frame, budget = scheduler_pb2.ServeRequest(), FrameBudget()
+        # In a frame submits go before aborts: an abort of an id that is to be submitted (again) leaves first, alone.
+        aborted = {abort.request_id for abort in self._aborts}
+        while self._stops and budget.take(self._stops[0].ByteSize()):
+            frame.stops.append(self._stops.popleft())
+        while self._aborts and budget.take(self._aborts[0].ByteSize()):
+            frame.aborts.append(self._aborts.popleft())
+        refused: list[tuple[Output, MeshError]] = []
+        shared: dict[Request, int] = {}
+        while self._submits:
+            handle, output, sequence = self._submits[0]
+            if handle in running:
+                if output.request.request_id in aborted:
+                    break
+                submit = self._submit_of(output, handle, sequence, shared)
+                size = submit.ByteSize()
+                if size > MAX_ENTRY_BYTES:
+                    refused.append((output, too_large(f"output {output.index} of the request", size)))
+                elif budget.take(size):
+                    frame.submits.append(submit)
+                    shared.setdefault(output.request, handle)
+                else:
+                    break
+            self._submits.popleft()
+        return frame, refused
+
+    def _submit_of(
+        self, output: Output, handle: int, sequence: int, shared: dict[Request, int]
+    ) -> scheduler_pb2.Submit:
+        like = shared.get(output.request) if self.can_share else None
+        return submit_of(output, handle, sequence) if like is None else sibling_of(output, handle, sequence, like)

@@ -1,0 +1,254 @@
+"""Client messages made into journalled requests: options checked, prompt encoded, model found."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.peers.served_models import ServedModel, is_same_model
+from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, Request, journal_size
+from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
+from radixmesh.daemons.router.requests.request_times import RequestTimes
+from radixmesh.daemons.router.requests.resolver import check_names, check_request, end_ids_of, is_pooled, resolve
+from radixmesh.daemons.router.requests.resume import check_resume, rebuild
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.caller import current_caller
+from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context
+from radixmesh.router.v1 import router_pb2
+from radixmesh.tokenizer.v1 import tokenizer_pb2
+
+_T = TypeVar("_T")
+
+# A model that nobody has announced may be served by a scheduler that is still to be reached.
+_UNKNOWN_MODEL_WAIT_S = 5.0
+# A year: no request lives longer, and what is left of it fits every clock and field on its way.
+_MAX_DEADLINE_MS = 365 * 24 * 3600 * 1000
+
+
+class RequestMaker:
+    """Makes requests whole. The journal is asked for room, and given nothing yet."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        schedulers: SchedulerPool,
+        tokenizers: TokenizerPool,
+        times: RequestTimes,
+        *,
+        scheduler_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._journal = journal
+        self._schedulers = schedulers
+        self._tokenizers = tokenizers
+        self._times = times
+        self._scheduler_wait_s = scheduler_wait_s
+
+    async def close(self) -> None:
+        await self._tokenizers.close()
+
+    async def encode(
+        self, model: str, items: Iterable[tokenizer_pb2.EncodeItem]
+    ) -> Sequence[tokenizer_pb2.EncodedItem]:
+        """Encodes texts and chats for a model, "" = any. Raises MeshError."""
+        check_names(model=model)
+        request = tokenizer_pb2.EncodeRequest(items=items, tenant=_tenant())
+        if model or self._schedulers.models():
+            found = await self._schedulers.find_model(model, _UNKNOWN_MODEL_WAIT_S)
+            encoded = await self._tokenizers.encode(request)
+            _check_fingerprint(encoded.tokenizer_fingerprint, found.identity)
+            return encoded.items
+        return (await self._tokenizers.encode(request)).items
+
+    async def decode(self, request: tokenizer_pb2.DecodeRequest) -> Sequence[str]:
+        """Texts of whole id arrays. Raises MeshError."""
+        request.tenant = _tenant()
+        return (await self._tokenizers.decode(request)).texts
+
+    async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
+        """The vocabulary of some tokenizer. Raises MeshError."""
+        return await self._tokenizers.vocabulary()
+
+    async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
+        """A request that begins. Raises MeshError."""
+        deadline = self._deadline_of(message)
+        draft = check_request(message)
+        self._require_time(deadline)
+        self._journal.require_room(journal_size(message.ByteSize(), draft.n))
+        if message.model or message.WhichOneof("input") == "prompt_ids":
+            # A wrong name is told before a tokenizer works for nothing.
+            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+        prompt_ids = message.prompt_ids
+        fingerprint = ""
+        if message.WhichOneof("input") != "prompt_ids":
+            prompt_ids, fingerprint = await self._in_time(self._encode(message), deadline)
+        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+        _check_fingerprint(fingerprint, model.identity)
+        resolved = resolve(
+            message,
+            draft,
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            identity=model.identity,
+            default_request_len=model.default_request_len(len(prompt_ids) // 4),
+        )
+        request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        for index in range(draft.n):
+            output = Output(request=request, index=index)
+            if draft.sampling.num_top_logprobs is not None:
+                output.logprobs = LogprobTrack(0)
+            request.outputs.append(output)
+        if draft.sampling.prompt_logprobs:
+            request.prompt_logprobs = LogprobTrack(1)
+        return request
+
+    async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
+        """A request whose stream broke, as its client keeps it. Raises MeshError."""
+        deadline = self._deadline_of(message)
+        check_resume(message)
+        self._require_time(deadline)
+        self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
+        claimed = message.resume.resolved
+        found = self._schedulers.find_model(claimed.model, self._scheduler_wait_s, claimed.model_identity)
+        model = await self._in_time(found, deadline)
+        if not is_same_model(model.identity, claimed.model_identity):
+            raise _other_model(model.identity, claimed.model_identity)
+        _require_size(message.resume.resolved, model)
+        resolved, progress = rebuild(message, model.identity)
+        request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        for index, known in enumerate(progress):
+            output = Output(request=request, index=index, ids=known.ids)
+            output.num_seen = output.num_delivered = output.num_charged = len(known.ids)
+            output.text_bytes = output.text_offset = known.text_bytes
+            if resolved.sampling.HasField("num_top_logprobs"):
+                output.logprobs = LogprobTrack(len(known.ids))
+            if known.is_finished:
+                output.state, output.is_finish_delivered = OutputState.FINISHED, True
+            request.outputs.append(output)
+        # Prompt logprobs are delivered before anything of output 0 is.
+        if resolved.sampling.prompt_logprobs and not (progress[0].ids or progress[0].is_finished):
+            request.prompt_logprobs = LogprobTrack(1)
+        return request
+
+    async def _encode(self, message: router_pb2.GenerateRequest) -> tuple[bytes, str]:
+        """Prompt ids of a text or chat, and the fingerprint of the vocabulary they belong to."""
+        if message.WhichOneof("input") == "chat":
+            item = tokenizer_pb2.EncodeItem(chat=message.chat)
+        else:
+            item = tokenizer_pb2.EncodeItem(text=message.text)
+        request = tokenizer_pb2.EncodeRequest(
+            items=[item], max_tokens=self._max_prompt_tokens(message.model), tenant=message.tenant
+        )
+        encoded = await self._encode_request(request)
+        if len(encoded.items) != 1:
+            raise MeshError(ErrorReason.ERROR_REASON_INTERNAL, "the tokenizer answered another number of items")
+        if encoded.items[0].HasField("error"):
+            raise MeshError.from_proto(encoded.items[0].error)
+        return encoded.items[0].ids, encoded.tokenizer_fingerprint
+
+    async def _encode_request(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
+        since_s, parent = self._clock(), current_context()
+        span = self._times.tracer.begin("router.encode", parent, {})
+        set_context(span.context)
+        error = "given up"
+        try:
+            encoded = await self._tokenizers.encode(request)
+            error = ""
+        except MeshError as failure:
+            error = str(failure)
+            raise
+        finally:
+            span.end({}, error=error)
+            set_context(parent)
+        self._times.encoded(since_s)
+        return encoded
+
+    def _max_prompt_tokens(self, name: str) -> int:
+        """The longest prompt that any scheduler of that model takes; 0 = not known."""
+        own = self._schedulers.own_name(name)
+        identities = [link.identity for link in self._schedulers.links if own == "" or own in link.models]
+        lengths = [identity.max_total_len if identity is not None else 0 for identity in identities]
+        # One token of output at least has to follow.
+        return max(lengths) - 1 if lengths and all(lengths) else 0
+
+    async def _in_time(self, work: Awaitable[_T], deadline: float | None) -> _T:
+        """What work gives. Raises DEADLINE_EXCEEDED when the request's time is up first."""
+        if deadline is None:
+            return await work
+        try:
+            async with asyncio.timeout(deadline - self._clock()):
+                return await work
+        except TimeoutError as error:
+            raise _too_late() from error
+
+    def _request_of(
+        self, resolved: router_pb2.Resolved, delivery: Delivery, resumption: int, deadline: float | None
+    ) -> Request:
+        return Request(
+            clock=self._clock,
+            resolved=resolved,
+            resumption=resumption,
+            deadline=deadline,
+            num_prompt=len(resolved.prompt_ids) // 4,
+            end_ids=end_ids_of(resolved),
+            delivery=delivery,
+        )
+
+    def _deadline_of(self, message: router_pb2.GenerateRequest) -> float | None:
+        if not message.HasField("deadline_ms"):
+            return None
+        return self._clock() + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000
+
+    def _require_time(self, deadline: float | None) -> None:
+        # What follows may not have to wait for anything, and would then not notice.
+        if deadline is not None and deadline <= self._clock():
+            raise _too_late()
+
+    def _model_wait_s(self, message: router_pb2.GenerateRequest) -> float:
+        # Without a name any scheduler will do, and one that restarts is worth waiting for.
+        return _UNKNOWN_MODEL_WAIT_S if self._schedulers.models() else self._scheduler_wait_s
+
+
+def _tenant() -> str:
+    return current_caller().tenant or ""
+
+
+def _too_late() -> MeshError:
+    message = "the request's deadline_ms passed before it could start: give it more time"
+    return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
+
+
+def _require_size(claimed: router_pb2.Resolved, model: ServedModel) -> None:
+    """Raises NO_REPLICA for a resume that is larger than any replica: the one that it fitted may come back."""
+    wanted = len(claimed.prompt_ids) // 4 + (1 if is_pooled(claimed.task) else claimed.stop.max_tokens)
+    if wanted > model.max_request_len:
+        message = f"no replica of {model.name!r} holds {wanted} tokens now, the largest {model.max_request_len}: retry"
+        raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
+
+
+def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> MeshError:
+    return MeshError(
+        ErrorReason.ERROR_REASON_MODEL_MISMATCH,
+        f"model {ours.name!r} is not the one that the stream began with: send the request anew",
+        {
+            "ours": ours.model_fingerprint or ours.tokenizer_fingerprint,
+            "theirs": theirs.model_fingerprint or theirs.tokenizer_fingerprint,
+        },
+    )
+
+
+def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:
+    if fingerprint and identity.tokenizer_fingerprint and fingerprint != identity.tokenizer_fingerprint:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH,
+            f"tokenizer and model {identity.name!r} have different vocabularies: start both on one folder",
+            {"ours": fingerprint, "theirs": identity.tokenizer_fingerprint},
+        )

@@ -1,0 +1,187 @@
+"""Requests checked and made whole: every default filled in, so that any router can run them again exactly."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.model_folder.generation_config import with_sampling_defaults
+from radixmesh.daemons.runtime.sampling import (
+    Sampling,
+    Stop,
+    output_seed,
+    sampling_from_proto,
+    sampling_to_proto,
+    stop_from_proto,
+    stop_to_proto,
+)
+from radixmesh.router.v1 import router_pb2
+
+MAX_N = 128
+MAX_NAME_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A request whose options are in order; prompt and model are still to be looked at."""
+
+    n: int
+    sampling: Sampling
+    stop: Stop
+
+
+def check_request(request: router_pb2.GenerateRequest) -> Draft:
+    """Checks all that can be checked without model and prompt. Raises MeshError naming the field."""
+    check_names(cache_salt=request.cache_salt, tenant=request.tenant, model=request.model)
+    if request.WhichOneof("input") is None:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_MISSING_FIELD, "set text, prompt_ids or chat: what to continue", {"field": "input"}
+        )
+    if request.WhichOneof("input") == "prompt_ids" and not request.prompt_ids:
+        raise _empty_prompt()
+    n = request.n if request.HasField("n") else 1
+    if not 1 <= n <= MAX_N:
+        raise _out_of_range("n", n, 1, MAX_N)
+    sampling, stop = sampling_from_proto(request.sampling), stop_from_proto(request.stop)
+    if request.ids_only and stop.stop:
+        message = "ids_only makes no text, so stop strings cannot be found: drop one of both"
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "stop.stop"})
+    check_offered(request.task, request.HasField("grammar"))
+    if is_pooled(request.task):
+        check_pooled(n, sampling, stop)
+    return Draft(n=n, sampling=sampling, stop=stop)
+
+
+def resolve(
+    request: router_pb2.GenerateRequest,
+    draft: Draft,
+    *,
+    request_id: str,
+    prompt_ids: bytes,
+    identity: common_pb2.ModelIdentity,
+    default_request_len: int = 0,
+) -> router_pb2.Resolved:
+    """The request for one model. A seed is drawn where none is given. Raises MeshError naming the field.
+
+    prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds.
+    default_request_len: prompt and output together where max_tokens is not given, 0 = as much as the context holds.
+    """
+    room = check_prompt(prompt_ids, identity)
+    sampling = sampling_from_proto(with_sampling_defaults(request.sampling, identity.default_sampling))
+    check_options(sampling, draft.stop, identity)
+    default = max(1, (default_request_len or identity.max_total_len) - len(prompt_ids) // 4)
+    max_tokens = min(draft.stop.max_tokens or default, room)
+    stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
+    task = request.task or common_pb2.TASK_GENERATE
+    seed = sampling.seed
+    if seed is None:
+        seed = 0 if is_pooled(task) else secrets.randbits(64)
+    return router_pb2.Resolved(
+        request_id=request_id,
+        model=identity.name,
+        model_identity=identity,
+        prompt_ids=prompt_ids,
+        seeds=[output_seed(seed, index) for index in range(draft.n)],
+        sampling=sampling_to_proto(replace(sampling, seed=None)),
+        stop=stop_to_proto(stop),
+        ids_only=request.ids_only or is_pooled(task),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        tenant=request.tenant,
+        task=task,
+    )
+
+
+def check_pooled(n: int, sampling: Sampling, stop: Stop) -> None:
+    asked = {"n": n > 1, "sampling.logprobs": sampling.wants_logprobs, "stop.stop": bool(stop.stop)}
+    for field, is_asked in asked.items():
+        if is_asked:
+            message = f"embed and score tasks make one vector and no tokens: leave {field} out"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
+
+
+def end_ids_of(resolved: router_pb2.Resolved) -> frozenset[int]:
+    """Ids that end an output: stop ids, and EOS unless ignored."""
+    end_ids = set(unpack_ints(resolved.stop.stop_ids, "stop_ids").tolist())
+    if not resolved.stop.ignore_eos:
+        end_ids.update(unpack_ints(resolved.model_identity.eos_ids, "eos_ids").tolist())
+    return frozenset(end_ids)
+
+
+def check_ids(ids: IntArray, vocab_size: int, what: str) -> None:
+    """Raises TOKEN_OUT_OF_VOCABULARY, naming the first id outside [0, vocab_size)."""
+    outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        position = int(outside[0])
+        token = int(ids[position])
+        raise MeshError(
+            ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY,
+            f"id {token} in {what} is outside the vocabulary: ids are 0 to {vocab_size - 1}",
+            {"field": what, "position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
+        )
+
+
+def check_prompt(prompt_ids: bytes, identity: common_pb2.ModelIdentity) -> int:
+    """Room for output tokens after the prompt."""
+    ids = unpack_ints(prompt_ids, "prompt_ids")
+    if not len(ids):
+        raise _empty_prompt()
+    check_ids(ids, identity.vocab_size, "prompt_ids")
+    room = identity.max_total_len - len(ids)
+    if room < 1:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_PROMPT_TOO_LONG,
+            f"{len(ids)} prompt tokens leave no room in a context of {identity.max_total_len}: shorten the prompt",
+            {"prompt_tokens": str(len(ids)), "max_total_len": str(identity.max_total_len)},
+        )
+    return room
+
+
+def check_options(sampling: Sampling, stop: Stop, identity: common_pb2.ModelIdentity) -> None:
+    bias_ids = np.asarray([token for token, _ in sampling.logit_bias], np.int32)
+    check_ids(bias_ids, identity.vocab_size, "logit_bias_ids")
+    check_ids(np.asarray(stop.stop_ids, np.int32), identity.vocab_size, "stop_ids")
+
+
+def check_names(**names: str) -> None:
+    """Raises INVALID_ARGUMENT naming the first that is longer than MAX_NAME_BYTES or cannot be printed."""
+    for field, value in names.items():
+        # UTF-8 has at least a byte a character: what is too long is not encoded.
+        num_bytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
+        if num_bytes > MAX_NAME_BYTES:
+            raise _out_of_range(f"{field} (bytes)", num_bytes, 0, MAX_NAME_BYTES)
+        if field != "cache_salt" and not value.isprintable():
+            message = f"{field} has characters that cannot be printed: leave them out"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
+
+
+def is_pooled(task: common_pb2.Task) -> bool:
+    """Whether the answer is one vector, and no tokens."""
+    return task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
+
+
+def check_offered(task: common_pb2.Task, has_grammar: bool) -> None:
+    if task not in common_pb2.Task.values():
+        message = f"task {task} is none that this router knows: generate, embed or score"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "task"})
+    if has_grammar:
+        message = "guided decoding is not offered yet: leave grammar unset"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "grammar"})
+
+
+def _empty_prompt() -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_EMPTY_PROMPT, "the prompt has no tokens: send at least one")
+
+
+def _out_of_range(field: str, value: int, low: int, high: int) -> MeshError:
+    return MeshError(
+        ErrorReason.ERROR_REASON_INVALID_ARGUMENT,
+        f"{field} is {value}: choose a value in [{low}, {high}]",
+        {"field": field, "min": str(low), "max": str(high)},
+    )

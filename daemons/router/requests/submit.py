@@ -1,0 +1,63 @@
+"""A journalled output as the Submit that a scheduler gets."""
+
+from __future__ import annotations
+
+from radixmesh.daemons.router.requests.journal import Output, Request
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+
+def submit_of(output: Output, handle: int, sequence: int) -> scheduler_pb2.Submit:
+    """The output as it stands now: rows continue after the ids that the journal has."""
+    request, resolved = output.request, output.request.resolved
+    submit = scheduler_pb2.Submit(
+        handle=handle,
+        request_id=resolved.request_id,
+        index=output.index,
+        attempt=output.attempt,
+        sequence=sequence,
+        model=resolved.model,
+        task=resolved.task,
+        prompt_ids=resolved.prompt_ids,
+        resumed_output_ids=output.ids.tobytes(),
+        sampling=resolved.sampling,
+        stop=resolved.stop,
+        logprobs_start=_logprobs_start(output),
+        cache_salt=resolved.cache_salt,
+        priority=resolved.priority,
+        deadline_ms=_remaining_ms(request),
+        tenant=resolved.tenant,
+        trace_context=request.trace_context,
+    )
+    submit.sampling.seed = resolved.seeds[output.index]
+    # Prompt logprobs are those of the prompt, whichever output computes it: output 0 does, until they are known.
+    submit.sampling.prompt_logprobs = output.index == 0 and request.are_prompt_logprobs_due
+    del submit.stop.stop[:]
+    return submit
+
+
+def sibling_of(output: Output, handle: int, sequence: int, shares_with: int) -> scheduler_pb2.Submit:
+    """As submit_of(), but for what the submit of handle `shares_with`, of the same request and frame, says already."""
+    request = output.request
+    submit = scheduler_pb2.Submit(
+        handle=handle,
+        index=output.index,
+        attempt=output.attempt,
+        sequence=sequence,
+        resumed_output_ids=output.ids.tobytes(),
+        logprobs_start=_logprobs_start(output),
+        shares_with=shares_with,
+    )
+    submit.sampling.seed = request.resolved.seeds[output.index]
+    submit.sampling.prompt_logprobs = output.index == 0 and request.are_prompt_logprobs_due
+    return submit
+
+
+def _logprobs_start(output: Output) -> int:
+    request = output.request
+    if output.index == 0 and request.prompt_logprobs is not None and request.are_prompt_logprobs_due:
+        return request.prompt_logprobs.end
+    return request.num_prompt + len(output.ids)
+
+
+def _remaining_ms(request: Request) -> int | None:
+    return None if request.deadline is None else max(0, int(1000 * (request.deadline - request.clock())))

@@ -1,0 +1,1 @@
+"""gRPC as every daemon uses it: servers, channels, health, hello, typed errors, bounds of messages."""

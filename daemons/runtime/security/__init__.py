@@ -1,0 +1,1 @@
+"""API keys, TLS, and files that can be trusted."""

@@ -1,0 +1,1 @@
+"""Plans and results of steps as types and as messages."""

@@ -1,0 +1,166 @@
+"""What a worker answers, as messages and back: step results, refusals, page records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints, pack_floats, pack_ints, unpack_floats, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import (
+    PageRecords,
+    Refusal,
+    SlotLogprobs,
+    SlotVector,
+    StepResult,
+    TokenLogprobs,
+)
+from radixmesh.daemons.runtime.steps.step_codec import check_lengths, ids_from, missing_field
+from radixmesh.worker.v1 import worker_pb2
+
+
+def result_to_proto(result: StepResult) -> worker_pb2.StepResult:
+    """The result as a message."""
+    return worker_pb2.StepResult(
+        epoch=result.epoch,
+        step_id=result.step_id,
+        counts=pack_ints(result.counts),
+        ids=pack_ints(result.ids),
+        logprobs=[_slot_logprobs_to_proto(entry) for entry in result.logprobs],
+        prompt_logprobs=[_slot_logprobs_to_proto(entry) for entry in result.prompt_logprobs],
+        vectors=[
+            worker_pb2.SlotVector(slot=v.slot, generation=v.generation, values=pack_floats(v.values))
+            for v in result.vectors
+        ],
+        device_start_ns=result.device_start_ns,
+        device_end_ns=result.device_end_ns,
+        weights_version=result.weights_version,
+        digest=result.digest,
+    )
+
+
+def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
+    """Checks and converts; arrays are read-only views. Raises MALFORMED_MESSAGE, MISSING_FIELD or INVALID_ARGUMENT."""
+    if message.step_id == 0:
+        raise missing_field("result.step_id")
+    counts = ids_from(message.counts, "result.counts")
+    ids = ids_from(message.ids, "result.ids")
+    check_lengths("result.ids", (len(ids), int(counts.sum(dtype="int64"))))
+    return StepResult(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        counts=counts,
+        ids=ids,
+        logprobs=_all_slot_logprobs(message.logprobs),
+        prompt_logprobs=_all_slot_logprobs(message.prompt_logprobs),
+        vectors=tuple(
+            SlotVector(slot=v.slot, generation=v.generation, values=unpack_floats(v.values, "result.vectors"))
+            for v in message.vectors
+        ),
+        device_start_ns=message.device_start_ns,
+        device_end_ns=message.device_end_ns,
+        weights_version=message.weights_version,
+        digest=message.digest,
+    )
+
+
+def refusal_to_proto(refusal: Refusal) -> worker_pb2.Refusal:
+    """The refusal as a message."""
+    return worker_pb2.Refusal(epoch=refusal.epoch, step_id=refusal.step_id, error=refusal.error.to_proto())
+
+
+def refusal_from_proto(message: worker_pb2.Refusal) -> Refusal:
+    """Checks and converts. Raises MISSING_FIELD if it gives no reason."""
+    if message.error.reason == common_pb2.ERROR_REASON_UNSPECIFIED:
+        raise missing_field("refusal.error.reason")
+    return Refusal(epoch=message.epoch, step_id=message.step_id, error=MeshError.from_proto(message.error))
+
+
+def records_to_proto(
+    records: PageRecords,
+    *,
+    is_last: bool = False,
+    namespaces: Sequence[str] = (),
+    pinned_pages: IntArray | None = None,
+) -> worker_pb2.SnapshotCacheResponse:
+    """One range of records as a message. `namespaces`: the next ones; `pinned_pages` belong into the last message."""
+    return worker_pb2.SnapshotCacheResponse(
+        first_page=records.first_page,
+        generations=pack_ints(records.generations),
+        filled=pack_ints(records.filled),
+        previous_pages=pack_ints(records.previous_pages),
+        previous_generations=pack_ints(records.previous_generations),
+        namespace_indexes=pack_ints(records.namespace_indexes),
+        weights_versions=pack_ints(records.weights_versions),
+        ids=pack_ints(records.ids),
+        namespaces=namespaces,
+        pinned_pages=pack_ints(empty_ints() if pinned_pages is None else pinned_pages),
+        is_last=is_last,
+    )
+
+
+def records_from_proto(message: worker_pb2.SnapshotCacheResponse) -> PageRecords:
+    """Checks and converts; arrays are read-only views. `namespaces`, `pinned_pages`, `is_last` stay in the message.
+
+    Raises MALFORMED_MESSAGE (unequal lengths) or INVALID_ARGUMENT (negative values).
+    """
+    records = PageRecords(
+        first_page=message.first_page,
+        generations=ids_from(message.generations, "records.generations"),
+        filled=ids_from(message.filled, "records.filled"),
+        previous_pages=ids_from(message.previous_pages, "records.previous_pages", least=-1),
+        previous_generations=ids_from(message.previous_generations, "records.previous_generations"),
+        namespace_indexes=ids_from(message.namespace_indexes, "records.namespace_indexes"),
+        weights_versions=ids_from(message.weights_versions, "records.weights_versions"),
+        ids=ids_from(message.ids, "records.ids"),
+    )
+    arrays = (
+        records.generations,
+        records.filled,
+        records.previous_pages,
+        records.previous_generations,
+        records.namespace_indexes,
+        records.weights_versions,
+    )
+    check_lengths("records", [len(array) for array in arrays])
+    check_lengths("records.ids", (len(records.ids), int(records.filled.sum(dtype="int64"))))
+    return records
+
+
+def _slot_logprobs_to_proto(entry: SlotLogprobs) -> worker_pb2.SlotLogprobs:
+    values = entry.logprobs
+    return worker_pb2.SlotLogprobs(
+        slot=entry.slot,
+        generation=entry.generation,
+        first_position=entry.first_position,
+        logprobs=common_pb2.Logprobs(
+            token_logprobs=pack_floats(values.own),
+            num_top=values.num_top,
+            top_ids=pack_ints(values.top_ids),
+            top_logprobs=pack_floats(values.top),
+        ),
+    )
+
+
+def _all_slot_logprobs(messages: Iterable[worker_pb2.SlotLogprobs]) -> tuple[SlotLogprobs, ...]:
+    return tuple(_slot_logprobs(message) for message in messages)
+
+
+def _slot_logprobs(message: worker_pb2.SlotLogprobs) -> SlotLogprobs:
+    values = message.logprobs
+    own = unpack_floats(values.token_logprobs, "logprobs.token_logprobs")
+    top_ids = unpack_ints(values.top_ids, "logprobs.top_ids")
+    top = unpack_floats(values.top_logprobs, "logprobs.top_logprobs")
+    num_top = values.num_top
+    check_lengths("logprobs.top", (len(top_ids), len(top), len(own) * num_top))
+    return SlotLogprobs(
+        slot=message.slot,
+        generation=message.generation,
+        first_position=message.first_position,
+        logprobs=TokenLogprobs(
+            own=own,
+            num_top=num_top,
+            top_ids=top_ids.reshape(len(own), num_top),
+            top=top.reshape(len(own), num_top),
+        ),
+    )

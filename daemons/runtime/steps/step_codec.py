@@ -1,0 +1,309 @@
+"""Plans as messages and back: `StepPlan` <-> `radixmesh.worker.v1.StepPlan`. Arrays are copied once, never walked.
+
+Decoding checks what the bytes alone can tell: lengths that must agree, values that must not be negative, fields that
+must be there. What needs a worker's state (slots, pages, vocabulary) is checked where that state lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.hello import check_peer_names
+from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Grants, PageCopy, Release, StepPlan, Task
+from radixmesh.worker.v1 import worker_pb2
+
+_MAX_INT32 = 2**31 - 1
+TASK_TO_PROTO = {
+    Task.GENERATE: common_pb2.TASK_GENERATE,
+    Task.EMBED: common_pb2.TASK_EMBED,
+    Task.SCORE: common_pb2.TASK_SCORE,
+}
+_UINT32_FIELDS = ("cached_len", "max_total_len", "min_tokens", "logprobs_start")
+
+
+def encode_plan(plan: StepPlan) -> bytes:
+    """Bytes of the `ExecuteRequest` that carries `plan` to the only rank: encode_header() and encode_rank() in one."""
+    message = worker_pb2.ExecuteRequest()
+    _fill_header(message.plan.header, plan)
+    _fill_rank(message.plan.rank, plan)
+    return message.SerializeToString()
+
+
+def admit_bytes(admit: Admit) -> int:
+    """About the bytes that an admit takes in a plan's message, never fewer; nothing is encoded for it."""
+    numbers = len(admit.prompt_ids) + len(admit.output_ids) + 2 * len(admit.cached_pages) + len(admit.suppressed_ids)
+    names = len(admit.request_id) + len(admit.cache_namespace) + len(admit.adapter) + len(admit.trace_context)
+    return 256 + 4 * numbers + 8 * len(admit.sampling.logit_bias) + 4 * names  # Characters of four bytes at most.
+
+
+def encode_header(plan: StepPlan) -> bytes:
+    """The part of an `ExecuteRequest` that is equal for all ranks: encode it once, append each rank's section."""
+    message = worker_pb2.ExecuteRequest()
+    _fill_header(message.plan.header, plan)
+    return message.SerializeToString()
+
+
+def encode_rank(plan: StepPlan) -> bytes:
+    """One rank's section of an `ExecuteRequest`, to be appended to the header's bytes: protobuf merges the two."""
+    message = worker_pb2.ExecuteRequest()
+    _fill_rank(message.plan.rank, plan)
+    return message.SerializeToString()
+
+
+def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
+    """The plan as one message."""
+    message = worker_pb2.StepPlan()
+    _fill_header(message.header, plan)
+    _fill_rank(message.rank, plan)
+    return message
+
+
+def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
+    """Checks and converts; arrays are read-only views of the message's bytes.
+
+    Raises MALFORMED_MESSAGE (broken or unequal array lengths), MISSING_FIELD (header, rank, seed, task, op),
+    INVALID_ARGUMENT (a negative or impossible value), UNSUPPORTED (input embeddings).
+    """
+    for name in ("header", "rank"):
+        if not message.HasField(name):
+            raise missing_field(f"plan.{name}")
+    header, rank = message.header, message.rank
+    if header.step_id == 0:
+        raise missing_field("header.step_id")
+    chunks = _chunks(rank)
+    _check_shape(header, has_chunks=bool(chunks))
+    for op in header.barrier_ops:
+        if op.WhichOneof("op") is None:
+            raise missing_field("header.barrier_ops.op")
+    return StepPlan(
+        epoch=header.epoch,
+        step_id=header.step_id,
+        group_generation=header.group_generation,
+        barrier_ops=tuple(header.barrier_ops),
+        expected_us=header.expected_us,
+        releases=_releases(rank),
+        admits=tuple(_admit(admit) for admit in rank.admits),
+        grants=_grants(rank),
+        page_copies=_page_copies(rank),
+        chunks=chunks,
+        decode_set=ids_from(rank.decode_set.slots, "decode_set.slots") if rank.HasField("decode_set") else None,
+        has_forward=header.HasField("shape"),
+    )
+
+
+def ids_from(data: bytes, field: str, least: int = 0) -> IntArray:
+    """int32 array of values >= `least`. Raises MALFORMED_MESSAGE or INVALID_ARGUMENT, naming `field`."""
+    values = unpack_ints(data, field)
+    if len(values) and values.min() < least:
+        position = int(np.argmax(values < least))
+        message = f"{field}[{position}] is {values[position]}: values start at {least}"
+        raise MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field, "min": str(least)})
+    return values
+
+
+def check_lengths(field: str, lengths: Sequence[int]) -> None:
+    """Raises MALFORMED_MESSAGE unless all lengths are equal."""
+    if len(set(lengths)) > 1:
+        counted = " and ".join(str(length) for length in lengths)
+        message = f"the arrays of {field} hold {counted} values: they belong together and need the same length"
+        raise MeshError(common_pb2.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": field})
+
+
+def missing_field(field: str) -> MeshError:
+    """The error for a field that the receiver needs."""
+    return MeshError(common_pb2.ERROR_REASON_MISSING_FIELD, f"{field} is missing: set it", {"field": field})
+
+
+def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
+    header.SetInParent()
+    header.epoch = plan.epoch
+    header.step_id = plan.step_id
+    header.group_generation = plan.group_generation
+    header.expected_us = plan.expected_us
+    header.barrier_ops.extend(plan.barrier_ops)
+    if plan.has_forward:
+        # Whether slots decode is known from an earlier plan: with chunks, MIXED holds in either case.
+        header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
+
+
+def _fill_rank(rank: worker_pb2.RankPlan, plan: StepPlan) -> None:
+    rank.SetInParent()
+    if plan.releases:
+        rank.release_slots = pack_ints([release.slot for release in plan.releases])
+        rank.release_generations = pack_ints([release.generation for release in plan.releases])
+    for admit in plan.admits:
+        rank.admits.append(_admit_to_proto(admit))
+    if plan.grants:
+        grants = Grants.of(plan.grants)
+        rank.grants.slots = pack_ints(grants.slots)
+        rank.grants.counts = pack_ints(grants.counts)
+        rank.grants.pages = pack_ints(grants.pages)
+    if plan.page_copies:
+        rank.page_copies.source_pages = pack_ints([copy.source_page for copy in plan.page_copies])
+        rank.page_copies.target_pages = pack_ints([copy.target_page for copy in plan.page_copies])
+        rank.page_copies.num_tokens = pack_ints([copy.num_tokens for copy in plan.page_copies])
+    if plan.chunks:
+        rank.chunks.slots = pack_ints([chunk.slot for chunk in plan.chunks])
+        rank.chunks.lengths = pack_ints([chunk.length for chunk in plan.chunks])
+    if plan.decode_set is not None:
+        rank.decode_set.slots = pack_ints(plan.decode_set)
+        rank.decode_set.SetInParent()
+
+
+def _admit_to_proto(admit: Admit) -> worker_pb2.Admit:
+    return worker_pb2.Admit(
+        slot=admit.slot,
+        generation=admit.generation,
+        request_id=admit.request_id,
+        index=admit.index,
+        task=TASK_TO_PROTO[admit.task],
+        prompt_ids=pack_ints(admit.prompt_ids),
+        output_ids=pack_ints(admit.output_ids),
+        cached_len=admit.cached_len,
+        cached_pages=pack_ints(admit.cached_pages),
+        cached_page_generations=pack_ints(admit.cached_page_generations),
+        max_total_len=admit.max_total_len,
+        sampling=sampling_to_proto(admit.sampling),
+        min_tokens=admit.min_tokens,
+        suppressed_ids=pack_ints(admit.suppressed_ids),
+        logprobs_start=admit.logprobs_start,
+        cache_namespace=admit.cache_namespace,
+        grammar_hash=admit.grammar_hash,
+        adapter=admit.adapter,
+        trace_context=admit.trace_context,
+    )
+
+
+def _admit(message: worker_pb2.Admit) -> Admit:
+    if message.task not in TASK_TO_PROTO.values():
+        raise missing_field("admits.task")
+    if message.embeddings:
+        raise MeshError(
+            common_pb2.ERROR_REASON_UNSUPPORTED, "input embeddings are not offered", {"feature": "embeddings"}
+        )
+    if not message.HasField("sampling"):
+        raise missing_field("admits.sampling")
+    check_peer_names(
+        request_id=message.request_id,
+        cache_namespace=message.cache_namespace,
+        grammar_hash=message.grammar_hash,
+        adapter=message.adapter,
+        trace_context=message.trace_context,
+    )
+    sampling = sampling_from_proto(message.sampling)
+    if sampling.seed is None and not sampling.is_greedy:
+        raise missing_field("admits.sampling.seed")
+    _check_at_least("admits.slot", message.slot, 0)
+    _check_at_least("admits.generation", message.generation, 1)
+    for name in _UINT32_FIELDS:
+        _check_int32(f"admits.{name}", getattr(message, name))
+    pages = ids_from(message.cached_pages, "admits.cached_pages")
+    generations = ids_from(message.cached_page_generations, "admits.cached_page_generations")
+    check_lengths("admits.cached_pages", (len(pages), len(generations)))
+    return Admit(
+        slot=message.slot,
+        generation=message.generation,
+        request_id=message.request_id,
+        index=message.index,
+        task=Task(message.task),
+        prompt_ids=ids_from(message.prompt_ids, "admits.prompt_ids"),
+        output_ids=ids_from(message.output_ids, "admits.output_ids"),
+        cached_len=message.cached_len,
+        cached_pages=pages,
+        cached_page_generations=generations,
+        max_total_len=message.max_total_len,
+        sampling=sampling,
+        min_tokens=message.min_tokens,
+        suppressed_ids=ids_from(message.suppressed_ids, "admits.suppressed_ids"),
+        logprobs_start=message.logprobs_start,
+        cache_namespace=message.cache_namespace,
+        grammar_hash=message.grammar_hash,
+        adapter=message.adapter,
+        trace_context=message.trace_context,
+    )
+
+
+def _releases(rank: worker_pb2.RankPlan) -> tuple[Release, ...]:
+    columns = _columns("releases", (("slots", rank.release_slots, 0), ("generations", rank.release_generations, 1)))
+    return tuple(Release(slot=slot, generation=generation) for slot, generation in columns)
+
+
+def _grants(rank: worker_pb2.RankPlan) -> tuple[Grant, ...]:
+    if not rank.HasField("grants"):
+        return ()
+    grants = rank.grants
+    slots = ids_from(grants.slots, "grants.slots")
+    counts = ids_from(grants.counts, "grants.counts", least=1)
+    pages = ids_from(grants.pages, "grants.pages")
+    check_lengths("grants", (len(slots), len(counts)))
+    ends = np.cumsum(counts, dtype=np.int64)
+    check_lengths("grants.pages", (len(pages), int(ends[-1]) if len(ends) else 0))
+    starts = (ends - counts).tolist()
+    return tuple(
+        Grant(slot=slot, pages=pages[start:end])
+        for slot, start, end in zip(slots.tolist(), starts, ends.tolist(), strict=True)
+    )
+
+
+def _page_copies(rank: worker_pb2.RankPlan) -> tuple[PageCopy, ...]:
+    copies = rank.page_copies
+    columns = _columns(
+        "page_copies",
+        (
+            ("source_pages", copies.source_pages, 0),
+            ("target_pages", copies.target_pages, 0),
+            ("num_tokens", copies.num_tokens, 1),
+        ),
+    )
+    return tuple(PageCopy(source_page=source, target_page=target, num_tokens=num) for source, target, num in columns)
+
+
+def _chunks(rank: worker_pb2.RankPlan) -> tuple[Chunk, ...]:
+    columns = _columns("chunks", (("slots", rank.chunks.slots, 0), ("lengths", rank.chunks.lengths, 1)))
+    return tuple(Chunk(slot=slot, length=length) for slot, length in columns)
+
+
+def _columns(field: str, columns: Sequence[tuple[str, bytes, int]]) -> Iterable[tuple[int, ...]]:
+    """Rows of arrays that stand beside each other; a column is (name, bytes, least value)."""
+    if not any(data for _, data, _ in columns):
+        return ()
+    arrays = [ids_from(data, f"{field}.{name}", least) for name, data, least in columns]
+    check_lengths(field, [len(array) for array in arrays])
+    return zip(*(array.tolist() for array in arrays), strict=True)
+
+
+def _check_shape(header: worker_pb2.PlanHeader, has_chunks: bool) -> None:
+    if not header.HasField("shape"):
+        if has_chunks:
+            raise missing_field("header.shape (the plan has chunks)")
+        return
+    mode = header.shape.mode
+    if mode not in worker_pb2.ForwardMode.values() or mode == worker_pb2.FORWARD_MODE_UNSPECIFIED:
+        raise missing_field("header.shape.mode")
+    if has_chunks and mode in (worker_pb2.FORWARD_MODE_DECODE, worker_pb2.FORWARD_MODE_IDLE):
+        message = f"the plan has chunks, its mode is {worker_pb2.ForwardMode.Name(mode)}: send EXTEND or MIXED"
+        raise MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "header.shape.mode"})
+
+
+def _check_at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise MeshError(
+            common_pb2.ERROR_REASON_INVALID_ARGUMENT,
+            f"{field} is {value}: values start at {least}",
+            {"field": field, "min": str(least)},
+        )
+
+
+def _check_int32(field: str, value: int) -> None:
+    if value > _MAX_INT32:
+        raise MeshError(
+            common_pb2.ERROR_REASON_INVALID_ARGUMENT,
+            f"{field} is {value}: lengths end at {_MAX_INT32}",
+            {"field": field, "max": str(_MAX_INT32)},
+        )

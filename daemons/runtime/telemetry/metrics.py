@@ -1,0 +1,201 @@
+"""Every metric of the mesh, by name, unit, help and who serves it. docs/observability.md has the same as a table.
+
+Names start with radixmesh_; units are in the names (seconds, bytes, tokens). One registry a daemon, so that several can
+live in one process.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.metric_maker import MetricInfo, MetricMaker
+
+_LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TOKEN_S = (0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_HOST_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_ALL = "all"
+
+
+class Metrics:
+    """The metrics of one daemon. daemon: its name; only what concerns it is served. Empty = everything is."""
+
+    def __init__(self, daemon: str = "") -> None:
+        make = MetricMaker(daemon)
+        self.registry: CollectorRegistry = make.registry
+        self._make_request_metrics(make)
+        self._make_latency_metrics(make)
+        self._make_queue_metrics(make)
+        self._make_step_metrics(make)
+        self._make_cache_metrics(make)
+        self.errors = make.counter("radixmesh_errors_total", _ALL, "Typed errors that left this daemon.", ["reason"])
+        self.tasks = make.gauge("radixmesh_tasks", _ALL, "Asyncio tasks that are not done.")
+        self.restarts = make.counter(
+            "radixmesh_restarts_total",
+            "scheduler",
+            "Peers that were lost and replaced or reconnected, by kind of peer.",
+            ["peer"],
+        )
+        self.infos: tuple[MetricInfo, ...] = tuple(make.infos)
+
+    def count_error(self, error: MeshError) -> None:
+        """Counts an error that leaves this daemon."""
+        self.errors.labels(error.reason_name).inc()
+
+    def _make_request_metrics(self, make: MetricMaker) -> None:
+        both = "router scheduler"
+        self.requests_started = make.counter(
+            "radixmesh_requests_started_total", both, "Requests accepted; a scheduler counts each output."
+        )
+        self.requests_finished = make.counter(
+            "radixmesh_requests_finished_total", both, "Outputs that ended, by finish reason.", ["reason"]
+        )
+        self.requests_running = make.gauge(
+            "radixmesh_requests_running", both, "Requests in the journal (router), outputs with a slot (scheduler)."
+        )
+        self.requests_queued = make.gauge(
+            "radixmesh_requests_queued", both, "Outputs that wait for a scheduler (router) or a slot (scheduler)."
+        )
+        self.requests_resumed = make.counter(
+            "radixmesh_requests_resumed_total", "router", "Attempts after the first: replays after a loss."
+        )
+        self.routing_decisions = make.counter(
+            "radixmesh_routing_decisions_total",
+            "router",
+            "Outputs sent to a scheduler: cached (it has the longest known prefix), spread (another has), new (none).",
+            ["reason"],
+        )
+        self.routed_tokens = make.counter(
+            "radixmesh_routed_tokens_total",
+            "router",
+            "Prompt tokens of those, by what the router knew of the chosen scheduler's cache: cached or uncached.",
+            ["known"],
+        )
+        self.prompt_tokens = make.counter("radixmesh_prompt_tokens_total", both, "Prompt tokens accepted.")
+        self.output_tokens = make.counter(
+            "radixmesh_output_tokens_total", both, "Output tokens, as they come from the daemon below."
+        )
+        self.journal_bytes = make.gauge("radixmesh_journal_bytes", "router", "Bytes that the request journal holds.")
+        self.detokenizer_entries = make.gauge(
+            "radixmesh_detokenizer_entries", "detokenizer", "Outputs that are open at this detokenizer."
+        )
+        self.encoded_tokens = make.counter(
+            "radixmesh_encoded_tokens_total", "tokenizer", "Prompt tokens that texts and chats became."
+        )
+        self.detokenized_tokens = make.counter(
+            "radixmesh_detokenized_tokens_total", "detokenizer", "Tokens that were decoded, replays included."
+        )
+
+    def _make_latency_metrics(self, make: MetricMaker) -> None:
+        self.first_token_seconds = make.histogram(
+            "radixmesh_first_token_seconds",
+            "router",
+            "Arrival of a request to the first output token that its client can be sent.",
+            _LATENCY_S,
+        )
+        self.inter_token_seconds = make.fast_histogram(
+            "radixmesh_inter_token_seconds", "router", "Time between two deltas of one output to its client.", _TOKEN_S
+        )
+        self.request_seconds = make.histogram(
+            "radixmesh_request_seconds", "router", "Acceptance to the end of a request.", _LATENCY_S
+        )
+        self.hop_seconds = make.histogram(
+            "radixmesh_hop_seconds",
+            "router",
+            "What the router waits for a peer: tokenizer = prompt to ids; scheduler = submit to first token; "
+            "detokenizer = tokens to their text (sampled).",
+            _LATENCY_S,
+            ["hop"],
+        )
+        self.queue_seconds = make.histogram(
+            "radixmesh_queue_seconds", "scheduler", "Submit to slot, of requests that got one.", _LATENCY_S
+        )
+        self.prefill_seconds = make.histogram(
+            "radixmesh_prefill_seconds", "scheduler", "Slot to first token of an output.", _LATENCY_S
+        )
+        self.encode_seconds = make.histogram(
+            "radixmesh_encode_seconds", "tokenizer", "Time of one Encode call, its wait for a thread included.", _STEP_S
+        )
+        self.detokenize_seconds = make.fast_histogram(
+            "radixmesh_detokenize_seconds", "detokenizer", "Host time to decode the tokens of one frame.", _HOST_S
+        )
+
+    def _make_queue_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
+        self.requests_retracted = make.counter(
+            "radixmesh_requests_retracted_total", by, "Times a running request gave up its pages."
+        )
+        self.requests_preempted = make.counter(
+            "radixmesh_requests_preempted_total", by, "Times a request gave way to a higher priority."
+        )
+        self.requests_rejected = make.counter("radixmesh_requests_rejected_total", by, "Submits that were rejected.")
+        self.requests_held = make.gauge(
+            "radixmesh_requests_held", by, "Requests that wait for a prefix which another computes."
+        )
+        self.requests_held_back = make.counter(
+            "radixmesh_requests_held_back_total", by, "Times a request was held for another's prefix."
+        )
+        self.queued_tokens = make.gauge("radixmesh_queued_tokens", by, "Tokens of requests that wait.")
+        self.expected_growth_tokens = make.gauge(
+            "radixmesh_expected_growth_tokens", by, "Tokens that a running request may need still."
+        )
+
+    def _make_step_metrics(self, make: MetricMaker) -> None:
+        both = "scheduler worker"
+        self.steps = make.counter("radixmesh_steps_total", both, "Steps completed.")
+        self.step_tokens = make.counter(
+            "radixmesh_step_tokens_total", "scheduler", "Tokens that steps computed: prefill or decode.", ["kind"]
+        )
+        self.step_seconds = make.histogram("radixmesh_step_seconds", both, "Device time of a step.", _STEP_S)
+        self.device_busy_seconds = make.counter(
+            "radixmesh_device_busy_seconds_total", both, "Device time of all steps: 1 - its rate is the idle share."
+        )
+        self.gpu_idle_ratio = make.gauge(
+            "radixmesh_gpu_idle_ratio",
+            "scheduler",
+            "Share of the last half second in which the worker's device, GPU or not, ran no step.",
+        )
+        self.tokens_per_second = make.gauge(
+            "radixmesh_tokens_per_second", "scheduler", "Output tokens a second, of the last half second."
+        )
+        self.round_trip_seconds = make.histogram(
+            "radixmesh_step_round_trip_seconds",
+            "scheduler",
+            "Plan sent to result in, the wait behind plans before it included.",
+            _STEP_S,
+        )
+        self.plan_seconds = make.histogram("radixmesh_plan_seconds", "scheduler", "Host time to plan a step.", _HOST_S)
+        self.process_seconds = make.histogram(
+            "radixmesh_process_seconds", "scheduler", "Host time to process a step's result.", _HOST_S
+        )
+        self.batch_size = make.histogram("radixmesh_batch_size", both, "Rows of a step's result.", _BATCH)
+        self.plans_in_flight = make.gauge("radixmesh_plans_in_flight", both, "Plans sent and not answered.")
+        self.epoch = make.gauge("radixmesh_epoch", both, "Epoch that this daemon holds or serves.")
+        self.refusals = make.counter(
+            "radixmesh_refusals_total",
+            both,
+            "Plans refused (worker) and epochs lost (scheduler), by reason.",
+            ["reason"],
+        )
+        self.stale_results = make.counter(
+            "radixmesh_stale_results_total", "scheduler", "Results of plans that counted no more."
+        )
+
+    def _make_cache_metrics(self, make: MetricMaker) -> None:
+        by = "scheduler"
+        self.cached_tokens = make.counter(
+            "radixmesh_cached_tokens_total", by, "Tokens whose KV was found in the cache at admission."
+        )
+        self.cache_hit_ratio = make.gauge(
+            "radixmesh_cache_hit_ratio", by, "Share of tokens found in the cache at late admissions."
+        )
+        self.pages = make.gauge(
+            "radixmesh_pages", by, "KV pages by state: free, cached, owned, leased, quarantined.", ["state"]
+        )
+        self.page_evictions = make.counter("radixmesh_page_evictions_total", by, "Cached pages evicted.")
+        self.page_breaches = make.counter("radixmesh_page_breaches_total", by, "Breaches of the page invariant.")
+        self.readopted_tokens = make.counter(
+            "radixmesh_readopted_tokens_total", by, "Tokens of KV taken over from a worker at a new epoch."
+        )

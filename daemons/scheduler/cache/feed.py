@@ -1,0 +1,132 @@
+"""Changes of the prefix cache, numbered, the latest of them kept: what those who watch the cache read from.
+
+Noting a change is one tuple into a ring; nobody waits for a reader, and a reader costs nothing until it reads. One
+that asks for what the ring has lost is told so and starts over with the content.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.scheduler.cache.observer import CacheContent
+from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace, PrefixCache
+
+
+class Inserted(NamedTuple):
+    """See CacheObserver.on_insert."""
+
+    node: int
+    parent: int
+    ids: IntArray
+    namespace: Namespace
+
+
+class Split(NamedTuple):
+    """See CacheObserver.on_split."""
+
+    node: int
+    upper: int
+    num_upper: int
+
+
+class Evicted(NamedTuple):
+    """See CacheObserver.on_evict."""
+
+    node: int
+    num_left: int
+
+
+class Reset(NamedTuple):
+    """All nodes are gone."""
+
+
+CacheEvent = Inserted | Split | Evicted | Reset
+
+
+class CacheFeed:
+    """A CacheObserver with a memory of `max_events` events and about `max_tokens` tokens in them.
+
+    first_revision: must be higher than any that an earlier scheduler's watchers may know: its own clock will do.
+    Nothing is noted before the first open().
+    """
+
+    def __init__(self, *, first_revision: int = 0, max_events: int = 65_536, max_tokens: int = 1 << 22) -> None:
+        self.revision = first_revision
+        """Of the cache now: one higher with every event."""
+        self._ring: list[CacheEvent | None] = [None] * max_events
+        self._oldest = first_revision
+        """Events after this revision are kept."""
+        self._num_tokens = 0
+        self._max_tokens = max_tokens
+        self._cache: PrefixCache | None = None
+        self._is_open = False
+
+    def open(self) -> CacheContent | None:
+        """The content at this revision, changes noted from now on. None: there is no cache now, or it tells nobody."""
+        if not self._is_open:
+            self._is_open = True
+            if self._cache is not None:
+                self._cache.watch(self, replay=False)
+            self._forget()
+        return self._cache.content() if self._cache is not None else None
+
+    def follow(self, cache: PrefixCache | None) -> None:
+        """Another cache from now on (a new epoch), or none: what is known of the last one is worth nothing."""
+        self._cache = cache
+        if self._is_open and cache is not None:
+            cache.watch(self, replay=False)
+        self._forget()
+
+    def events_after(self, revision: int, max_events: int, max_tokens: int) -> list[CacheEvent] | None:
+        """Up to so many events, at least one if there is one; None: they are not kept any more, or never were."""
+        if not self._is_open or not self._oldest <= revision <= self.revision:
+            return None
+        events: list[CacheEvent] = []
+        for number in range(revision, min(self.revision, revision + max_events)):
+            event = self._ring[number % len(self._ring)]
+            assert event is not None, number
+            events.append(event)
+            max_tokens -= _num_tokens(event)
+            if max_tokens <= 0:
+                break
+        return events
+
+    def on_insert(self, node: int, parent: int, ids: IntArray, namespace: Namespace) -> None:
+        self._note(Inserted(node, parent, ids, namespace))
+
+    def on_split(self, node: int, upper: int, num_upper: int) -> None:
+        self._note(Split(node, upper, num_upper))
+
+    def on_evict(self, node: int, num_left: int) -> None:
+        self._note(Evicted(node, num_left))
+
+    def on_reset(self) -> None:
+        self._note(Reset())
+
+    def _note(self, event: CacheEvent) -> None:
+        if self.revision - self._oldest == len(self._ring):
+            self._drop_oldest()
+        self._ring[self.revision % len(self._ring)] = event
+        self.revision += 1
+        self._num_tokens += _num_tokens(event)
+        while self._num_tokens > self._max_tokens and self._oldest < self.revision:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        index = self._oldest % len(self._ring)
+        event, self._ring[index] = self._ring[index], None
+        assert event is not None, self._oldest
+        self._num_tokens -= _num_tokens(event)
+        self._oldest += 1
+
+    def _forget(self) -> None:
+        """A gap: nobody can go on from where it is."""
+        while self._oldest < self.revision:
+            self._drop_oldest()
+        self.revision += 1
+        self._oldest = self.revision
+
+
+def _num_tokens(event: CacheEvent) -> int:
+    return len(event.ids) if isinstance(event, Inserted) else 0

@@ -1,0 +1,140 @@
+"""WatchCache: a snapshot as inserts, then what changes, as messages. Small ones: steps go on between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.scheduler.cache.feed import CacheEvent, CacheFeed, Evicted, Inserted, Reset, Split
+from radixmesh.daemons.scheduler.cache.observer import CacheContent
+from radixmesh.daemons.scheduler.scheduler_loop import Engine
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+# Of one message: encoding it keeps a step waiting for a few tenths of a millisecond at most.
+_MAX_EVENTS, _MAX_TOKENS = 128, 1 << 16
+# On the wire 0 is the root.
+_FIRST_NODE = 1
+
+
+async def watch_cache(
+    engine: Engine, request: scheduler_pb2.WatchCacheRequest
+) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
+    """Messages for one watcher, for ever. The consumer's pace is its own: between two messages any number of changes
+    may happen.
+
+    Raises RESNAPSHOT when changes that the watcher lacks are not kept any more, UNSUPPORTED if the cache cannot be
+    watched, NOT_SERVING if there is no worker group, hence no cache.
+    """
+    feed = engine.planner.cache_feed
+    if request.HasField("after_revision"):
+        revision = request.after_revision
+    else:
+        content = feed.open()
+        revision = feed.revision
+        if content is None:
+            raise _no_content(engine)
+        async for message in _snapshot(content, revision):
+            yield message
+    while True:
+        events = feed.events_after(revision, _MAX_EVENTS, _MAX_TOKENS)
+        if events is None:
+            raise _resnapshot(revision, feed)
+        for message in change_messages(events, revision):
+            yield message
+        revision += len(events)
+        if not events:
+            await engine.until(lambda seen=revision: feed.revision != seen)  # type: ignore[misc]
+
+
+async def _snapshot(content: CacheContent, revision: int) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
+    """The last message is the first without is_snapshot: it says that the snapshot is complete."""
+    await asyncio.to_thread(content.order)
+    for batch in _batches(content):
+        yield scheduler_pb2.WatchCacheResponse(revision=revision, is_snapshot=True, inserts=batch)
+        await asyncio.sleep(0)
+    yield scheduler_pb2.WatchCacheResponse(revision=revision)
+
+
+def _batches(content: CacheContent) -> Iterator[list[scheduler_pb2.CacheInsert]]:
+    batch: list[scheduler_pb2.CacheInsert] = []
+    num_tokens = 0
+    for item in content.nodes():
+        batch.append(_insert(Inserted(*item)))
+        num_tokens += len(item.ids)
+        if len(batch) >= _MAX_EVENTS or num_tokens >= _MAX_TOKENS:
+            yield batch
+            batch, num_tokens = [], 0
+    if batch:
+        yield batch
+
+
+def change_messages(events: Iterable[CacheEvent], revision: int) -> Iterator[scheduler_pb2.WatchCacheResponse]:
+    """Events after `revision` as messages. The fields of one apply in the order reset, splits, inserts, trims,
+    evicted_nodes: an event that would come too late there begins the next message."""
+    message, last, evicted = scheduler_pb2.WatchCacheResponse(), -1, list[int]()
+    for event in events:
+        rank = _rank(event)
+        if rank < last or (rank == last == 0):
+            message.evicted_nodes = pack_ints(evicted)
+            yield message
+            message, evicted = scheduler_pb2.WatchCacheResponse(), []
+        last = rank
+        revision += 1
+        message.revision = revision
+        match event:
+            case Reset():
+                message.is_reset = True
+            case Split():
+                message.splits.add(
+                    node=event.node + _FIRST_NODE, upper=event.upper + _FIRST_NODE, num_upper=event.num_upper
+                )
+            case Inserted():
+                message.inserts.append(_insert(event))
+            case Evicted(num_left=0):
+                evicted.append(event.node + _FIRST_NODE)
+            case Evicted():
+                message.trims.add(node=event.node + _FIRST_NODE, num_left=event.num_left)
+    if last >= 0:
+        message.evicted_nodes = pack_ints(evicted)
+        yield message
+
+
+def _rank(event: CacheEvent) -> int:
+    match event:
+        case Reset():
+            return 0
+        case Split():
+            return 1
+        case Inserted():
+            return 2
+        case Evicted():
+            return 4 if not event.num_left else 3
+
+
+def _insert(event: Inserted) -> scheduler_pb2.CacheInsert:
+    return scheduler_pb2.CacheInsert(
+        node=event.node + _FIRST_NODE,
+        parent=event.parent + _FIRST_NODE,
+        ids=pack_ints(event.ids),
+        cache_namespace=event.namespace.name,
+        weights_version=event.namespace.weights_version,
+    )
+
+
+def _no_content(engine: Engine) -> MeshError:
+    if engine.planner.state is None:
+        message = "no worker group is claimed, so nothing is cached: watch again later"
+        return MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "connecting"})
+    message = "this scheduler's prefix cache cannot be watched: choose the radix cache"
+    return MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "WatchCache"})
+
+
+def _resnapshot(revision: int, feed: CacheFeed) -> MeshError:
+    return MeshError(
+        ErrorReason.ERROR_REASON_RESNAPSHOT,
+        f"changes after revision {revision} are not kept any more: watch again from a snapshot",
+        {"after_revision": str(revision), "revision": str(feed.revision)},
+    )

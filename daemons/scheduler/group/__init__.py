@@ -1,0 +1,1 @@
+"""The worker group: found, claimed, fed with plans; requests that kill it are isolated."""

@@ -1,0 +1,43 @@
+"""What the scheduler knows of its worker group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from radixmesh.daemons.runtime.common_settings import PredecessorEnd
+from radixmesh.daemons.runtime.steps.step import PageRecords, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupInfo:
+    """Sizes and abilities that all ranks share; the comments of worker.v1.Capabilities and ModelIdentity hold."""
+
+    page_size: int
+    num_pages: int
+    num_slots: int
+    max_tokens_per_step: int
+    max_plans_in_flight: int
+    vocab_size: int
+    max_total_len: int
+    eos_ids: tuple[int, ...] = ()
+    weights_version: int = 1
+    tasks: frozenset[Task] = frozenset({Task.GENERATE})
+    barrier_ops: frozenset[str] = frozenset()
+    model_name: str = ""
+    group_generation: int = 0
+    instance_id: str = ""
+    """Of the worker process."""
+    predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN
+
+    def lost_from_outside(self, former: GroupInfo) -> bool:
+        """True if this is a successor of the `former` process, which somebody killed or asked to leave."""
+        return self.instance_id != former.instance_id and self.predecessor_end is PredecessorEnd.FROM_OUTSIDE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSnapshot:
+    """Page records of all pages of a rank; `names` are what namespace_indexes name, `pinned_pages` transfers hold."""
+
+    records: PageRecords
+    names: tuple[str, ...]
+    pinned_pages: tuple[int, ...] = ()

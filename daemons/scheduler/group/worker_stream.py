@@ -1,0 +1,155 @@
+"""One Execute stream of one epoch: hello, claim, snapshot, plans down, results up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
+from radixmesh.daemons.runtime.rpc.hello import check_hello
+from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
+from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
+from radixmesh.daemons.runtime.steps.result_codec import records_from_proto, refusal_from_proto, result_from_proto
+from radixmesh.daemons.runtime.steps.step import PageRecords, StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+from radixmesh.daemons.scheduler.messages import snapshot_of
+from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
+
+_EXECUTE = "/radixmesh.worker.v1.WorkerService/Execute"
+_Call = grpc.aio.StreamStreamCall[bytes, bytes]
+
+
+class RefusedPlan(Exception):
+    """The worker refused a plan; nothing of it has run."""
+
+    def __init__(self, step_id: int, error: MeshError) -> None:
+        super().__init__(str(error))
+        self.step_id = step_id
+        self.error = error
+
+
+class WorkerStream:
+    """Every method raises MeshError when the stream is lost or the peer breaks the protocol."""
+
+    def __init__(self, channel: grpc.aio.Channel, ours: common_pb2.Hello) -> None:
+        self._channel = channel
+        self._ours = ours
+        self._call: _Call | None = None
+        self.epoch = 0
+
+    async def hello(self) -> worker_pb2.WorkerHello:
+        """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
+        execute: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
+            _EXECUTE, request_serializer=_as_is, response_deserializer=_as_is
+        )
+        self._call = execute()
+        await self._write(worker_pb2.ExecuteRequest(hello=self._ours).SerializeToString())
+        answer = await self._read()
+        if not answer.HasField("hello"):
+            raise _violation("the worker's first message is no hello")
+        check_hello(answer.hello.hello, self._ours)
+        return answer.hello
+
+    async def claim(self, epoch: int, group_generation: int) -> None:
+        """Asks for the worker. Raises the refusal: EPOCH_FENCED, NOT_SERVING, GROUP_GENERATION."""
+        claim = worker_pb2.Claim(epoch=epoch, group_generation=group_generation)
+        await self._write(worker_pb2.ExecuteRequest(claim=claim).SerializeToString())
+        answer = await self._read()
+        if answer.HasField("refusal"):
+            raise refusal_from_proto(answer.refusal).error
+        if not answer.HasField("claimed") or answer.claimed.epoch != epoch:
+            raise _violation("the worker answered the claim with something else")
+        self.epoch = epoch
+
+    async def snapshot(self, num_pages: int) -> CacheSnapshot:
+        """The page records of the claimed worker."""
+        stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
+        request = worker_pb2.SnapshotCacheRequest(epoch=self.epoch, instance_id=self._ours.instance_id)
+        parts: list[PageRecords] = []
+        names: list[str] = []
+        pinned: tuple[int, ...] = ()
+        try:
+            async for message in stub.SnapshotCache(request):
+                parts.append(records_from_proto(message))
+                names += message.namespaces
+                if message.is_last:
+                    pinned = tuple(unpack_ints(message.pinned_pages, "pinned_pages").tolist())
+        except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
+            raise mesh_error_from_rpc(error) from error
+        return snapshot_of(parts, tuple(names), pinned, num_pages)
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a plan."""
+        await self._write(encode_plan(plan))
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Results in step order. Raises RefusedPlan, or MeshError when the stream ends."""
+        while True:
+            answer = await self._read()
+            if answer.HasField("refusal"):
+                refusal = refusal_from_proto(answer.refusal)
+                raise RefusedPlan(refusal.step_id, refusal.error)
+            if not answer.HasField("result"):
+                raise _violation("the worker sent something other than a result")
+            yield result_from_proto(answer.result)
+
+    def close(self) -> None:
+        """Drops the stream: the worker finishes what it has received."""
+        if self._call is not None:
+            self._call.cancel()
+
+    async def _write(self, data: bytes) -> None:
+        assert self._call is not None
+        try:
+            await self._call.write(data)
+        except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
+            raise mesh_error_from_rpc(error) from error
+        except asyncio.InvalidStateError as error:
+            # The call had ended before: its status says why.
+            raise_if_cancelled()
+            raise await self._reason() from error
+        except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
+            raise _lost() from error
+
+    async def _read(self) -> worker_pb2.ExecuteResponse:
+        assert self._call is not None
+        try:
+            answer = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise_if_cancelled()
+            raise mesh_error_from_rpc(error) from error
+        raise_if_cancelled()
+        if isinstance(answer, bytes):
+            return parse_frame(answer, worker_pb2.ExecuteResponse)
+        raise await self._reason()
+
+    async def _reason(self) -> MeshError:
+        """Why the stream has ended, by its status."""
+        assert self._call is not None
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return _lost()
+        details, trailing = await self._call.details(), await self._call.trailing_metadata()
+        initial = grpc.aio.Metadata()
+        return mesh_error_from_rpc(grpc.aio.AioRpcError(code, initial, trailing or initial, details))
+
+
+def _as_is(data: bytes) -> bytes:
+    return data
+
+
+def _lost() -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, "the worker closed the step stream")
+
+
+def _violation(what: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, f"{what}: check the versions of both ends")

@@ -1,0 +1,1 @@
+"""KV pages: who holds each, and the invariant over all of them."""

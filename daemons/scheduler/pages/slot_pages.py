@@ -1,0 +1,138 @@
+"""Moves pages between pool, slots and prefix cache: the only place where page ownership changes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, PrefixCache, Probe
+from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
+from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.sequence import Request
+
+_OWNED, _QUARANTINED = int(PageState.OWNED), int(PageState.QUARANTINED)
+
+
+class SlotPages:
+    """Pages of slots. A slot's page table, by token ranges, from admission to the end:
+
+    0            cached_len     computed_len      planned_len      granted
+    |--------------|----------------|-----------------|----------------|
+    | cache's,     | own; by share()| own; in-flight  | own; granted   |
+    | locked       | full pages may | plans write here| ahead of need  |
+    |              | become cache's |                 |                |
+
+    share()  (prompt computed)  [0, full)  -> cache where unknown there, locked; duplicates stay own
+    leave()  (any end)          [0, full)  -> cache where unknown there;  duplicates and the rest -> free
+    full = computed_len rounded down to whole pages: only results that were processed count, so the KV of the last
+    sampled token, and whatever in-flight plans still write, is never cached.
+    """
+
+    def __init__(self, pool: PagePool, cache: PrefixCache, table: SlotTable, weights_version: int) -> None:
+        self.pool = pool
+        self.cache = cache
+        self._table = table
+        self._weights_version = weights_version
+        self._common = Namespace("", weights_version)
+        self.num_evicted = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that could be granted now: free ones, and cached ones that nobody uses."""
+        return self.pool.num_free + self.cache.num_evictable
+
+    def namespace_of(self, request: Request) -> Namespace:
+        name = request.cache_name
+        return Namespace(name, self._weights_version) if name else self._common
+
+    def probe(self, request: Request) -> Probe:
+        """What match() would find for a request's tokens; changes nothing."""
+        return self.cache.probe(self.namespace_of(request), request.token_ids()[: request.max_cached_len()])
+
+    def match(self, request: Request, probe: Probe | None = None) -> Match:
+        """The usable cached prefix of a request's tokens, locked: attach() or unlock it.
+
+        probe: what probe() said of it just now.
+        """
+        ids = request.token_ids()[: request.max_cached_len()]
+        match = self.cache.match(self.namespace_of(request), ids, probe)
+        self.cache.lock(match)
+        return match
+
+    def attach(self, slot: int, match: Match) -> None:
+        """Starts a slot's page table with a locked match."""
+        if len(match.pages):
+            self._table.append_pages(as_ints([slot]), as_ints([len(match.pages)]), match.pages)
+        self._table.locks[slot] = match
+
+    def grant(self, slots: IntArray, counts: IntArray) -> IntArray:
+        """Appends counts[i] own pages to slots[i] and returns them all in order. num_available must suffice."""
+        num = int(counts.sum())
+        missing = num - self.pool.num_free
+        if missing > 0:
+            evicted = self.cache.evict(missing)
+            self.pool.evict(evicted)
+            self.num_evicted += len(evicted)
+        pages = self.pool.take(num)
+        self._table.append_pages(slots, counts, pages)
+        self._table.num_owned[slots] += counts
+        return pages
+
+    def share(self, request: Request) -> None:
+        """Gives the computed full pages of a request that runs on to the cache, so that others find them."""
+        self._insert(request)
+
+    def leave(self, request: Request) -> None:
+        """Takes a request out of its slot: computed full pages go to the cache, all else is free at once.
+
+        Free at once is right though plans in flight still write there: the worker runs in order, and these pages can
+        be granted no earlier than in the plan that releases the slot.
+        """
+        slot = request.slot
+        self._insert(request)
+        if self._table.num_owned.item(slot):
+            pages = self._table.pages_of(slot)
+            self.pool.give_back(pages[self.pool.states_of(pages) == _OWNED])
+        self._unlock(slot)
+        self._table.free(slot)
+
+    def flush(self) -> int:
+        """Empties the cache, whose pages nobody uses; returns how many there were."""
+        pages = self.cache.reset()
+        self.pool.evict(pages)
+        self.pool.bump_generations()
+        return len(pages)
+
+    def _insert(self, request: Request) -> None:
+        """Gives full computed pages to the cache, and keeps locked what the slot holds of it."""
+        slot, table, cache = request.slot, self._table, self.cache
+        num_full = cache.longest_full(table.computed_len.item(slot))
+        held = table.locks[slot]
+        num_held = len(held.pages) if held is not None else 0
+        if num_full <= num_held:
+            return
+        pages = table.pages_of(slot)[:num_full]
+        # A quarantined page must not become findable: cut before it.
+        unsound = np.flatnonzero(self.pool.states_of(pages[num_held:]) == _QUARANTINED)
+        if len(unsound):
+            pages = pages[: num_held + unsound[0]]
+        table.settle(slot)
+        ids = request.token_ids()[: len(pages) * cache.page_size]
+        table.locks[slot], num_known = cache.extend(
+            held or empty_match(), self.namespace_of(request), ids, pages, priority=request.submission.priority
+        )
+        taken = pages[num_known:]
+        if len(taken):
+            self.pool.cache(taken)
+            table.num_owned[slot] -= len(taken)
+
+    def _unlock(self, slot: int) -> None:
+        match = self._table.locks[slot]
+        if match is not None:
+            self.cache.unlock(match)
+            self._table.locks[slot] = None
+
+
+def empty_match() -> Match:
+    """A match of nothing."""
+    return Match(empty_ints(), -1)

@@ -1,0 +1,1 @@
+"""Planning: from queue, slots and pages to the next plan."""

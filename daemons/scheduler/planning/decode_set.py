@@ -1,0 +1,57 @@
+"""The slots that decode, as the worker was last told: plans name them only when they change."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints
+from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.results.in_flight import Rows
+
+
+class DecodeSet:
+    """Members in the order of the result rows. Joins and leaves collect until commit()."""
+
+    def __init__(self, table: SlotTable) -> None:
+        self._table = table
+        self._joining: list[int] = []
+        self._is_dirty = False
+        self.rows: Rows = Rows.none()
+
+    @property
+    def slots(self) -> IntArray:
+        return self.rows.slots
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def join(self, slot: int) -> None:
+        """The slot decodes from the next plan on: its prefill finishes in the plan being made."""
+        self._joining.append(slot)
+
+    def freed(self) -> None:
+        """Some slot was freed, a member perhaps."""
+        self._is_dirty = True
+
+    def update(self) -> bool:
+        """Takes members in that joined, and out those that left their slot or need no further token.
+
+        Returns whether the set changed. A slot whose planned length leaves room for no token beyond the one that its
+        last plan samples has all its tokens in flight.
+        """
+        table, rows = self._table, self.rows
+        slots = rows.slots
+        stays = table.planned_len.take(slots) + 2 <= table.max_total_len.take(slots)
+        if self._is_dirty:
+            stays &= table.live.take(slots) == rows.generations
+            self._is_dirty = False
+        joining = as_ints([s for s in self._joining if table.live[s] and _has_room(table, s)])
+        self._joining.clear()
+        if stays.all() and not len(joining):
+            return False
+        self.rows = Rows.of(table, np.concatenate([slots[stays], joining]))
+        return True
+
+
+def _has_room(table: SlotTable, slot: int) -> bool:
+    return bool(table.planned_len[slot] + 2 <= table.max_total_len[slot])

@@ -1,0 +1,45 @@
+"""From a draft to the plan that is sent, and its entry among those in flight."""
+
+from __future__ import annotations
+
+from radixmesh.daemons.runtime.steps.step import StepPlan
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
+
+
+def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
+    """The plan of a finished draft. Takes the releases that wait; every decoding slot counts one token further."""
+    releases, state.releases = tuple(state.releases), []
+    has_forward = bool(len(state.decode_set) or draft.chunks)
+    decode_set = state.decode_set.slots if state.is_decode_set_unsent else None
+    state.is_decode_set_unsent = False
+    state.table.planned_len[state.decode_set.slots] += 1
+    return StepPlan(
+        epoch=state.epoch,
+        step_id=state.next_step_id,
+        group_generation=state.group.group_generation,
+        expected_us=expected_us,
+        releases=releases,
+        admits=tuple(draft.admits),
+        grants=draft.grants(),
+        chunks=tuple(draft.chunks),
+        decode_set=decode_set,
+        has_forward=has_forward,
+    )
+
+
+def enter_in_flight(state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> None:
+    """Notes what each row of the plan's result will mean."""
+    decodes = state.decode_set.rows if plan.has_forward else Rows.none()
+    finishing = Rows.of(state.table, draft.finishing_slots()) if draft.finishing else Rows.none()
+    state.in_flight.sent(
+        PlannedStep(
+            plan=plan,
+            rows=decodes.plus(finishing),
+            num_decodes=len(decodes),
+            chunks=tuple(draft.planned_chunks),
+            num_tokens=len(decodes) + draft.num_chunk_tokens,
+            sent_s=now,
+        )
+    )
+    state.next_step_id += 1

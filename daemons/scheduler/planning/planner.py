@@ -1,0 +1,324 @@
+"""The scheduler's loop as a pure object: submits and results in, plans and outputs out. No I/O; time is an argument.
+
+Each request catches up its computed length with its tokens: cached_len <= computed_len <= total_len. A fresh prompt, a
+chunk of it, a resumed output and a decode are one thing with different distances. Plans are made from lengths alone, so
+several can be in flight: every decoding slot is assumed to get one token per plan, and tokens that turn out to lie
+beyond an end (EOS, stop id, abort, stop string) are dropped when their results come.
+"""
+
+from __future__ import annotations
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.scheduler.cache.feed import CacheFeed
+from radixmesh.daemons.scheduler.cache.prefix_cache import check_cache_choice, make_prefix_cache
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.group.suspects import PoisonIsolation
+from radixmesh.daemons.scheduler.planning.counters import PlannerCounters, check_pages
+from radixmesh.daemons.scheduler.planning.decode_grants import grant_decodes
+from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.planning.flush import CacheFlush
+from radixmesh.daemons.scheduler.planning.plan_writer import enter_in_flight, plan_of
+from radixmesh.daemons.scheduler.planning.preemption import Preemption
+from radixmesh.daemons.scheduler.planning.prefill import Prefill
+from radixmesh.daemons.scheduler.planning.retraction import Retraction
+from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
+from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.queue.deadlines import Deadlines
+from radixmesh.daemons.scheduler.queue.intake import Intake, aborted_error
+from radixmesh.daemons.scheduler.queue.limits import QueueLimits
+from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
+from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome, Submissions
+from radixmesh.daemons.scheduler.queue.validation import check_submission
+from radixmesh.daemons.scheduler.request_observer import RequestObserver
+from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
+from radixmesh.daemons.scheduler.results.result_reader import ResultReader
+from radixmesh.daemons.scheduler.results.stop_conditions import Ending, FinishReason, StopWatch
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Request, Submission
+
+
+class Planner:
+    """Owns queue, slots, pages and cache of one worker group.
+
+    One thread calls it. first_revision: see CacheFeed. After any call take_outputs() has what there is to say to those
+    who submitted.
+    """
+
+    def __init__(
+        self, settings: PlannerSettings, *, first_revision: int = 0, observer: RequestObserver | None = None
+    ) -> None:
+        self._settings = settings
+        check_cache_choice(settings.cache, settings.eviction)
+        self._queue = WaitingQueue(settings.queue_settings())
+        self._limits = QueueLimits(settings.max_queue, settings.max_queue_tokens)
+        self._submissions = Submissions()
+        self._growth = GrowthEstimate(settings.growth_tokens, settings.grant_ahead_tokens)
+        self._prefill: Prefill | None = None
+        self._state: EpochState | None = None
+        self._group: GroupInfo | None = None
+        self._stop_watch = StopWatch(0)
+        self._observer = observer or RequestObserver()
+        self._reader = ResultReader(self._finish, self._observer)
+        self._outputs = Outputs()
+        self._deadlines = Deadlines()
+        self._poison = PoisonIsolation()
+        self.cache_feed = CacheFeed(first_revision=first_revision)
+        self.flush = CacheFlush()
+        self.estimate = StepEstimate()
+        self.counters = PlannerCounters()
+        self._intake = Intake(
+            self._submissions, self._queue, self._limits, self._deadlines, self.counters, self._finish, self._observer
+        )
+        self._retraction = Retraction(self._queue, self._growth, self.counters, self._finish)
+        self._preemption: Preemption | None = None
+        if settings.queue_settings().may_preempt:
+            self._preemption = Preemption(
+                self._queue,
+                self._retraction,
+                self.counters,
+                max_times=settings.max_preemptions,
+                across_tenants=settings.priority_across_tenants,
+            )
+
+    @property
+    def state(self) -> EpochState | None:
+        """Slots and pages of the epoch; None between epochs."""
+        return self._state
+
+    @property
+    def group(self) -> GroupInfo | None:
+        """The group as last seen; None before the first epoch."""
+        return self._group
+
+    @property
+    def num_running(self) -> int:
+        return self._state.table.num_running if self._state is not None else 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a slot."""
+        return len(self._submissions) - self.num_running
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._queue.waiting_tokens
+
+    @property
+    def num_held(self) -> int:
+        """Of the waiting requests, those that are held back for a prefix which another computes."""
+        return self._queue.num_held
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens found in the cache at admission since the start."""
+        return self.counters.cached_tokens
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of tokens found in the cache at admission, recent ones weighing most; 0 = nothing was admitted."""
+        return self.counters.hit_rate
+
+    @property
+    def expected_growth_tokens(self) -> int:
+        """Tokens that a running request is expected to need still."""
+        return int(self._growth.num_tokens)
+
+    def owners(self) -> set[int]:
+        """Streams that live requests belong to."""
+        return {request.owner for request in self._submissions.live()}
+
+    @property
+    def num_live(self) -> int:
+        return len(self._submissions)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._state.in_flight) if self._state is not None else 0
+
+    def take_outputs(self) -> Outputs:
+        """What there is to say since the last call."""
+        outputs, self._outputs = self._outputs, Outputs()
+        return outputs
+
+    # -- what routers ask for
+
+    def submit(self, submission: Submission) -> None:
+        """Queues a request, or rejects it: the outputs say which. Equal submits are taken once."""
+        self._intake.submit(submission, self._group, self._state, self._stop_watch, self._outputs)
+
+    def abort(
+        self, request_id: str, index: int | None = None, below_attempt: int | None = None, tenant: str | None = None
+    ) -> AbortOutcome:
+        """Ends live requests, whichever router submitted them. tenant None: of any tenant."""
+        found = self._submissions.find(request_id, index, below_attempt, tenant)
+        for request in found:
+            # Whoever submitted it need not be who aborts it: the finish says why.
+            self._finish(request, Ending(FinishReason.ABORT), aborted_error(request_id, below_attempt))
+            if below_attempt is None:
+                self._submissions.aborted(request)
+        if found:
+            return AbortOutcome.FOUND
+        is_known = self._submissions.has_ended(request_id, index, tenant)
+        return AbortOutcome.FINISHED if is_known else AbortOutcome.UNKNOWN
+
+    def abort_owner(self, owner: int) -> int:
+        """Ends the requests of a stream that is gone; returns how many there were."""
+        requests = [request for request in self._submissions.live() if request.owner == owner]
+        for request in requests:
+            self._finish(request, Ending(FinishReason.ABORT))
+        return len(requests)
+
+    def finish_by_stop(self, owner: int, handle: int, num_output: int) -> None:
+        """A stop string ended an output at that length; unknown handles have ended already."""
+        request = self._submissions.by_handle(owner, handle)
+        if request is not None:
+            if self._state is not None:
+                self._state.settle(request)
+            self._finish(request, Ending(FinishReason.STOP), num_output=min(num_output, len(request.output)))
+
+    # -- the worker group
+
+    def begin_epoch(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None) -> int:
+        """Starts over on a claimed group with the KV that its page records describe; returns the tokens adopted.
+
+        All requests wait again, their output kept; those that the group can no longer run fail.
+        """
+        self.end_epoch()
+        from_outside = self._group is not None and group.lost_from_outside(self._group)
+        for request, reason in self._poison.regained(from_outside=from_outside):
+            self._finish(request, Ending(FinishReason.ERROR), reason)
+        if self._group is None or self._group.vocab_size != group.vocab_size:
+            self._stop_watch = StopWatch(group.vocab_size)
+            for request in self._submissions.live():
+                self._stop_watch.watch(t for t in request.end_ids if t < group.vocab_size)
+        self._group = group
+        settings = self._settings
+        cache = make_prefix_cache(
+            settings.cache, page_size=group.page_size, num_pages=group.num_pages, eviction=settings.eviction
+        )
+        self._state = EpochState(epoch, group, snapshot, cache)
+        self._state.table.ranks_across_tenants = settings.priority_across_tenants
+        limits = settings.prefill_limits(group)
+        self._prefill = Prefill(limits, self._queue, self._growth, self.counters, self._observer)
+        for request in self._submissions.live():
+            try:
+                check_submission(request.submission, group)
+            except MeshError as error:
+                self._finish(request, Ending(FinishReason.ERROR), error)
+        self.cache_feed.follow(cache)
+        self.counters.adopted_tokens += self._state.num_adopted_tokens
+        return self._state.num_adopted_tokens
+
+    def end_epoch(self, refused_step: int = 0, error: MeshError | None = None) -> None:
+        """The group is lost, or refused a plan: results still outstanding are void, every request waits again.
+
+        A request that keeps the group from serving fails, now or when the group is back: see PoisonIsolation.
+        """
+        state, self._state = self._state, None
+        if state is None:
+            return
+        self.flush.interrupted()
+        self.cache_feed.follow(None)
+        self.counters.evicted_pages += state.pages.num_evicted
+        self._queue.unhold_all()
+        # A step that raised ends its worker: that is a death, whoever was admitted in it.
+        is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
+        poisonous = self._poison.refused(state, refused_step, error) if is_refusal else []
+        if not is_refusal:
+            self._poison.lost(state, error)
+        state.table.settle_all()
+        for request in (*state.table.running(), *state.retracting.values()):
+            request.slot = -1
+            request.lifecycle = Lifecycle.WAITING
+            self._queue.push(request)
+        for request, reason in poisonous:
+            self._finish(request, Ending(FinishReason.ERROR), reason)
+
+    def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
+        """The next step, which the caller must send; None = there is nothing to do before the next result or submit.
+
+        is_heartbeat: an empty plan rather than None; it tells the worker that its holder lives, and us that it does.
+        """
+        self._expire(now)
+        state, prefill = self._state, self._prefill
+        if state is None or prefill is None:
+            return None
+        self._queue.begin_plan(state.pages.probe)
+        prefill.begin_plan(state)
+        if self.flush.is_wanted and self.flush.may_run(state):
+            return self._sent(state, self.flush.make_plan(state), PlanDraft(0), now)
+        state.is_decode_set_unsent |= state.decode_set.update()
+        draft = PlanDraft(0)
+        grant_decodes(state, draft, self._settings.ahead_pages(state.group), self._retraction.give_way)
+        probed = self._poison.probing(state)
+        if self._preemption is not None and not self.flush.is_wanted and probed is None:
+            self._preemption.make_room(state, draft, prefill)
+        draft.token_budget = self._settings.step_tokens(state.group) - len(state.decode_set)
+        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
+        self._limits.planned(now, len(draft.admits), len(self._queue))
+        if not len(state.decode_set) and not draft.chunks:
+            self._retraction.unblock(state)
+            if not state.releases and not is_heartbeat:
+                return None
+        return self._sent(state, plan_of(state, draft, self._expected_us(state, draft)), draft, now)
+
+    def process(self, result: StepResult) -> Outputs:
+        """Takes a result and returns take_outputs(). Results of other epochs are dropped.
+
+        Raises MeshError if the worker has diverged (a gap, rows that are not the plan's, ids outside the vocabulary):
+        begin a new epoch then.
+        """
+        state = self._state
+        if state is None or result.epoch != state.epoch:
+            self.counters.stale_results += 1
+            return self.take_outputs()
+        step = state.in_flight.answered(result)
+        self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        self._retraction.requeue_answered(state)
+        self._growth.stepped()
+        self.flush.processed(result.step_id)
+        self.counters.processed(step, result)
+        device_us = (result.device_end_ns - result.device_start_ns) / 1000
+        if step.num_tokens and device_us > 0:
+            self.estimate.observe(step.num_tokens, device_us)
+        is_strict = self._settings.check_invariants
+        check_pages(state, self.counters, is_strict=is_strict, retract=self._retraction.leave)
+        return self.take_outputs()
+
+    # -- inside
+
+    def _finish(
+        self, request: Request, ending: Ending, error: MeshError | None = None, num_output: int | None = None
+    ) -> None:
+        """Ends a live request wherever it is in its life."""
+        state = self._state
+        if request.lifecycle is Lifecycle.WAITING:
+            self._queue.remove(request)
+        elif state is not None and request.lifecycle is Lifecycle.RUNNING:
+            state.leave(request)
+        elif state is not None:
+            del state.retracting[request.retracted_from]
+        request.lifecycle = Lifecycle.FINISHED
+        self._stop_watch.unwatch(request.end_ids)
+        self._submissions.end(request)
+        self._deadlines.ended(request)
+        self._poison.ended(request)
+        self._observer.finished(request, ending.reason)
+        self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
+        self._outputs.finished.append(Finished.of(request, ending, error, num_output))
+
+    def _expire(self, now: float) -> None:
+        for request in self._deadlines.due(now):
+            message = "the request's deadline passed: allow more time, or fewer tokens"
+            error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
+            self._finish(request, Ending(FinishReason.ERROR), error)
+
+    def _sent(self, state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> StepPlan:
+        enter_in_flight(state, plan, draft, now)
+        self.counters.planned(draft.num_chunk_tokens)
+        return plan
+
+    def _expected_us(self, state: EpochState, draft: PlanDraft) -> int:
+        return self.estimate.expect_us(len(state.decode_set) + draft.num_chunk_tokens)

@@ -1,0 +1,78 @@
+"""A higher priority takes the place of lower ones that run, where there is no other place for it.
+
+Bounded: a few victims a plan, each strictly lower than who comes, and none gives way more than max_times; then it runs
+to its end, whoever waits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.planning.prefill import Prefill
+from radixmesh.daemons.scheduler.planning.retraction import Retraction
+from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, lane_key
+from radixmesh.daemons.scheduler.sequence import Request
+
+_MOST_A_PLAN = 8
+
+
+class Preemption:
+    """max_times: how often one request gives way. across_tenants: to those of other routers and tenants, too."""
+
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        retraction: Retraction,
+        counters: PlannerCounters,
+        *,
+        max_times: int,
+        across_tenants: bool = False,
+    ) -> None:
+        self._queue = queue
+        self._retraction = retraction
+        self._counters = counters
+        self._max_times = max_times
+        self._across_tenants = across_tenants
+
+    def make_room(self, state: EpochState, draft: PlanDraft, prefill: Prefill) -> None:
+        """Before chunks are added: retracts lower ones, lowest and youngest first, until the next request has room.
+
+        Those retracted go where any retracted request goes: their output is kept. Nobody goes unless all that go make
+        room enough.
+        """
+        request = self._queue.head()
+        if request is None or draft.has_retracted or prefill.has_room(state, request):
+            return
+        # Pages granted in this very plan would go to whoever gets the slot next: their owners stay for now.
+        granted = draft.granted_slots()
+        victims = [victim for victim in self._victims(state, request) if victim.slot not in granted]
+        page_size = state.group.page_size
+        missing_pages = prefill.missing_pages(state, request)
+        chosen: list[Request] = []
+        for victim in victims[:_MOST_A_PLAN]:
+            chosen.append(victim)
+            slot = victim.slot
+            missing_pages -= int(state.table.num_owned[slot]) + prefill.reserved_pages(state, slot, page_size)
+            if missing_pages <= 0:
+                break
+        if not chosen or missing_pages > 0:
+            return
+        for victim in chosen:
+            victim.num_preempted += 1
+            self._counters.num_preempted += 1
+            self._retraction.leave(state, victim)
+        prefill.begin_plan(state)
+        state.is_decode_set_unsent |= state.decode_set.update()
+
+    def _victims(self, state: EpochState, request: Request) -> list[Request]:
+        """Running requests that may give way to this one, the first to go first."""
+        table = state.table
+        slots = np.flatnonzero((table.live > 0) & (table.priority < request.submission.priority))
+        order = np.lexsort((-table.arrival[slots], table.priority[slots]))
+        running = (table.requests[slot] for slot in slots[order].tolist())
+        victims = [r for r in running if r is not None and r.num_preempted < self._max_times]
+        if self._across_tenants:
+            return victims
+        return [victim for victim in victims if lane_key(victim) == lane_key(request)]

@@ -1,0 +1,168 @@
+"""The scheduler's picture of the worker's slots: one column per fact, so that a step is a few array operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.scheduler.cache.prefix_cache import Match
+from radixmesh.daemons.scheduler.sequence import Request
+
+_FIRST_PAGE_COLUMNS = 64
+_FRESH_COLUMNS = 256
+
+
+class SlotTable:
+    """Columns int32 [num_slots], indexed by slot; meaningful where `live` is not 0.
+
+    For every slot: computed_len <= planned_len; computed_len < total_len <= max_total_len once a result is processed.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        def column() -> IntArray:
+            return np.zeros(num_slots, np.int32)
+
+        self.num_slots = num_slots
+        self.live = column()
+        """Generation of the request in the slot; 0 = free."""
+        self.owner = column()
+        self.handle = column()
+        self.attempt = column()
+        self.priority = column()
+        self.arrival: npt.NDArray[np.int64] = np.zeros(num_slots, np.int64)
+        self.prompt_len = column()
+        self.target_len = column()
+        """Tokens known at admission: the prefill is over once they are computed."""
+        self.total_len = column()
+        """Tokens known by processed results."""
+        self.computed_len = column()
+        """Tokens whose KV is there, by processed results."""
+        self.planned_len = column()
+        """Tokens whose KV is there once every plan sent has run: an upper bound."""
+        self.max_total_len = column()
+        self.num_pages = column()
+        self.num_owned = column()
+        """Of the slot's pages, those that are not the prefix cache's."""
+        self.pages: npt.NDArray[np.int32] = np.zeros((num_slots, _FIRST_PAGE_COLUMNS), np.int32)
+        """Page table: row s holds num_pages[s] pages."""
+        self.requests: list[Request | None] = [None] * num_slots
+        self.locks: list[Match | None] = [None] * num_slots
+        """What each slot holds locked in the prefix cache."""
+        self.ranks_across_tenants = False
+        """True if a priority counts against those of other tenants, see last_in_line()."""
+        self._fresh: npt.NDArray[np.int32] = np.zeros((num_slots, _FRESH_COLUMNS), np.int32)
+        """Output tokens that are not in their requests yet: row s holds the last num_fresh[s] of its request."""
+        self._num_fresh = column()
+        self._generation = column()
+        self._free = list(range(num_slots - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_running(self) -> int:
+        return self.num_slots - len(self._free)
+
+    def running(self) -> list[Request]:
+        """Requests in slots, oldest first."""
+        return sorted((r for r in self.requests if r is not None), key=lambda request: request.arrival)
+
+    def last_in_line(self) -> Request:
+        """The request that gives way first where pages run out. Something runs.
+
+        Of the (router, tenant) that came last the lowest priority's youngest; with ranks_across_tenants that of all.
+        """
+        slots = np.flatnonzero(self.live)
+        if not self.ranks_across_tenants:
+            last = self.requests[int(slots[self.arrival[slots].argmax()])]
+            assert last is not None
+            whose = (last.submission.router, last.submission.tenant)
+            slots = np.array([slot for slot in slots.tolist() if self._whose(slot) == whose])
+        slots = slots[self.priority[slots] == self.priority[slots].min()]
+        request = self.requests[int(slots[self.arrival[slots].argmax()])]
+        assert request is not None
+        return request
+
+    def _whose(self, slot: int) -> tuple[str, str]:
+        request = self.requests[slot]
+        assert request is not None
+        return (request.submission.router, request.submission.tenant)
+
+    def take(self, request: Request, cached_len: int) -> int:
+        """Puts a request into a free slot under a new generation; returns the slot. No pages yet."""
+        slot = self._free.pop()
+        self._generation[slot] += 1
+        request.slot, request.generation = slot, int(self._generation[slot])
+        self.live[slot] = request.generation
+        self.owner[slot], self.handle[slot] = request.owner, request.handle
+        self.attempt[slot] = request.submission.attempt
+        self.priority[slot], self.arrival[slot] = request.submission.priority, request.arrival
+        self.prompt_len[slot] = request.prompt_len
+        self.target_len[slot] = self.total_len[slot] = request.total_len
+        self.computed_len[slot] = self.planned_len[slot] = cached_len
+        self.max_total_len[slot] = request.max_total_len
+        self.num_pages[slot] = self.num_owned[slot] = 0
+        self.requests[slot] = request
+        return slot
+
+    def free(self, slot: int) -> None:
+        """Forgets the slot's request; results that name its generation are stale from now on."""
+        request = self.requests[slot]
+        assert request is not None, slot
+        self.settle(slot)
+        request.slot = -1
+        self.live[slot] = self.max_total_len[slot] = 0
+        self.num_pages[slot] = self.num_owned[slot] = 0
+        self.requests[slot] = None
+        self.locks[slot] = None
+        self._free.append(slot)
+
+    def append_pages(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
+        """Appends counts[i] of `pages`, in order, to the page table of slots[i]; slots are distinct."""
+        if len(slots) == 1:
+            slot = slots.item()
+            start = self.num_pages.item(slot)
+            self._reserve_columns(start + len(pages))
+            self.pages[slot, start : start + len(pages)] = pages
+            self.num_pages[slot] = start + len(pages)
+            return
+        starts = self.num_pages.take(slots)
+        ends = starts + counts
+        self._reserve_columns(int(ends.max(initial=0)))
+        columns = np.arange(len(pages)) + (starts + counts - counts.cumsum()).repeat(counts)
+        self.pages[slots.repeat(counts), columns] = pages
+        self.num_pages[slots] = ends
+
+    def append_tokens(self, slots: IntArray, ids: IntArray) -> None:
+        """One more output token for each of these slots, which are distinct."""
+        num = self._num_fresh.take(slots)
+        self._fresh[slots, num] = ids
+        num += 1
+        self._num_fresh[slots] = num
+        if num.max(initial=0) == _FRESH_COLUMNS:
+            for slot in slots[num == _FRESH_COLUMNS].tolist():
+                self.settle(slot)
+
+    def settle(self, slot: int) -> None:
+        """Brings all output tokens of a slot into its request."""
+        num, request = self._num_fresh.item(slot), self.requests[slot]
+        if num and request is not None:
+            request.output.frombytes(self._fresh[slot, :num].tobytes())
+            self._num_fresh[slot] = 0
+
+    def settle_all(self) -> None:
+        for slot in np.flatnonzero(self._num_fresh).tolist():
+            self.settle(slot)
+
+    def pages_of(self, slot: int) -> IntArray:
+        """View of a slot's pages, valid until the next append_pages."""
+        return self.pages[slot, : self.num_pages[slot]]
+
+    def _reserve_columns(self, num: int) -> None:
+        width = self.pages.shape[1]
+        if num > width:
+            wider = np.zeros((self.num_slots, max(num, 2 * width)), np.int32)
+            wider[:, :width] = self.pages
+            self.pages = wider

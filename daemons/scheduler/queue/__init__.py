@@ -1,0 +1,1 @@
+"""Requests that wait: intake, validation, fairness, order, deadlines."""

@@ -1,0 +1,96 @@
+"""The orders of the queue, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from radixmesh.daemons.scheduler.queue.sub_queue import AgedLane, Lane, SortedLane, first_come
+from radixmesh.daemons.scheduler.sequence import Request
+
+LaneFactory = Callable[[], Lane]
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSettings:
+    """policy: a name in QUEUE_POLICIES. overtaking: see AgedLane; of those that pass others over. seed: of the random
+    order. priority_across_tenants: see WaitingQueue."""
+
+    policy: str = "fcfs"
+    overtaking: float = 1.0
+    seed: int = 0
+    priority_across_tenants: bool = False
+
+    @property
+    def may_preempt(self) -> bool:
+        return self.policy == "priority"
+
+
+def _fcfs(settings: QueueSettings) -> Lane:
+    return SortedLane(first_come)
+
+
+def _lcfs(settings: QueueSettings) -> Lane:
+    return _aged(SortedLane(_last_come), settings)
+
+
+def _lpm(settings: QueueSettings) -> Lane:
+    from radixmesh.daemons.scheduler.queue.probed_sub_queue import LongestPrefixLane
+
+    return _aged(LongestPrefixLane(), settings)
+
+
+def _dfs_weight(settings: QueueSettings) -> Lane:
+    from radixmesh.daemons.scheduler.queue.probed_sub_queue import DepthFirstLane
+
+    return _aged(DepthFirstLane(), settings)
+
+
+def _lof(settings: QueueSettings) -> Lane:
+    return _aged(SortedLane(_longest_output), settings)
+
+
+def _random(settings: QueueSettings) -> Lane:
+    seed = _mixed(settings.seed)
+    return _aged(SortedLane(lambda request: _mixed(seed ^ request.arrival)), settings)
+
+
+QUEUE_POLICIES: dict[str, Callable[[QueueSettings], Lane]] = {
+    "fcfs": _fcfs,
+    "lpm": _lpm,
+    "dfs-weight": _dfs_weight,
+    "lof": _lof,
+    "random": _random,
+    # First come, first served, and a higher priority takes the place of lower ones that run (preemption.py).
+    "priority": _fcfs,
+    "lcfs": _lcfs,
+}
+
+
+def make_lanes(settings: QueueSettings) -> LaneFactory:
+    """A creator of lanes. Raises ValueError naming the choices."""
+    if settings.policy not in QUEUE_POLICIES:
+        raise ValueError(f"queue policy {settings.policy!r} is unknown: choose one of {', '.join(QUEUE_POLICIES)}")
+    create = QUEUE_POLICIES[settings.policy]
+    return lambda: create(settings)
+
+
+def _aged(lane: Lane, settings: QueueSettings) -> Lane:
+    return AgedLane(lane, overtaking=settings.overtaking)
+
+
+def _last_come(request: Request) -> int:
+    return -request.arrival
+
+
+def _longest_output(request: Request) -> int:
+    return request.total_len - request.max_total_len
+
+
+def _mixed(value: int) -> int:
+    """SplitMix64's finaliser: a number that depends on all bits of `value`."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

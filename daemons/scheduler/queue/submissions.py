@@ -1,0 +1,153 @@
+"""Which request answers to which key, handle and id; and, for a while, which keys have ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.scheduler.sequence import Request, RequestKey, Submission
+
+_MAX_ENDED = 65_536
+
+
+class AbortOutcome(IntEnum):
+    """Values as in `radixmesh.scheduler.v1.AbortOutcome`."""
+
+    FOUND = 1
+    FINISHED = 2
+    UNKNOWN = 3
+
+
+class _Ended(NamedTuple):
+    attempt: int
+    owner: int
+    handle: int
+
+
+class Submissions:
+    """Live requests by (request id, index) and by (owner, handle); ended keys are remembered, a bounded number."""
+
+    def __init__(self, max_ended: int = _MAX_ENDED) -> None:
+        self._live: dict[RequestKey, Request] = {}
+        self._by_handle: dict[tuple[int, int], Request] = {}
+        self._by_id: dict[str, set[RequestKey]] = {}
+        self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
+        # (tenant, None = any; request id) -> outputs in _ended.
+        self._ended_ids: dict[tuple[str | None, str], int] = {}
+        # Key -> seed of the request that was aborted.
+        self._aborted: OrderedDict[RequestKey, int] = OrderedDict()
+        self._max_ended = max_ended
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def live(self) -> Iterable[Request]:
+        """All live requests; a copy, so that they may end meanwhile."""
+        return list(self._live.values())
+
+    def get(self, key: RequestKey) -> Request | None:
+        return self._live.get(key)
+
+    def by_handle(self, owner: int, handle: int) -> Request | None:
+        return self._by_handle.get((owner, handle))
+
+    def is_repeat(self, submission: Submission) -> bool:
+        """Whether this very submit (stream, handle, attempt) was taken already and has ended."""
+        ended = self._ended.get(submission.key)
+        return ended == _Ended(submission.attempt, submission.owner, submission.handle)
+
+    def check_attempt(self, submission: Submission) -> None:
+        """Raises STALE_ATTEMPT if a higher attempt is live. Ended ones do not count: the id is free again."""
+        live = self._live.get(submission.key)
+        current = live.submission.attempt if live is not None else 0
+        if submission.attempt < current:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_STALE_ATTEMPT,
+                f"attempt {submission.attempt} of {submission.key.request_id} is over, {current} took over: drop it",
+                {"attempt": str(submission.attempt), "current": str(current)},
+            )
+
+    def check_handle(self, submission: Submission) -> None:
+        """Raises PROTOCOL_VIOLATION if the handle names another live request of its stream."""
+        named = self._by_handle.get((submission.owner, submission.handle))
+        if named is not None and named.key != submission.key:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION,
+                f"handle {submission.handle} names {named.key.request_id} on this stream: never use one twice",
+                {"handle": str(submission.handle)},
+            )
+
+    def add(self, request: Request) -> None:
+        """A request goes live; its key has no live request."""
+        assert request.key not in self._live, request.key
+        self._aborted.pop(request.key, None)
+        self._live[request.key] = request
+        self._by_handle[request.owner, request.handle] = request
+        self._by_id.setdefault(request.key.request_id, set()).add(request.key)
+
+    def attach(self, request: Request, owner: int, handle: int) -> None:
+        """Rows of a live request go to another stream or handle from now on."""
+        self._by_handle.pop((request.owner, request.handle), None)
+        request.owner, request.handle = owner, handle
+        self._by_handle[owner, handle] = request
+
+    def end(self, request: Request) -> None:
+        """A live request has ended."""
+        key = request.key
+        del self._live[key]
+        self._by_handle.pop((request.owner, request.handle), None)
+        keys = self._by_id[key.request_id]
+        keys.discard(key)
+        if not keys:
+            del self._by_id[key.request_id]
+        self._remember(key, _Ended(request.submission.attempt, request.owner, request.handle))
+
+    def aborted(self, request: Request) -> None:
+        """A live request was ended by an abort of all its attempts."""
+        self._aborted[request.key] = _seed_of(request.submission)
+        while len(self._aborted) > self._max_ended:
+            self._aborted.popitem(last=False)
+
+    def was_aborted(self, submission: Submission) -> bool:
+        """True if this is an attempt of a request that was aborted: of a router that has not heard of it.
+
+        Whoever uses the id for another request begins with attempt 0, and draws another seed.
+        """
+        return submission.attempt > 0 and self._aborted.get(submission.key) == _seed_of(submission)
+
+    def find(self, request_id: str, index: int | None, below_attempt: int | None, tenant: str | None) -> list[Request]:
+        """Live requests that an abort names, in order of index."""
+        keys = [
+            key
+            for key in self._by_id.get(request_id, ())
+            if index in (None, key.index) and tenant in (None, key.tenant)
+        ]
+        found = [self._live[key] for key in sorted(keys, key=lambda key: (key.tenant, key.index))]
+        return [r for r in found if below_attempt is None or r.submission.attempt < below_attempt]
+
+    def has_ended(self, request_id: str, index: int | None, tenant: str | None) -> bool:
+        """True if such an output is remembered to have ended. tenant None: of any, where index is None too."""
+        if index is None:
+            return (tenant, request_id) in self._ended_ids
+        return RequestKey(request_id, index, tenant or "") in self._ended
+
+    def _remember(self, key: RequestKey, ended: _Ended) -> None:
+        if key not in self._ended:
+            for name in ((key.tenant, key.request_id), (None, key.request_id)):
+                self._ended_ids[name] = self._ended_ids.get(name, 0) + 1
+        self._ended[key] = ended
+        self._ended.move_to_end(key)
+        while len(self._ended) > self._max_ended:
+            old, _ = self._ended.popitem(last=False)
+            for name in ((old.tenant, old.request_id), (None, old.request_id)):
+                self._ended_ids[name] -= 1
+                if not self._ended_ids[name]:
+                    del self._ended_ids[name]
+
+
+def _seed_of(submission: Submission) -> int:
+    return submission.sampling.seed or 0

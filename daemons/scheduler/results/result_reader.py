@@ -1,0 +1,235 @@
+"""Takes a step's result into the requests it belongs to: lengths, tokens, ends, logprobs.
+
+Nearly all rows get exactly one token and belong to a request that is still in its slot: those go by whole columns. The
+rest, one by one: rows of requests that were retracted after the plan was sent (they still count), rows of requests that
+have ended (dropped), rows with no token or several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import SlotLogprobs, StepResult, TokenLogprobs
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.request_observer import RequestObserver
+from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
+from radixmesh.daemons.scheduler.results.outputs import (
+    Outputs,
+    OutputVector,
+    PromptLogprobs,
+    TokenRow,
+    TokenRows,
+    rows_of,
+)
+from radixmesh.daemons.scheduler.results.stop_conditions import Ending, FinishReason, StopWatch, ending_of
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Request
+
+_Logprobs = dict[tuple[int, int], TokenLogprobs]
+
+
+class ResultReader:
+    """finish: ends a request that is live."""
+
+    def __init__(self, finish: Callable[[Request, Ending], None], observer: RequestObserver) -> None:
+        self._finish = finish
+        self._observer = observer
+
+    def read(
+        self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
+    ) -> None:
+        """Applies a result to the state and says in `outputs` what it brought.
+
+        Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have drawn, and
+        PROTOCOL_VIOLATION for logprobs that are not those of the rows, or of a prompt.
+        """
+        ids = result.ids
+        # Negative ids are large ones without a sign.
+        if len(ids) and ids.view(np.uint32).max() >= state.group.vocab_size:
+            message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
+            raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
+        _check_logprobs(state, step, result)
+        _advance_chunks(state, step)
+        _take_prompt_logprobs(state, result, outputs)
+        if len(step.rows):
+            self._take_rows(state, step, result, watch, outputs)
+        self._take_vectors(state, result, outputs)
+
+    def _take_rows(
+        self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
+    ) -> None:
+        table, rows, counts, ids = state.table, step.rows, result.counts, result.ids
+        logprobs = {(entry.slot, entry.generation): entry.logprobs for entry in result.logprobs}
+        is_plain = (table.live.take(rows.slots) == rows.generations) & (counts == 1)
+        odd: list[tuple[int, IntArray]] = []
+        num_decodes = step.num_decodes
+        if np.count_nonzero(is_plain) != len(rows):
+            plain = np.flatnonzero(is_plain)
+            starts = np.cumsum(counts) - counts
+            odd = [(row, ids[starts[row] : starts[row] + counts[row]]) for row in np.flatnonzero(~is_plain).tolist()]
+            num_decodes = int(np.count_nonzero(is_plain[: step.num_decodes]))
+            rows = Rows(rows.slots[plain], rows.generations[plain])
+            ids = ids[starts[plain]]
+        if len(rows):
+            self._take_plain(state, rows, num_decodes, ids, logprobs, watch, outputs)
+        for row, row_ids in odd:
+            self._take_odd(state, step, row, row_ids, logprobs, outputs)
+
+    def _take_plain(
+        self,
+        state: EpochState,
+        rows: Rows,
+        num_decodes: int,
+        ids: IntArray,
+        logprobs: _Logprobs,
+        watch: StopWatch,
+        outputs: Outputs,
+    ) -> None:
+        """One token each for requests in their slots; the first num_decodes rows are decodes."""
+        table, slots = state.table, rows.slots
+        table.append_tokens(slots, ids)
+        lengths = table.total_len.take(slots)
+        outputs.rows.append(
+            TokenRows(
+                owners=table.owner.take(slots),
+                handles=table.handle.take(slots),
+                attempts=table.attempt.take(slots),
+                firsts=lengths - table.prompt_len.take(slots),
+                counts=np.ones(len(slots), np.int32),
+                ids=ids,
+                logprobs=_by_row(rows, logprobs) if logprobs else {},
+            )
+        )
+        # A decode computes the token that was the last one.
+        table.computed_len[slots[:num_decodes]] = lengths[:num_decodes]
+        lengths += 1
+        table.total_len[slots] = lengths
+        for slot in slots[num_decodes:].tolist():
+            self._observer.prefilled(_occupant(table, slot))
+        may_end = watch.is_watched(ids) | (lengths >= table.max_total_len.take(slots))
+        if np.count_nonzero(may_end):
+            for slot in slots[may_end].tolist():
+                request = _occupant(table, slot)
+                table.settle(slot)
+                ending = ending_of(request)
+                if ending is not None:
+                    self._finish(request, ending)
+        for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
+            request = table.requests[slot]
+            if request is not None and table.live[slot] == generation:
+                state.pages.share(request)
+
+    def _take_odd(
+        self, state: EpochState, step: PlannedStep, row: int, ids: IntArray, logprobs: _Logprobs, outputs: Outputs
+    ) -> None:
+        table = state.table
+        slot, generation = int(step.rows.slots[row]), int(step.rows.generations[row])
+        is_decode = row < step.num_decodes
+        request = table.requests[slot] if table.live[slot] == generation else state.retracting.get((slot, generation))
+        if request is None:
+            return
+        is_running = request.lifecycle is Lifecycle.RUNNING
+        if is_running:
+            table.settle(slot)
+        if is_running and is_decode:  # Planned as one token.
+            table.computed_len[slot] += len(ids)
+            table.planned_len[slot] += len(ids) - 1
+        first, ending = len(request.output), None
+        for token in ids.tolist():
+            request.output.append(token)
+            ending = ending_of(request)
+            if ending is not None:
+                break
+        taken = len(request.output) - first
+        if is_running:
+            table.total_len[slot] += taken
+        if taken and not is_decode:
+            self._observer.prefilled(request)
+        if taken:
+            given = logprobs.get((slot, generation))
+            row_ids = ids[:taken]
+            outputs.rows.append(
+                rows_of([TokenRow(request.owner, request.handle, request.submission.attempt, first, row_ids, given)])
+            )
+        if ending is not None:
+            self._finish(request, ending)
+        elif is_running and not is_decode:
+            state.pages.share(request)
+
+    def _take_vectors(self, state: EpochState, result: StepResult, outputs: Outputs) -> None:
+        for entry in result.vectors:
+            request = _live_request(state, entry.slot, entry.generation)
+            if request is not None:
+                outputs.vectors.append(OutputVector(owner=request.owner, handle=request.handle, values=entry.values))
+                self._finish(request, Ending(FinishReason.STOP))
+
+
+def _occupant(table: SlotTable, slot: int) -> Request:
+    request = table.requests[slot]
+    assert request is not None, slot
+    return request
+
+
+def _check_logprobs(state: EpochState, step: PlannedStep, result: StepResult) -> None:
+    """Routers take what is not a token's own logprob for a broken stream: who sent it is known here only."""
+    if result.logprobs:
+        keys = zip(step.rows.slots.tolist(), step.rows.generations.tolist(), strict=True)
+        lengths = dict(zip(keys, result.counts.tolist(), strict=True))
+        for entry in result.logprobs:
+            if len(entry.logprobs.own) != lengths.get((entry.slot, entry.generation)) or not _has_width(state, entry):
+                raise _wrong_logprobs(result, entry)
+    for entry in result.prompt_logprobs:
+        request = _live_request(state, entry.slot, entry.generation)
+        end = entry.first_position + len(entry.logprobs.own)
+        if request is not None and (end > request.prompt_len or not _has_width(state, entry)):
+            raise _wrong_logprobs(result, entry)
+
+
+def _has_width(state: EpochState, entry: SlotLogprobs) -> bool:
+    request = _live_request(state, entry.slot, entry.generation)
+    return request is None or entry.logprobs.num_top <= (request.submission.sampling.num_top_logprobs or 0)
+
+
+def _wrong_logprobs(result: StepResult, entry: SlotLogprobs) -> MeshError:
+    message = f"step {result.step_id} returned logprobs of slot {entry.slot} that are not those of its tokens"
+    return MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+
+
+def _advance_chunks(state: EpochState, step: PlannedStep) -> None:
+    live, computed_len = state.table.live, state.table.computed_len
+    for slot, generation, length in step.chunks:
+        if live[slot] == generation:
+            computed_len[slot] += length
+
+
+def _take_prompt_logprobs(state: EpochState, result: StepResult, outputs: Outputs) -> None:
+    for entry in result.prompt_logprobs:
+        request = _live_request(state, entry.slot, entry.generation)
+        if request is None:
+            continue
+        outputs.prompt_logprobs.append(
+            PromptLogprobs(
+                owner=request.owner,
+                handle=request.handle,
+                first_position=entry.first_position,
+                logprobs=entry.logprobs,
+            )
+        )
+        # Delivered: a replay need not compute them again.
+        request.logprobs_start = max(request.logprobs_start, entry.first_position + len(entry.logprobs.own))
+
+
+def _live_request(state: EpochState, slot: int, generation: int) -> Request | None:
+    if 0 <= slot < state.table.num_slots and state.table.live[slot] == generation:
+        return state.table.requests[slot]
+    return state.retracting.get((slot, generation))
+
+
+def _by_row(rows: Rows, logprobs: _Logprobs) -> dict[int, TokenLogprobs]:
+    keys = zip(rows.slots.tolist(), rows.generations.tolist(), strict=True)
+    return {row: logprobs[key] for row, key in enumerate(keys) if key in logprobs}

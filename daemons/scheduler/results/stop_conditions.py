@@ -1,0 +1,67 @@
+"""What ends an output: an EOS id unless ignored, a stop id, max_tokens, the context's end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.scheduler.sequence import Request
+
+
+class FinishReason(IntEnum):
+    """Values as in `radixmesh.common.v1.FinishReason`."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+
+class Ending(NamedTuple):
+    """Why an output ended; `stop_id` where an id ended it."""
+
+    reason: FinishReason
+    stop_id: int | None = None
+
+
+class StopWatch:
+    """Ids that end some live output, so that one array lookup a step finds the rows worth a look.
+
+    Counts by id: requests that share a stop id may end in any order.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._counts: npt.NDArray[np.int32] = np.zeros(vocab_size, np.int32)
+
+    def watch(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            self._counts[token] += 1
+
+    def unwatch(self, ids: Iterable[int]) -> None:
+        for token in ids:
+            self._counts[token] -= 1
+
+    def is_watched(self, ids: IntArray) -> npt.NDArray[np.bool_]:
+        """Per id whether it ends some live output. Ids are in the vocabulary."""
+        return self._counts[ids] > 0
+
+
+def ending_of(request: Request) -> Ending | None:
+    """Whether the last token of the request's output ends it. An end before min_tokens does not count."""
+    num_output = len(request.output)
+    if num_output:
+        token = request.output[-1]
+        if token in request.end_ids and num_output > request.submission.stop.min_tokens:
+            return Ending(FinishReason.STOP, token)
+    if request.total_len >= request.max_total_len:
+        return Ending(FinishReason.LENGTH)
+    return None
+
+
+def end_ids_of(eos_ids: Iterable[int], stop_ids: Iterable[int], *, ignore_eos: bool) -> frozenset[int]:
+    return frozenset(stop_ids) | (frozenset() if ignore_eos else frozenset(eos_ids))

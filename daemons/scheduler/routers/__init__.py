@@ -1,0 +1,1 @@
+"""The routers that are connected: their streams, outboxes and load reports."""

@@ -1,0 +1,333 @@
+"""The scheduler's loop: waits for submits and results, plans while the lookahead allows, sends, tells the routers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.steps.step import StepResult
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.runtime.telemetry.metrics import Metrics
+from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
+from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
+from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
+from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.request_times import RequestTimes
+from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
+from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
+
+log = get_logger(__name__)
+
+_TICK_S = 0.1
+# A holder that says nothing for 5 s counts as dead to other schedulers.
+_HEARTBEAT_S = 1.0
+_LOAD_S = 0.5
+# A load that changed is told at once, but no more often than that.
+_LOAD_CHANGE_S = 0.05
+_HANG_FACTOR = 3.0
+_MOST_PATIENCE_S = 600.0
+# After an epoch without a single step: whatever ended it may well end the next one.
+_FUTILE_PAUSE_S = 0.2
+
+
+class Engine:
+    """Drives a planner and a worker group; routers' streams hang on `streams`. One event loop."""
+
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        group: GroupClient,
+        progress: Progress,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        # Revisions of the cache must be higher than those of a scheduler before this one: microseconds are.
+        self.planner = Planner(
+            settings.planner_settings(),
+            first_revision=time.time_ns() // 1000,
+            observer=RequestTimes(metrics, tracer or NoTracer()) if metrics is not None else None,
+        )
+        self.streams = RouterStreams()
+        self.group_state = GroupState.CONNECTING
+        self.is_draining = False
+        self.epoch = 0
+        self._settings = settings
+        self._group = group
+        self._progress = progress
+        self._metrics = metrics
+        self._step_metrics = SchedulerMetrics(metrics) if metrics is not None else None
+        self._wake = asyncio.Event()
+        self._results: deque[StepResult] = deque()
+        self._loss: BaseException | None = None
+        self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
+        self._last_heard_s = self._last_sent_s = self._last_load_s = self._last_export_s = time.monotonic()
+        self._told_load: tuple[int, ...] = ()
+        self._was_idle_at_send: set[int] = set()
+        self._changed: asyncio.Future[None] | None = None
+        self._served = b""
+        self._patience_s = settings.hang_s
+
+    @property
+    def group(self) -> GroupClient:
+        return self._group
+
+    @property
+    def lookahead(self) -> Lookahead:
+        return self._lookahead
+
+    def notify(self) -> None:
+        """Something was submitted, aborted or wished for: says what there is to say, and plans soon."""
+        self.deliver()
+        self._wake.set()
+
+    def deliver(self) -> None:
+        self.streams.deliver(self.planner.take_outputs())
+        now = time.monotonic()
+        if now - self._last_load_s >= _LOAD_CHANGE_S and self._load_signature() != self._told_load:
+            self._push_loads(now)
+        if self._changed is not None:
+            self._changed.set_result(None)
+            self._changed = None
+
+    def _push_loads(self, now: float) -> None:
+        self._last_load_s, self._told_load = now, self._load_signature()
+        self.streams.push_loads()
+
+    def _load_signature(self) -> tuple[int, ...]:
+        """What of the load is worth telling at once: pages, which change with every step, in 64ths."""
+        planner = self.planner
+        if planner.state is None:
+            return (planner.num_running, planner.num_waiting)
+        pool = planner.state.pages.pool
+        pages = (64 * num // pool.num_pages for num in (pool.num_free, pool.num_cached))
+        return (planner.num_running, planner.num_waiting, *pages)
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        """Returns once is_true() is; looks whenever something happened."""
+        while not is_true():
+            if self._changed is None:
+                self._changed = asyncio.get_running_loop().create_future()
+            # Shielded: several wait for one future, and one that gives up must not cancel it.
+            await asyncio.shield(self._changed)
+
+    def on_state(self, state: GroupState) -> None:
+        """The group client's news. In standby nothing of ours can run: routers go elsewhere."""
+        if state is self.group_state:
+            return
+        log.info("group_state", state=state.name.lower(), epoch=self.epoch)
+        self.group_state = state
+        if state is GroupState.STANDBY:
+            message = "another scheduler holds the worker group: submit there"
+            self.streams.close_all(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "standby"}))
+        self.streams.push_loads()
+        self.deliver()  # Wakes who waits for the state.
+
+    async def run(self) -> None:
+        """For ever: claims the group, serves until it is lost, claims it again."""
+        ticking = asyncio.ensure_future(self._tick())
+        try:
+            while True:
+                claimed = await self._group.claim()
+                num_steps = self.planner.counters.num_steps
+                try:
+                    await self._serve(claimed)
+                finally:
+                    await claimed.close()
+                if self.planner.counters.num_steps == num_steps:
+                    await asyncio.sleep(_FUTILE_PAUSE_S)
+        finally:
+            ticking.cancel()
+
+    async def _serve(self, claimed: ClaimedGroup) -> None:
+        """One epoch, from adoption to loss."""
+        refused_step, error = 0, None
+        reading: asyncio.Future[None] | None = None
+        try:
+            self._begin(claimed)
+            reading = asyncio.ensure_future(self._read(claimed))
+            await self._drive(claimed)
+        except RefusedPlan as refusal:
+            refused_step, error = refusal.step_id, refusal.error
+            log.warning("plan_refused", step_id=refused_step, reason=error.reason_name, error=error.message)
+        except MeshError as lost:
+            error = lost
+            log.warning("epoch_lost", epoch=self.epoch, reason=lost.reason_name, error=lost.message)
+        except Exception:
+            # A bug in planning must not take the daemon, nor the requests: a new epoch starts from sound state.
+            log.exception("planner_failed", epoch=self.epoch)
+        finally:
+            if reading is not None:
+                reading.cancel()
+                # Not "await reading": that could not tell its cancellation from our own.
+                await asyncio.wait((reading,))
+            self.planner.end_epoch(refused_step, error)
+            self.deliver()
+            self._count_loss(error)
+            is_fenced = error is not None and error.reason == ErrorReason.ERROR_REASON_EPOCH_FENCED
+            self.on_state(GroupState.STANDBY if is_fenced else GroupState.CONNECTING)
+
+    def _begin(self, claimed: ClaimedGroup) -> None:
+        self.epoch = claimed.stream.epoch
+        start = time.monotonic()
+        self._check_identity()
+        adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshot)
+        self._results.clear()
+        self._loss = None
+        self._was_idle_at_send.clear()
+        self._lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
+        self._last_heard_s = self._last_sent_s = time.monotonic()
+        log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(self._last_sent_s - start, 4))
+        if self._metrics is not None:
+            self._metrics.epoch.set(self.epoch)
+            self._metrics.readopted_tokens.inc(adopted)
+        self.on_state(GroupState.SERVING)
+        self.deliver()
+        self._wake.set()
+
+    async def _read(self, claimed: ClaimedGroup) -> None:
+        try:
+            async for result in claimed.stream.results():
+                self._results.append(result)
+                self._wake.set()
+        except Exception as loss:
+            self._loss = loss
+            self._wake.set()
+
+    async def _drive(self, claimed: ClaimedGroup) -> None:
+        """Raises what ends the epoch."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._results:
+                self._take(self._results.popleft())
+            if self._loss is not None:
+                raise self._loss
+            await self._send_plans(claimed)
+            self.deliver()
+            self._check_hang()
+            num_pending = max(self.planner.num_in_flight, self.planner.num_live)
+            # A long step is no stall, unless it computes nothing while requests wait.
+            steps = self.planner.state.in_flight.steps() if self.planner.state is not None else []
+            is_computing = any(step.plan.has_forward for step in steps)
+            self._progress.work_pending(num_pending, patience_s=self._limit_s() if is_computing else 0.0)
+
+    def _take(self, result: StepResult) -> None:
+        now = time.monotonic()
+        self._last_heard_s = now
+        self._patience_s = self._settings.hang_s
+        state = self.planner.state
+        oldest = state.in_flight.oldest if state is not None else None
+        if oldest is not None and result.step_id in self._was_idle_at_send:
+            self._was_idle_at_send.discard(result.step_id)
+            device_us = (result.device_end_ns - result.device_start_ns) / 1000
+            self._lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, device_us)
+        outputs = self.planner.process(result)
+        if self._step_metrics is not None:
+            if oldest is not None:
+                self._step_metrics.answered(now - oldest.sent_s)
+            self._step_metrics.processed(result, len(result.counts), time.monotonic() - now)
+        # A heartbeat is no progress of those who wait.
+        if oldest is None or oldest.plan.has_forward or not self.planner.num_live:
+            self._progress.completed()
+        self.streams.deliver(outputs)
+
+    async def _send_plans(self, claimed: ClaimedGroup) -> None:
+        planner = self.planner
+        while planner.state is not None:
+            steps = planner.state.in_flight.steps()
+            queued_us = sum(step.plan.expected_us for step in steps[1:])
+            if not self._lookahead.wants_more(len(steps), queued_us):
+                return
+            now = time.monotonic()
+            is_heartbeat = not steps and now - self._last_sent_s >= _HEARTBEAT_S
+            plan = planner.plan(now, is_heartbeat=is_heartbeat)
+            if plan is None:
+                return
+            if self._step_metrics is not None:
+                self._step_metrics.planned(time.monotonic() - now)
+            if not steps and plan.has_forward:
+                self._was_idle_at_send = {plan.step_id}
+            if not steps:
+                self._last_heard_s = now
+            self._last_sent_s = now
+            await claimed.stream.send(plan)
+
+    def _check_hang(self) -> None:
+        """A step is dead after 3 x its expected time, never before hang_s.
+
+        Nothing is expected before the first result: a worker whose steps are longer than that gets twice the time in
+        each epoch, or no result of it would ever come.
+        """
+        state = self.planner.state
+        oldest = state.in_flight.oldest if state is not None else None
+        if oldest is None:
+            return
+        limit_s = self._limit_s()
+        waited_s = time.monotonic() - max(self._last_heard_s, oldest.sent_s)
+        if waited_s > limit_s:
+            self._patience_s = min(2 * limit_s, max(_MOST_PATIENCE_S, self._settings.hang_s))
+            message = f"step {oldest.plan.step_id} has no result after {waited_s:.1f} s: the worker counts as dead"
+            raise MeshError(ErrorReason.ERROR_REASON_STEP_TIMEOUT, message)
+
+    def _limit_s(self) -> float:
+        """How long the oldest step in flight may take."""
+        state = self.planner.state
+        oldest = state.in_flight.oldest if state is not None else None
+        expected_us = oldest.plan.expected_us if oldest is not None else 0
+        return max(self._patience_s, _HANG_FACTOR * expected_us / 1e6)
+
+    async def _tick(self) -> None:
+        """What happens by time alone: router streams that left, deadlines, loads, heartbeats, hangs."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            try:
+                self._pass_time(time.monotonic())
+            except Exception:
+                # A bug, of one request as a rule. Without ticks no router hears of us, and no hang is noticed.
+                log.exception("tick_failed")
+
+    def _pass_time(self, now: float) -> None:
+        for owner in self.streams.expired(now):
+            num = self.planner.abort_owner(owner)
+            if num:
+                log.info("router_gone", aborted=num)
+        if self.group_state is GroupState.STANDBY:
+            self._drop_all()
+        if self.planner.state is None:
+            self.planner.plan(now)  # Expires deadlines while nothing runs.
+            self._progress.work_pending(0)
+        if now - self._last_load_s >= _LOAD_S:
+            self._push_loads(now)
+        # By a clock of its own: a load that changes is told as it changes, and then never comes due here.
+        if self._step_metrics is not None and now - self._last_export_s >= _LOAD_S:
+            self._last_export_s = now
+            self._step_metrics.export(self.planner, now)
+        self.notify()
+
+    def _check_identity(self) -> None:
+        """Outputs that one model began are not continued by another, whatever name both have."""
+        served = self._group.identity.SerializeToString(deterministic=True)
+        if self._served not in (b"", served):
+            log.warning("other_model", model=self._group.identity.name)
+            message = "the worker group serves another model now: connect again"
+            self.streams.close_all(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "other_model"}))
+            self._drop_all()
+        self._served = served
+
+    def _drop_all(self) -> None:
+        # Their routers were told to go elsewhere: kept, they would run twice, or be continued by another model.
+        for owner in self.planner.owners():
+            self.planner.abort_owner(owner)
+
+    def _count_loss(self, error: MeshError | None) -> None:
+        if self._metrics is not None:
+            self._metrics.restarts.labels("worker").inc()
+            if error is not None:
+                self._metrics.refusals.labels(error.reason_name).inc()

@@ -1,1 +1,0 @@
-"""Attention over a paged KV pool: the seam and its implementations."""

@@ -1,0 +1,217 @@
+"""Which attention a runner gets, and how the KV pool that it reads lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
+from radixmesh.daemons.worker.cuda.attention.pool_attention import PoolAttention
+from radixmesh.daemons.worker.models.kv_layout import KvLayout
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.cuda.flashinfer.backend import FlashInferBackend
+    from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import FlashInferSharedPrefix
+    from radixmesh.daemons.worker.cuda.load import DeviceSettings
+    from radixmesh.daemons.worker.cuda.runner import AttentionCreator
+
+_log = get_logger(__name__)
+
+ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionChoice:
+    """name: one of ATTENTION_BACKENDS. dtype: the model's; kv_dtype: the pool's."""
+
+    name: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    def layout(self, layout: KvLayout) -> KvLayout:
+        """The model's, with rows padded to a size that the kernels have. Raises MeshError UNSUPPORTED."""
+        return layout.padded(self._stored_dim(layout.planes[0].row_shape[-1]))
+
+    def work_bytes(
+        self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None], device: torch.device
+    ) -> int:
+        """What it takes of a GPU's memory beside the pool, where that is much. shape, windows: the model's."""
+        if self.name != "flashinfer":
+            return 0
+        return _flashinfer_bytes(settings, self._stored_shape(shape), windows, self.kv_dtype, device)
+
+    def creator(
+        self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None]
+    ) -> AttentionCreator:
+        """Makes it when the page tables are there. shape, windows: the model's."""
+        stored_shape = self._stored_shape(shape)
+        is_plain = stored_shape == shape and self.kv_dtype == self.dtype
+
+        def create(page_tables: torch.Tensor) -> DeviceAttention:
+            inner = self._create(settings, stored_shape, windows, page_tables)
+            return inner if is_plain else PoolAttention(inner)
+
+        return create
+
+    def _create(
+        self,
+        settings: DeviceSettings,
+        shape: AttentionShape,
+        windows: Sequence[int | None],
+        page_tables: torch.Tensor,
+    ) -> DeviceAttention:
+        if self.name == "torch":
+            from radixmesh.daemons.worker.cuda.attention.torch_attention import TorchAttention
+
+            return TorchAttention(shape, page_size=settings.page_size)
+        if self.name == "flashinfer":
+            return _flashinfer(settings, shape, windows, self.kv_dtype, page_tables)
+        from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
+
+        return TritonAttention(
+            shape,
+            page_size=settings.page_size,
+            windows=windows,
+            # In deterministic mode the rows of chunks come as decodes too.
+            max_rows=max(settings.num_slots, settings.max_tokens_per_step if settings.deterministic else 0),
+            dtype=self.kv_dtype,
+            device=page_tables.device,
+            is_deterministic=settings.deterministic,
+            use_pdl=settings.use_pdl and page_tables.is_cuda,
+        )
+
+    def _stored_shape(self, shape: AttentionShape) -> AttentionShape:
+        """Of the heads as they are stored; the scale stays the model's."""
+        return replace(shape, head_dim=self._stored_dim(shape.head_dim))
+
+    def _stored_dim(self, head_dim: int) -> int:
+        if self.name != "flashinfer":
+            return head_dim
+        size = next((size for size in _FLASHINFER_HEAD_DIMS if size >= head_dim), None)
+        if size is None:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"FlashInfer has no kernel for head_dim {head_dim}, {_FLASHINFER_HEAD_DIMS[-1]} at most: "
+                "choose the triton attention backend",
+                {"head_dim": str(head_dim)},
+            )
+        return size
+
+
+def choose_attention(
+    settings: DeviceSettings, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
+) -> AttentionChoice:
+    """kv_dtype None: as suits. Raises MeshError INVALID_ARGUMENT."""
+    name = _name(settings, device)
+    if kv_dtype is None:
+        kv_dtype = dtype
+        if name == "flashinfer" and dtype not in _FLASHINFER_DTYPES:
+            kv_dtype = torch.float16
+            _log.info("kv_dtype_chosen", kv_dtype="float16", dtype=str(dtype).removeprefix("torch."), attention=name)
+    elif name == "flashinfer" and kv_dtype not in _FLASHINFER_DTYPES:
+        chosen = str(kv_dtype).removeprefix("torch.")
+        raise _invalid(
+            "kv_dtype",
+            f"is {chosen!r}, of which FlashInfer reads no pages: choose float16 or bfloat16, or the triton attention "
+            "backend",
+        )
+    return AttentionChoice(name=name, dtype=dtype, kv_dtype=kv_dtype)
+
+
+def _name(settings: DeviceSettings, device: torch.device) -> str:
+    name = settings.attention_backend
+    if name == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if name not in ATTENTION_BACKENDS or (settings.deterministic and name != "triton" and device.type == "cuda"):
+        choices = "triton" if settings.deterministic else ", ".join(ATTENTION_BACKENDS)
+        raise _invalid("attention_backend", f"is {name!r}: choose one of {choices}")
+    if name == "torch" and settings.cuda_graphs and device.type == "cuda":
+        raise _invalid("attention_backend", "torch reads lengths on the host, which no graph can: add --no-cuda-graphs")
+    return name
+
+
+def _flashinfer(
+    settings: DeviceSettings,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    dtype: torch.dtype,
+    page_tables: torch.Tensor,
+) -> FlashInferBackend:
+    from radixmesh.daemons.worker.cuda.flashinfer.attention import FlashInferAttention
+    from radixmesh.daemons.worker.cuda.flashinfer.backend import FlashInferBackend
+    from radixmesh.daemons.worker.cuda.step.row_order import RowOrder
+
+    kernels = FlashInferAttention(
+        shape,
+        page_tables,
+        dtype=dtype,
+        page_size=settings.page_size,
+        max_rows=settings.num_slots,
+        max_extend_tokens=settings.max_tokens_per_step,
+        windows=windows,
+    )
+    return FlashInferBackend(
+        kernels,
+        _shared_prefix(settings, shape, dtype, page_tables) if _can_share(windows) else None,
+        dummy_slot=page_tables.shape[0] - 1,
+        page_size=settings.page_size,
+        order=RowOrder(settings.num_slots, page_tables.device),
+    )
+
+
+def _flashinfer_bytes(
+    settings: DeviceSettings,
+    shape: AttentionShape,
+    windows: Sequence[int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    from radixmesh.daemons.worker.cuda.flashinfer.attention import attention_lanes
+    from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import shared_prefix_lanes
+    from radixmesh.daemons.worker.cuda.flashinfer.workspace import num_sms_of
+
+    decodes, extends = attention_lanes(
+        shape,
+        device,
+        dtype=dtype,
+        page_size=settings.page_size,
+        max_rows=settings.num_slots,
+        max_extend_tokens=settings.max_tokens_per_step,
+        windows=windows,
+    )
+    shared = shared_prefix_lanes(shape, dtype=dtype, page_size=settings.page_size, max_rows=settings.num_slots)
+    lanes = [*decodes, *extends, *(shared if _can_share(windows) else ())]
+    return sum(lane.num_bytes(num_sms_of(device)) for lane in lanes)
+
+
+def _can_share(windows: Sequence[int | None]) -> bool:
+    """A window may end within a prefix."""
+    return set(windows) == {None}
+
+
+def _shared_prefix(
+    settings: DeviceSettings, shape: AttentionShape, dtype: torch.dtype, page_tables: torch.Tensor
+) -> FlashInferSharedPrefix | None:
+    """None where its kernels are not among the compiled ones, while all others are."""
+    from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import FlashInferSharedPrefix
+
+    try:
+        return FlashInferSharedPrefix(
+            shape, page_tables, dtype=dtype, page_size=settings.page_size, max_rows=settings.num_slots
+        )
+    except MeshError as error:
+        _log.warning("prefixes_read_by_every_row", reason=str(error))
+        return None
+
+
+def _invalid(field: str, what: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"{field} {what}", {"field": field})

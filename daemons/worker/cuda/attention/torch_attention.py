@@ -1,0 +1,59 @@
+"""Attention by plain torch, sequence after sequence: slow, on any device, and what the others are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, HostStep, StepAttention
+
+
+class TorchAttention(DeviceAttention):
+    """float32 inside; reads lengths on the host, so it cannot be captured."""
+
+    is_batch_invariant = False
+
+    def __init__(self, shape: AttentionShape, *, page_size: int) -> None:
+        self.shape = shape
+        self.page_size = page_size
+
+    def plan(self, step: HostStep) -> str:
+        return ""
+
+    def begin(self, step: DeviceStep, variant: str) -> StepAttention:
+        return _TorchStep(self, step)
+
+
+class _TorchStep(StepAttention):
+    def __init__(self, attention: TorchAttention, step: DeviceStep) -> None:
+        self._attention = attention
+        self._step = step
+        # (first row, rows, slot, kv length) of every sequence.
+        decodes = zip(step.decode_slots.tolist(), step.decode_kv_lens.tolist(), strict=True)
+        self._sequences = [(row, 1, slot, kv_len) for row, (slot, kv_len) in enumerate(decodes) if kv_len]
+        starts = step.chunk_row_starts.tolist()
+        chunks = zip(step.chunk_slots.tolist(), step.chunk_kv_lens.tolist(), strict=True)
+        for index, (slot, kv_len) in enumerate(chunks):
+            if kv_len:
+                self._sequences.append((starts[index], starts[index + 1] - starts[index], slot, kv_len))
+
+    def attend(
+        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        out_THd = torch.zeros_like(query_THd)
+        shape, size = self._attention.shape, self._attention.page_size
+        for first, num_rows, slot, kv_len in self._sequences:
+            positions = torch.arange(kv_len, device=query_THd.device)
+            places = self._step.page_tables[slot, positions // size].long() * size + positions % size
+            keys_LHd = keys_SKd[places].float().repeat_interleave(shape.group_size, dim=1)
+            values_LHd = values_SKd[places].float().repeat_interleave(shape.group_size, dim=1)
+            query = query_THd[first : first + num_rows].float()
+            scores_HTL = torch.einsum("thd,lhd->htl", query, keys_LHd) * shape.scale
+            own = torch.arange(kv_len - num_rows, kv_len, device=query_THd.device)[:, None]
+            is_seen = positions[None, :] <= own
+            if window is not None:
+                is_seen &= positions[None, :] > own - window
+            scores_HTL = scores_HTL.masked_fill(~is_seen, float("-inf"))
+            out = torch.einsum("htl,lhd->thd", scores_HTL.softmax(dim=-1), values_LHd)
+            out_THd[first : first + num_rows] = out.to(query_THd.dtype)
+        return out_THd

@@ -1,0 +1,166 @@
+"""Attention by the project's own kernels: decodes are scheduled on the device; the host only says which rows share
+a prefix, when that changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, HostStep, StepAttention
+from radixmesh.daemons.worker.cuda.attention.prefix_watch import LEAST_SHARED_ROWS, PrefixWatch
+from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, paged_decode, plan_decode
+from radixmesh.kernels.attention.extend_attention import paged_extend
+from radixmesh.kernels.attention.shared_prefix_attention import (
+    SharedPrefixWorkspace,
+    paged_shared_decode,
+    plan_shared_decode,
+)
+
+SHARED = "shared"
+
+
+class TritonAttention(DeviceAttention):
+    """windows: those of the model's layers. is_deterministic: chunks are computed row by row, as decodes are."""
+
+    captures_chunks = True
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        *,
+        page_size: int,
+        windows: Sequence[int | None],
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        is_deterministic: bool,
+        use_pdl: bool,
+    ) -> None:
+        """use_pdl: attention begins while the rotation ends, and its plan is made beside the kernel that begins a step
+        (Hopper and later)."""
+        self.use_pdl = use_pdl
+        self.is_batch_invariant = is_deterministic
+        self.shape = shape
+        self.page_size = page_size
+        sizes = (max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, dtype)
+        self.workspace = DecodeWorkspace(
+            *sizes, windows=tuple(dict.fromkeys(windows)), is_batch_invariant=is_deterministic
+        )
+        # A window may end within the prefix; and a row's bits would depend on who shares it.
+        can_share = not is_deterministic and set(windows) == {None}
+        self.shared = SharedPrefixWorkspace(*sizes) if can_share else None
+        self._watch = PrefixWatch(page_size)
+
+    def variants(self, num_rows: int) -> tuple[str, ...]:
+        return ("", SHARED) if self.shared is not None and num_rows >= LEAST_SHARED_ROWS else ("",)
+
+    def plan(self, step: HostStep) -> str:
+        if self.shared is None:
+            return ""
+        groups, is_new = self._watch.look(step)
+        if groups and is_new:
+            self.shared.set_groups(groups, step.decode_slots.tolist())
+        return SHARED if groups else ""
+
+    def begin(self, step: DeviceStep, variant: str) -> StepAttention:
+        is_all_decodes = not step.num_chunks
+        if self.is_batch_invariant and step.num_chunks:
+            step = _as_decodes(step)
+        # Beside chunks, what comes after the decode rows is not theirs to write.
+        skips_empty = step.num_chunks > 0
+        if variant == SHARED:
+            assert self.shared is not None
+            plan_shared_decode(step.decode_kv_lens, self.shared, skips_empty=skips_empty)
+        elif step.num_decodes:
+            use_pdl = self.use_pdl and is_all_decodes
+            plan_decode(step.decode_kv_lens, self.workspace, skips_empty=skips_empty, use_pdl=use_pdl)
+        return _TritonStep(self, step, is_shared=variant == SHARED)
+
+
+class _TritonStep(StepAttention):
+    def __init__(self, attention: TritonAttention, step: DeviceStep, *, is_shared: bool) -> None:
+        self._attention = attention
+        self._step = step
+        self._is_shared = is_shared
+
+    def attend(
+        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        step, attention = self._step, self._attention
+        out_THd = torch.empty_like(query_THd)
+        num_decodes = step.num_decodes
+        if num_decodes:
+            self._decode(query_THd[:num_decodes], keys_SKd, values_SKd, window, out_THd[:num_decodes])
+        if step.num_chunks:
+            paged_extend(
+                query_THd,
+                keys_SKd,
+                values_SKd,
+                step.page_tables,
+                step.chunk_slots,
+                step.chunk_row_starts,
+                step.chunk_kv_lens,
+                attention.page_size,
+                attention.shape.scale,
+                window,
+                step.max_chunk_len,
+                out=out_THd,
+            )
+        return out_THd
+
+    def _decode(
+        self,
+        query_BHd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        out_BHd: torch.Tensor,
+    ) -> None:
+        step, attention = self._step, self._attention
+        use_pdl = attention.use_pdl
+        if self._is_shared:
+            assert attention.shared is not None
+            paged_shared_decode(
+                query_BHd,
+                keys_SKd,
+                values_SKd,
+                step.page_tables,
+                step.decode_slots,
+                step.decode_kv_lens,
+                attention.page_size,
+                attention.shape.scale,
+                attention.shared,
+                out=out_BHd,
+                use_pdl=use_pdl,
+            )
+            return
+        paged_decode(
+            query_BHd,
+            keys_SKd,
+            values_SKd,
+            step.page_tables,
+            step.decode_slots,
+            step.decode_kv_lens,
+            attention.page_size,
+            attention.shape.scale,
+            window,
+            attention.workspace,
+            out=out_BHd,
+            use_pdl=use_pdl,
+        )
+
+
+def _as_decodes(step: DeviceStep) -> DeviceStep:
+    """Every row of a chunk as a decode of its own: the bits of a row are then those that a decode would give it."""
+    return replace(
+        step,
+        decode_slots=step.row_slots,
+        decode_kv_lens=step.row_positions + 1,
+        chunk_slots=step.chunk_slots[:0],
+        chunk_row_starts=step.chunk_row_starts[:1],
+        chunk_kv_lens=step.chunk_kv_lens[:0],
+        max_chunk_len=0,
+    )

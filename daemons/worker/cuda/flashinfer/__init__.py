@@ -1,0 +1,1 @@
+"""FlashInfer's attention kernels behind the seam of attention on a device."""

@@ -1,0 +1,1 @@
+"""A dense decoder whose projections are FP8."""

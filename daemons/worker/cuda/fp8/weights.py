@@ -1,0 +1,134 @@
+"""The weights of a decoder whose projections are FP8, made from an FP8 checkpoint as it is, or from any other.
+
+Each is made by itself on the device: beside those that are there, one is held in the model's dtype at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
+from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form
+from radixmesh.daemons.worker.cuda.weights.source import StoredWeight, WeightSource
+from radixmesh.daemons.worker.models.decoder.checkpoint import Part, layer_parts
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.kernels.fp8.quantized import FP8, GROUP, QuantizedMatrix, quantize_matrix
+
+Matrix = torch.Tensor | QuantizedMatrix
+"""[out, in]; a tensor of the model's dtype where it is not FP8."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMatrices:
+    """The projections of a layer: q, k, v are one, gate and up are one."""
+
+    qkv: Matrix
+    o: Matrix
+    gate_up: Matrix
+    down: Matrix
+
+    def all(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedLayers:
+    """num_plain: how many matrices of the layers stayed in the model's dtype."""
+
+    form: Fp8Form
+    layers: tuple[LayerMatrices, ...]
+
+    @property
+    def num_plain(self) -> int:
+        return sum(isinstance(matrix, torch.Tensor) for layer in self.layers for matrix in layer.all())
+
+
+def chosen_form(flag: str, checkpoint: CheckpointQuantization | None) -> Fp8Form | None:
+    """What --quantization and the checkpoint together come to; None: the model's dtype. Raises MeshError."""
+    if flag == "none":
+        return None
+    if flag == "auto":
+        return None if checkpoint is None else checkpoint.form
+    if flag not in tuple(Fp8Form):
+        choices = ", ".join(("auto", "none", *Fp8Form))
+        raise _invalid(f"is {flag!r}: choose one of {choices}")
+    form = Fp8Form(flag)
+    if checkpoint is not None and checkpoint.form is not form:
+        raise _invalid(f"{form} is not what the checkpoint holds, {checkpoint.form}: use --quantization auto, or none")
+    return form
+
+
+def load_layers(
+    config: DecoderConfig,
+    targets: TensorTargets,
+    source: WeightSource,
+    form: Fp8Form,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_online: bool,
+) -> QuantizedLayers:
+    """Takes all that the targets name: fills those with memory, and makes the projections of the layers, which have
+    none. is_online: projections that come in another dtype are quantised; otherwise they stay as they are."""
+    maker = _Maker(source, form, dtype, device, is_online)
+    for name, tensor in targets.tensors.items():
+        if not tensor.is_meta:
+            tensor.copy_(source.take(name).full())
+    layers = []
+    for index in range(config.num_layers):
+        parts = layer_parts(config, index)
+        layers.append(
+            LayerMatrices(
+                qkv=maker.make(parts.qkv),
+                o=maker.make(parts.o),
+                gate_up=maker.make(parts.gate_up),
+                down=maker.make(parts.down),
+            )
+        )
+    return QuantizedLayers(form=form, layers=tuple(layers))
+
+
+class _Maker:
+    def __init__(
+        self, source: WeightSource, form: Fp8Form, dtype: torch.dtype, device: torch.device, is_online: bool
+    ) -> None:
+        self._source = source
+        self._is_grouped = form is Fp8Form.BLOCK
+        self._dtype = dtype
+        self._device = device
+        self._is_online = is_online
+
+    def make(self, parts: Sequence[Part]) -> Matrix:
+        stored = [self._source.take(f"{part.name}.weight") for part in parts]
+        scales = [weight.scales for weight in stored if weight.scales is not None]
+        if len(scales) == len(stored):
+            return self._as_it_is(stored, scales)
+        plain_NK = torch.cat([weight.full().to(self._device, self._dtype) for weight in stored])
+        if self._is_online:
+            return quantize_matrix(plain_NK, is_grouped=self._is_grouped)
+        # Said to have stayed as it was, at least in part: as one product it cannot be both.
+        return plain_NK
+
+    def _as_it_is(self, stored: Sequence[StoredWeight], scales: Sequence[torch.Tensor]) -> QuantizedMatrix:
+        assert all(weight.data.dtype == FP8 for weight in stored)
+        # As bytes: not all builds of torch join FP8.
+        data_NK = torch.cat([weight.data.view(torch.uint8).to(self._device) for weight in stored]).view(FP8)
+        group_rows = GROUP if self._is_grouped else 1
+        if self._is_grouped and any(weight.data.shape[0] % GROUP for weight in stored[:-1]):
+            # Blocks of the parts are none of the whole: each row has its own scales.
+            group_rows = 1
+            scales = [
+                of_part.repeat_interleave(GROUP, 0)[: weight.data.shape[0]]
+                for weight, of_part in zip(stored, scales, strict=True)
+            ]
+        joined = torch.cat(list(scales)).to(self._device).contiguous()
+        return QuantizedMatrix(data_NK, joined, group_rows, self._is_grouped)
+
+
+def _invalid(what: str) -> MeshError:
+    return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"quantization {what}", {"field": "quantization"})

@@ -1,0 +1,192 @@
+"""How tokens are drawn, kept on the device by slot, and the drawing. Options travel once, as a request is admitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntFlag
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
+from radixmesh.kernels.sampling.sample import DrawScratch, TokenTarget, compile_draws, draw
+from radixmesh.kernels.sampling.sample_params import SampleParams
+
+_INT32_MAX = 2**31 - 1
+
+
+class Needs(IntFlag):
+    """What drawing for a slot takes beyond an argmax."""
+
+    NOTHING = 0
+    NOISE = 1
+    FILTERS = 2
+    PENALTIES = 4
+
+
+class SlotSampler:
+    """Parameters of all slots, and a dummy that is greedy. Lists are sent only for slots that need them."""
+
+    def __init__(
+        self, num_slots: int, *, max_rows: int, vocab_size: int, max_total_len: int, device: torch.device
+    ) -> None:
+        self._device = device
+        self._needs = np.zeros(num_slots + 1, np.uint8)
+        self._has_options = np.zeros(num_slots + 1, np.bool_)
+        self._params = SampleParams.allocate(
+            num_slots,
+            max_total_len=max_total_len,
+            max_biases=MAX_LOGIT_BIASES,
+            max_suppressed=MAX_SUPPRESSED_IDS,
+            device=device,
+        )
+        self._max_rows, self._vocab_size = max_rows, vocab_size
+        self._scratch = DrawScratch(max_rows, vocab_size, device, has_penalties=False)
+        self._penalty_scratch: DrawScratch | None = None
+        self._admitted: dict[int, Admit] = {}
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compiles every kind of draw from logits of `dtype`."""
+        compile_draws(self._params, self._vocab_size, dtype)
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took a slot. What it asks for is sent with the next step."""
+        self._needs[admit.slot] = needs_of(admit)
+        self._admitted[admit.slot] = admit
+
+    def send(self) -> None:
+        """Brings the options of requests admitted since to the device, behind all work so far."""
+        if not self._admitted:
+            return
+        # A slot that needs nothing must not keep what another request asked for: its neighbours may need noise.
+        slots_with_options = self._needs.astype(np.bool_) | self._has_options
+        admits, self._admitted = [a for a in self._admitted.values() if slots_with_options[a.slot]], {}
+        if not admits:
+            return
+        for admit in admits:
+            self._has_options[admit.slot] = bool(self._needs[admit.slot])
+        slots = self._on_device(np.array([admit.slot for admit in admits], np.int64))
+        for target, values in self._columns(admits):
+            target.index_copy_(0, slots, self._on_device(values))
+        for admit in admits:
+            if self._needs[admit.slot] & Needs.PENALTIES:
+                self._send_lists(admit)
+
+    def draw_greedily(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        target: TokenTarget,
+        *,
+        use_pdl: bool,
+    ) -> None:
+        """Takes every row's argmax, whatever its slot asks for: what a graph can record. See `redraw`."""
+        draw(logits_TV, self._params, slots, positions, self._scratch, target, has_sampled=False, use_pdl=use_pdl)
+
+    def redraw(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+    ) -> None:
+        """Draws anew what was drawn greedily from the same logits just before, if one of the rows is to be drawn
+        otherwise."""
+        if self._needs_of(host_slots):
+            self.draw(logits_TV, slots, positions, host_slots, target, has_highest=True)
+
+    def draw(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+        *,
+        has_highest: bool = False,
+    ) -> None:
+        """Draws from rows of logits into `target`: of which slots, and at which positions (int32, on the device).
+
+        has_highest: they were drawn from greedily just before.
+        """
+        needs = self._needs_of(host_slots)
+        has_penalties = bool(needs & Needs.PENALTIES)
+        draw(
+            logits_TV,
+            self._params,
+            slots,
+            positions,
+            self._with_penalties() if has_penalties else self._scratch,
+            target,
+            has_sampled=bool(needs & Needs.NOISE),
+            has_filters=bool(needs & Needs.FILTERS),
+            has_penalties=has_penalties,
+            has_highest=has_highest,
+        )
+
+    def _needs_of(self, host_slots: IntArray) -> Needs:
+        return Needs(int(np.bitwise_or.reduce(self._needs[host_slots], initial=0)))
+
+    def _with_penalties(self) -> DrawScratch:
+        """Made when first needed: it is large."""
+        if self._penalty_scratch is None:
+            self._penalty_scratch = DrawScratch(self._max_rows, self._vocab_size, self._device, has_penalties=True)
+        return self._penalty_scratch
+
+    def _columns(self, admits: Sequence[Admit]) -> list[tuple[torch.Tensor, npt.NDArray[np.generic]]]:
+        params = self._params
+
+        def of(name: str, dtype: type[np.generic]) -> npt.NDArray[np.generic]:
+            return np.array([getattr(admit.sampling, name) for admit in admits], dtype)
+
+        seeds = np.array([admit.sampling.seed or 0 for admit in admits], np.uint64).view(np.int64)
+        return [
+            (params.temperature_S, of("temperature", np.float64)),
+            (params.seed_S, seeds),
+            (params.top_k_S, of("top_k", np.int32)),
+            (params.top_p_S, of("top_p", np.float64)),
+            (params.min_p_S, of("min_p", np.float64)),
+            (params.repetition_S, of("repetition_penalty", np.float32)),
+            (params.frequency_S, of("frequency_penalty", np.float32)),
+            (params.presence_S, of("presence_penalty", np.float32)),
+            (params.prompt_len_S, np.array([len(admit.prompt_ids) for admit in admits], np.int32)),
+            (params.num_biases_S, np.array([len(admit.sampling.logit_bias) for admit in admits], np.int32)),
+            (params.num_suppressed_S, np.array([len(admit.suppressed_ids) for admit in admits], np.int32)),
+            (params.min_tokens_S, np.array([min(admit.min_tokens, _INT32_MAX) for admit in admits], np.int32)),
+        ]
+
+    def _send_lists(self, admit: Admit) -> None:
+        params, slot = self._params, admit.slot
+        ids = np.concatenate((admit.prompt_ids, admit.output_ids)).astype(np.int32, copy=False)
+        params.tokens_SL[slot, : len(ids)] = self._on_device(ids)
+        if admit.sampling.logit_bias:
+            bias_ids, biases = zip(*admit.sampling.logit_bias, strict=True)
+            params.bias_ids_SB[slot, : len(bias_ids)] = self._on_device(np.array(bias_ids, np.int32))
+            params.bias_values_SB[slot, : len(biases)] = self._on_device(np.array(biases, np.float32))
+        if len(admit.suppressed_ids):
+            params.suppressed_ids_SU[slot, : len(admit.suppressed_ids)] = self._on_device(admit.suppressed_ids)
+
+    def _on_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(values))
+        if self._device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+
+def needs_of(admit: Admit) -> Needs:
+    """What drawing for the request takes."""
+    sampling, needs = admit.sampling, Needs.NOTHING
+    if not sampling.is_greedy:
+        needs |= Needs.NOISE
+        if sampling.top_k or sampling.top_p < 1.0 or sampling.min_p > 0.0:
+            needs |= Needs.FILTERS
+    is_penalised = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
+    if is_penalised or sampling.logit_bias or (admit.min_tokens and len(admit.suppressed_ids)):
+        needs |= Needs.PENALTIES
+    return needs

@@ -1,0 +1,87 @@
+"""What the device keeps by slot: page tables and last tokens. Written from the host as it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.device import Device
+
+
+class SlotState:
+    """Tables of [num_slots + 1]: the last slot is a dummy, whose page is the pool's dummy page, for rows of padding.
+
+    page_tables int32 [num_slots + 1, pages]; last_tokens int32 [num_slots + 1]: drawn last, the next decode's input.
+    """
+
+    def __init__(self, device: Device, *, num_slots: int, max_pages: int, dummy_page: int) -> None:
+        self._device = device
+        self._max_pages = max_pages
+        self.dummy_slot = num_slots
+        where = device.torch_device
+        self.page_tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=where)
+        self.page_tables[num_slots] = dummy_page
+        self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=where)
+        self._num_sent = np.zeros(num_slots + 1, np.int32)
+        self._new_tokens: dict[int, int] = {}
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took the slot: its pages are sent anew, and its last token, in case it decodes at once."""
+        self._num_sent[admit.slot] = 0
+        ids = admit.output_ids if len(admit.output_ids) else admit.prompt_ids
+        self._new_tokens[admit.slot] = int(ids[-1])
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """Their pages will be sent anew."""
+        self._num_sent[list(slots)] = 0
+
+    def new_entries(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> IntArray:
+        """What the device's tables of `slots` lack of the host's, int32 [entries, 2]: the place, counted from the first
+        slot's first page, and the page. It counts as sent."""
+        counts, sent = num_pages[slots], self._num_sent[slots]
+        lacking = counts - sent
+        num_new = int(lacking.sum())
+        entries = np.empty((num_new, 2), np.int32)
+        if num_new:
+            rows = np.repeat(slots, lacking)
+            columns = np.repeat(sent - (np.cumsum(lacking) - lacking), lacking) + np.arange(num_new)
+            entries[:, 0] = rows * np.int64(self._max_pages) + columns
+            entries[:, 1] = page_tables[rows, columns]
+            self._num_sent[slots] = counts
+        return entries
+
+    def row_tokens(self, slots: IntArray) -> IntArray:
+        """The new last tokens of `slots`, each once, or -1: int32. They count as sent, and those of others are sent."""
+        tokens = np.full(len(slots), -1, np.int32)
+        if self._new_tokens:
+            others, self._new_tokens = self._new_tokens, {}
+            for row, slot in enumerate(slots.tolist()):
+                tokens[row] = others.pop(slot, -1)
+            self._send_tokens(others)
+        return tokens
+
+    def send(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> None:
+        """Brings what changed of `slots` to the device, behind all work so far. Tables are those of the host."""
+        tokens, self._new_tokens = self._new_tokens, {}
+        self._send_tokens(tokens)
+        self.send_entries(self.new_entries(slots, page_tables, num_pages))
+
+    def send_entries(self, entries: IntArray) -> None:
+        """Writes new_entries()'s, behind all work so far."""
+        if len(entries):
+            places, pages = self._sent(entries.T)
+            self.page_tables.view(-1).index_copy_(0, places.long(), pages)
+
+    def _send_tokens(self, tokens: Mapping[int, int]) -> None:
+        if tokens:
+            slots, ids = self._sent(np.array([list(tokens.keys()), list(tokens.values())], np.int32))
+            self.last_tokens.index_copy_(0, slots.long(), ids)
+
+    def _sent(self, numbers: IntArray) -> torch.Tensor:
+        sent = torch.empty(numbers.size, dtype=torch.int32, device=self._device.torch_device)
+        self._device.upload(np.ascontiguousarray(numbers).reshape(-1), sent)
+        return sent.view(numbers.shape)

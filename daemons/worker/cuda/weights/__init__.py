@@ -1,0 +1,1 @@
+"""The weights of a decoder on a device: read, cast, folded."""

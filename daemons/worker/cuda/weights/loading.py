@@ -1,0 +1,129 @@
+"""From a folder to the weights of a decoder on a device, in the model's dtype or with projections that are FP8."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
+from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form, read_quantization
+from radixmesh.daemons.worker.cuda.decoder import check_decoder
+from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form, load_layers
+from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSource, fill_randomly, folder_source
+from radixmesh.daemons.worker.models.decoder.model import DecoderModel
+from radixmesh.daemons.worker.models.model import BuiltModel, Placement
+from radixmesh.daemons.worker.models.registry import model_families
+
+_log = get_logger(__name__)
+
+# Compute capability from which on tensor cores and conversions take e4m3.
+_LEAST_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedDecoder:
+    """quantized: the projections of the model's layers, which then has none; None: they are in the model."""
+
+    model: DecoderModel
+    quantized: QuantizedLayers | None
+
+
+def load_decoder(folder: Path, placement: Placement, *, load_format: str, quantization: str) -> LoadedDecoder:
+    """load_format and quantization as the worker's flags of these names. Raises MeshError BAD_CHECKPOINT, UNSUPPORTED
+    or INVALID_ARGUMENT."""
+    started = time.monotonic()
+    config = ConfigReader.open(folder)
+    architecture = config.strings("architectures")[0]
+    stored = read_quantization(config)
+    form = chosen_form(quantization, stored)
+    if form is not None:
+        _check_device(placement.device, form)
+        placement = replace(placement, has_projections=False)
+    is_dummy = load_format == "dummy"
+    quantized: QuantizedLayers | None = None
+    with torch.inference_mode():
+        built = model_families().create(architecture).build(config, placement)
+        if not isinstance(built.model, DecoderModel):
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"the cuda backend does not compute {architecture} yet: use --backend cpu",
+                {"feature": architecture},
+            )
+        check_decoder(built.model.config)
+        if form is not None:
+            with _source(folder, built.targets, stored, placement.device, is_dummy=is_dummy) as source:
+                quantized = _load_quantized(built, built.model, source, form, placement, is_dummy or stored is None)
+                num_bytes = source.num_bytes
+        elif is_dummy:
+            num_bytes = fill_randomly(built.targets)
+        else:
+            num_bytes = load_tensors(folder, built.targets, stored)
+    if placement.device.type == "cuda":
+        # What making them took is free for KV.
+        torch.cuda.empty_cache()
+    _log.info(
+        "weights_loaded",
+        folder=str(folder),
+        architecture=architecture,
+        quantization="none" if quantized is None else str(quantized.form),
+        stored_as="none" if stored is None or is_dummy else str(stored.form),
+        # Of a quantised model, matrices of its layers that are not.
+        num_plain=None if quantized is None else quantized.num_plain,
+        bytes=num_bytes,
+        seconds=round(time.monotonic() - started, 3),
+    )
+    return LoadedDecoder(model=built.model, quantized=quantized)
+
+
+def _load_quantized(
+    built: BuiltModel,
+    model: DecoderModel,
+    source: WeightSource,
+    form: Fp8Form,
+    placement: Placement,
+    is_online: bool,
+) -> QuantizedLayers:
+    return load_layers(
+        model.config,
+        built.targets,
+        source,
+        form,
+        dtype=placement.dtype,
+        device=placement.device,
+        is_online=is_online,
+    )
+
+
+@contextmanager
+def _source(
+    folder: Path,
+    targets: TensorTargets,
+    stored: CheckpointQuantization | None,
+    device: torch.device,
+    *,
+    is_dummy: bool,
+) -> Iterator[WeightSource]:
+    if is_dummy:
+        yield RandomSource(targets, device)
+        return
+    with folder_source(folder, targets, stored) as source:
+        yield source
+
+
+def _check_device(device: torch.device, form: Fp8Form) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"{form} weights need a GPU of compute capability 8.9 or later: use --quantization none, which dequantises "
+            "them",
+            {"feature": str(form)},
+        )

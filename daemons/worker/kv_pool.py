@@ -1,0 +1,121 @@
+"""The KV memory of a worker: pages of a fixed number of tokens, for all layers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
+
+_log = get_logger(__name__)
+
+# A pool of default size takes this share of the memory that is free, and no more than that many full contexts: beyond,
+# bookkeeping per page costs more than a larger cache brings.
+_MEMORY_SHARE = 0.25
+_MOST_CONTEXTS = 32
+
+
+class KvPool(KvPlanes):
+    """Planes of [layers, pages + 1, page_size, *row_shape]; token t of page p is number p x page_size + t of a layer.
+
+    The page after the last is never granted and holds zeros: what attention reads where a sequence has no key. So does
+    the layout's padding, in all pages.
+    """
+
+    def __init__(
+        self, layout: KvLayout, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        try:
+            stored = {
+                plane.name: torch.empty(
+                    layout.num_layers, num_pages + 1, page_size, *plane.stored_shape, dtype=dtype, device=device
+                )
+                for plane in layout.planes
+            }
+        except RuntimeError as error:
+            size = (num_pages + 1) * page_size * layout.bytes_per_token(dtype)
+            raise MeshError(
+                common_pb2.ERROR_REASON_INVALID_ARGUMENT,
+                f"{num_pages} pages of {page_size} tokens need {size} bytes of KV memory, which cannot be had: "
+                "set fewer pages",
+                {"field": "num_pages"},
+            ) from error
+        sizes = {plane.name: plane.row_shape[-1] for plane in layout.planes}
+        self._planes = {name: plane[..., : sizes[name]] for name, plane in stored.items()}
+        self._token_views = {
+            (name, layer): plane[layer].flatten(0, 1)[..., : sizes[name]]
+            for name, plane in stored.items()
+            for layer in range(layout.num_layers)
+        }
+        for name, plane in stored.items():
+            plane[:, num_pages] = 0
+            plane[..., sizes[name] :] = 0
+
+    @property
+    def zero_slot(self) -> int:
+        """Number of a token that holds zeros."""
+        return self.num_pages * self.page_size
+
+    def tokens(self, plane: str, layer: int) -> torch.Tensor:
+        return self._token_views[plane, layer]
+
+    def copy_page(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies the first tokens of a page, in all layers and planes."""
+        for plane in self._planes.values():
+            plane[:, target, :num_tokens] = plane[:, source, :num_tokens]
+
+    def clear(self) -> None:
+        """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""
+        for plane in self._planes.values():
+            plane[:, : self.num_pages] = float("nan")
+
+
+def default_num_pages(layout: KvLayout, *, page_size: int, dtype: torch.dtype, max_total_len: int) -> int:
+    """Pages for the smaller of a share of the free memory and some full contexts, at least one full context."""
+    available = _available_bytes()
+    by_memory = int(available * _MEMORY_SHARE) // layout.bytes_per_token(dtype)
+    one_context = -(-max_total_len // page_size)
+    num_pages = max(min(by_memory, _MOST_CONTEXTS * max_total_len) // page_size, one_context)
+    fields = {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "kv_bytes": num_pages * page_size * layout.bytes_per_token(dtype),
+        "available_bytes": available,
+    }
+    if by_memory < max_total_len:
+        _log.warning("kv_pool_larger_than_its_share", share=_MEMORY_SHARE, **fields)
+    else:
+        _log.info("kv_pool_sized", **fields)
+    return num_pages
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping, and without passing the limit of this process's container."""
+    bounds = [_free_bytes(), _container_bytes()]
+    return max(0, min(bound for bound in bounds if bound is not None))
+
+
+def _free_bytes() -> int:
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    # Where there is no such file: what is free, not counting what caches would give back.
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _container_bytes() -> int | None:
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, current = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit) - int(current)

@@ -1,0 +1,291 @@
+"""Runs plans: checks one whole, applies it in contract order, has the runner compute, and writes down what came out.
+
+With a runner that is asynchronous the next plan is launched while this one runs: lengths advance at the launch, tokens
+and page records at its end.
+
+One thread calls it. It knows no streams and no epochs' order: whoever feeds it does.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import Grant, PageRecords, StepPlan, StepResult
+from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.plans.page_records import PageRecordTable
+from radixmesh.daemons.worker.plans.plan_check import check_plan
+from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
+from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
+from radixmesh.daemons.worker.runner import ModelRunner, RunningStep, StepOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """Where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. With what tells whether slots and pages
+    are still those of the launch. segment_ids: copies of the segments' ids; None where the step is done by now."""
+
+    pages: IntArray
+    page_generations: IntArray
+    offsets: IntArray
+    segment_ids: list[IntArray] | None
+    row_generations: IntArray
+    row_ids: IntArray
+    is_known: BoolArray
+    """Of each row: whether its token was known at the launch, and row_ids holds it."""
+
+
+class ForwardStep(NamedTuple):
+    """A launched forward, and what was known at its launch."""
+
+    batch: ForwardBatch
+    running: RunningStep
+    written: Written
+
+
+class LaunchedStep:
+    """A plan that was launched. finish() is called on the thread that launched it, in the order of the launches."""
+
+    def __init__(
+        self, executor: StepExecutor, builder: ResultBuilder, ready_ns: int, forward: ForwardStep | None = None
+    ) -> None:
+        self._executor = executor
+        self._builder = builder
+        self._ready_ns = ready_ns
+        self._forward = forward
+        self._result: StepResult | None = None
+        self._error: Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether finish() will not wait."""
+        if self._forward is None or self._result is not None or self._error is not None:
+            return True
+        return self._forward.running.is_done
+
+    def wait(self) -> None:
+        """Blocks until the device is done, on any thread. Raises what the device says of a step that died."""
+        if self._forward is not None:
+            self._forward.running.wait()
+
+    def finish(self) -> StepResult:
+        """The result; the same one if asked again, and the same error of a step that died."""
+        if self._error is not None:
+            raise self._error
+        if self._result is None:
+            try:
+                self._result = self._finished()
+            except Exception as error:
+                self._error = error
+                raise
+        return self._result
+
+    def _finished(self) -> StepResult:
+        if self._forward is None:
+            return self._builder.build(at_ns=self._ready_ns)
+        output = self._executor.settle(self, self._forward)
+        return self._builder.build_forward(self._forward.batch, output)
+
+
+class StepExecutor:
+    """Slots, page records and a model, driven by plans.
+
+    max_tokens_per_step: chunks and decodes of one forward together.
+    """
+
+    def __init__(self, runner: ModelRunner, *, num_slots: int, max_tokens_per_step: int) -> None:
+        self.limits = Limits(
+            page_size=runner.page_size,
+            num_pages=runner.num_pages,
+            num_slots=num_slots,
+            vocab_size=runner.vocab_size,
+            max_total_len=runner.max_total_len,
+            max_tokens_per_step=max_tokens_per_step,
+            tasks=frozenset(runner.tasks),
+        )
+        self.runner = runner
+        self.table = SlotTable(self.limits)
+        self.records = PageRecordTable(self.limits)
+        self.weights_version = 1
+        self._epoch = 0
+        self._group_generation = 0
+        self._last_step = 0
+        self._launched: deque[LaunchedStep] = deque()
+        self._last_drawn = np.zeros(num_slots, np.int32)
+
+    def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
+        """Frees all slots; KV and page records stay. Steps count from 1 again."""
+        self.finish_all()
+        self.table.clear()
+        self._epoch, self._group_generation, self._last_step = epoch, group_generation, 0
+
+    def run(self, plan: StepPlan, *, ready_ns: int = 0) -> StepResult:
+        """Launches one plan and waits for it."""
+        return self.launch(plan, ready_ns=ready_ns).finish()
+
+    def launch(self, plan: StepPlan, *, ready_ns: int = 0) -> LaunchedStep:
+        """Starts one plan whole, or raises the MeshError that refuses it with nothing changed.
+
+        `ready_ns`: when the plan was there, on the runner's clock. Any other exception, here or of the step's finish():
+        a step died half-way, the tables and KV are undefined from then on.
+        """
+        self._check_order(plan)
+        check_plan(plan, self.limits, self.table, self.records)
+        self._apply(plan)
+        self._last_step = plan.step_id
+        builder = ResultBuilder(plan, self.weights_version)
+        if not plan.has_forward:
+            return LaunchedStep(self, builder, ready_ns)
+        batch = ForwardBatch.of(plan, self.table, self.limits.page_size)
+        if self._launched and self._needs_tokens(batch):
+            self.finish_all()
+        running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        step = LaunchedStep(self, builder, ready_ns, ForwardStep(batch, running, self._written(batch)))
+        self._advance(batch)
+        self._launched.append(step)
+        return step
+
+    def finish_all(self) -> None:
+        """Waits for every launched step; their results stay with them."""
+        while self._launched:
+            self._launched[0].finish()
+
+    def snapshot(self) -> tuple[Sequence[PageRecords], Sequence[str]]:
+        """Records of all pages in ascending ranges, and the namespaces they index, after all launched steps."""
+        self.finish_all()
+        return list(self.records.snapshot()), self.records.namespaces
+
+    def _check_order(self, plan: StepPlan) -> None:
+        if plan.epoch != self._epoch:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_EPOCH_FENCED,
+                f"the plan is of epoch {plan.epoch}, the worker in {self._epoch}: claim it anew",
+                {"epoch": str(self._epoch)},
+            )
+        if plan.group_generation != self._group_generation:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_GROUP_GENERATION,
+                f"the plan is for group generation {plan.group_generation}: claim the worker anew",
+                {"group_generation": str(self._group_generation)},
+            )
+        if plan.step_id != self._last_step + 1:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_STEP_GAP,
+                f"step {plan.step_id} follows step {self._last_step}: steps have no gaps",
+                {"expected": str(self._last_step + 1), "got": str(plan.step_id)},
+            )
+
+    def _apply(self, plan: StepPlan) -> None:
+        """Everything up to the forward. The order is the contract's."""
+        table, records = self.table, self.records
+        for _ in plan.barrier_ops:  # The check let flush_cache pass and nothing else.
+            records.flush()
+            self.runner.clear()
+        for release in plan.releases:
+            table.release(release.slot, release.generation)
+        for admit in plan.admits:
+            table.admit(
+                admit,
+                can_batch=self.runner.can_batch(admit.sampling),
+                is_suppressed_by_runner=self.runner.suppresses_rows,
+            )
+            self.runner.admitted(admit)
+        if plan.grants:
+            self._grant(plan.grants)
+        for copy in plan.page_copies:
+            self.runner.copy_page(copy.source_page, copy.target_page, copy.num_tokens)
+            records.copy(copy.source_page, copy.target_page, copy.num_tokens)
+        if plan.decode_set is not None:
+            table.decode_set = plan.decode_set
+
+    def _grant(self, grants: Sequence[Grant]) -> None:
+        slots = np.array([grant.slot for grant in grants])
+        counts = np.array([len(grant.pages) for grant in grants])
+        pages = np.concatenate([grant.pages for grant in grants])
+        self.records.grant(
+            pages,
+            counts,
+            previous_pages=self.table.last_pages(slots),
+            namespaces=[self.table.occupant(grant.slot).cache_namespace for grant in grants],
+            weights_version=self.weights_version,
+        )
+        self.table.append_pages(slots, counts, pages)
+
+    def _needs_tokens(self, batch: ForwardBatch) -> bool:
+        """Whether a segment begins with a token, or is sampled after tokens, that the host does not know yet."""
+        slots = [segment.slot for segment in batch.segments]
+        return bool((self.table.known_len[slots] < self.table.total_len[slots]).any())
+
+    def _written(self, batch: ForwardBatch) -> Written:
+        """Where the step's tokens go: segments first, rows after them. Their ids are known once it is done."""
+        size, rows = self.limits.page_size, batch.rows
+        pages, positions = [], []
+        for segment in batch.segments:
+            at = np.arange(segment.start, segment.start + len(segment.ids), dtype=np.int32)
+            pages.append(segment.pages[at // size])
+            positions.append(at)
+        pages.append(rows.page_tables[rows.slots, rows.positions // size])
+        positions.append(rows.positions)
+        all_pages = np.concatenate(pages)
+        return Written(
+            pages=all_pages,
+            page_generations=self.records.generations[all_pages],
+            offsets=np.concatenate(positions) % np.int32(size),
+            segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
+            row_generations=self.table.generations[rows.slots],
+            # Read anew: the rows' own ids are older than what was finished since.
+            row_ids=self.table.tokens[rows.slots, rows.positions],
+            is_known=self.table.known_len[rows.slots] > rows.positions,
+        )
+
+    def _advance(self, batch: ForwardBatch) -> None:
+        """Lengths, as the step will leave them."""
+        table, rows = self.table, batch.rows
+        table.computed_len[rows.slots] = rows.positions + 1
+        table.total_len[rows.slots] = rows.positions + 2
+        for segment in batch.segments:
+            table.computed_len[segment.slot] = segment.start + len(segment.ids)
+            if segment.sample is not None:
+                table.total_len[segment.slot] = segment.sample.position + 1
+
+    def settle(self, step: LaunchedStep, forward: ForwardStep) -> StepOutput:
+        """Tokens and records take in what the step computed; those of slots and pages that moved on do not.
+
+        Steps settle in the order of their launches.
+        """
+        assert self._launched and self._launched[0] is step, "steps settle in the order of their launches"
+        self._launched.popleft()
+        output, batch, written = forward.running.output(), forward.batch, forward.written
+        # A row that did not know its token at the launch computed the one that the step before drew for its slot. The
+        # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
+        rows, table = batch.rows, self.table
+        ids = np.where(written.is_known, written.row_ids, self._last_drawn[rows.slots])
+        segment_ids = written.segment_ids or [segment.ids for segment in batch.segments]
+        self.records.extend_if(
+            written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
+        )
+        self._last_drawn[rows.slots] = output.tokens
+        is_same = table.generations[rows.slots] == written.row_generations
+        slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
+        table.tokens[slots, positions] = output.tokens[is_same]
+        table.known_len[slots] = positions + 1
+        for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
+            if segment.sample is not None:
+                assert got.token is not None, f"the runner drew no token for slot {row.slot}"
+                self._learn(row, segment.sample.position, got.token)
+        return output
+
+    def _learn(self, row: Row, position: int, token: int) -> None:
+        assert 0 <= token < self.limits.vocab_size, f"the runner drew {token} for slot {row.slot}"
+        self._last_drawn[row.slot] = token
+        if self.table.generations[row.slot] == row.generation:
+            self.table.tokens[row.slot, position] = token
+            self.table.known_len[row.slot] = position + 1

@@ -1,0 +1,132 @@
+"""What one forward computes: the decode set and the chunks of a plan, as rows and segments for the runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.steps.step import StepPlan, Task
+from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.runner import DecodeRows, SampleInput, Segment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Where a segment's output goes: `index` is its result row, -1 for a chunk that does not finish its prefill.
+
+    `generation` is the slot's; logprobs of positions before `logprobs_start` were delivered by an earlier attempt.
+    """
+
+    slot: int
+    index: int
+    generation: int
+    logprobs_start: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """`num_results` result rows: `row_indexes` int32 are those of `rows`, `segment_rows` stand beside `segments`.
+
+    A result row that appears in neither had no room.
+    """
+
+    rows: DecodeRows
+    row_indexes: IntArray
+    segments: Sequence[Segment]
+    segment_rows: Sequence[Row]
+    num_results: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, table: SlotTable, page_size: int) -> ForwardBatch:
+        """The batch of a checked and applied plan. Segments hold views of the table's arrays, rows hold copies."""
+        decode_set = table.decode_set
+        has_room = table.has_room(decode_set)
+        is_batched = has_room & (table.total_len[decode_set] >= table.batch_from_len[decode_set])
+        segments: list[Segment] = []
+        segment_rows: list[Row] = []
+        for index in np.flatnonzero(has_room & ~is_batched).tolist():
+            slot = int(decode_set[index])
+            segments.append(_segment(table, slot, 1, page_size))
+            segment_rows.append(_row(table, slot, index))
+        num_results = len(decode_set)
+        for chunk in plan.chunks:
+            is_last = table.computed_len[chunk.slot] + chunk.length == table.total_len[chunk.slot]
+            index = num_results if is_last else -1
+            num_results += bool(is_last)
+            if is_last and not _can_finish(table, chunk.slot):
+                continue
+            segments.append(_segment(table, chunk.slot, chunk.length, page_size))
+            segment_rows.append(_row(table, chunk.slot, index))
+        row_indexes = np.flatnonzero(is_batched).astype(np.int32)
+        return cls(
+            rows=_decode_rows(table, decode_set[row_indexes]),
+            row_indexes=row_indexes,
+            segments=segments,
+            segment_rows=segment_rows,
+            num_results=num_results,
+        )
+
+
+def _row(table: SlotTable, slot: int, index: int) -> Row:
+    generation, logprobs_start = int(table.generations[slot]), table.occupant(slot).logprobs_start
+    return Row(slot=slot, index=index, generation=generation, logprobs_start=logprobs_start)
+
+
+def _decode_rows(table: SlotTable, slots: IntArray) -> DecodeRows:
+    positions = table.total_len[slots] - 1
+    return DecodeRows(
+        slots=slots,
+        ids=table.tokens[slots, positions],
+        positions=positions,
+        page_tables=table.page_tables,
+        num_pages=table.num_pages,
+        seeds=table.seeds[slots],
+        is_sampled=table.is_sampled[slots],
+    )
+
+
+def _can_finish(table: SlotTable, slot: int) -> bool:
+    """Whether a token may follow the slot's last one; embed and score tasks need none."""
+    return table.occupant(slot).task is not Task.GENERATE or bool(table.total_len[slot] < table.max_total_len[slot])
+
+
+def _segment(table: SlotTable, slot: int, length: int, page_size: int) -> Segment:
+    occupant = table.occupant(slot)
+    start, total_len = int(table.computed_len[slot]), int(table.total_len[slot])
+    end = start + length
+    is_last = end == total_len
+    prompt_len = int(table.prompt_len[slot])
+    sample = None
+    if is_last and occupant.task is Task.GENERATE:
+        is_suppressed = total_len - prompt_len < occupant.min_tokens
+        sample = SampleInput(
+            sampling=occupant.sampling,
+            prompt_ids=occupant.prompt_ids,
+            output_ids=table.tokens[slot, prompt_len:total_len],
+            position=total_len,
+            suppressed_ids=occupant.suppressed_ids if is_suppressed else occupant.suppressed_ids[:0],
+        )
+    wanted = _prompt_logprobs(occupant.sampling.prompt_logprobs, occupant.logprobs_start, start, end, prompt_len)
+    return Segment(
+        slot=slot,
+        ids=table.tokens[slot, start:end],
+        start=start,
+        pages=table.page_tables[slot, : -(-end // page_size)],
+        sample=sample,
+        prompt_logprobs=wanted,
+        prompt_ids=occupant.prompt_ids if wanted is not None else occupant.prompt_ids[:0],
+        prompt_num_top=occupant.sampling.num_top_logprobs or 0 if wanted is not None else 0,
+        task=occupant.task,
+        is_last_chunk=is_last,
+    )
+
+
+def _prompt_logprobs(is_wanted: bool, logprobs_start: int, start: int, end: int, prompt_len: int) -> range | None:
+    """Undelivered prompt positions that computing [start, end) predicts: within [start + 1, end]."""
+    if not is_wanted:
+        return None
+    wanted = range(max(start + 1, logprobs_start), min(end + 1, prompt_len))
+    return wanted if len(wanted) else None

@@ -1,0 +1,179 @@
+"""From a plan's message to its answer: decode, launch, wait, encode. Runs on the step thread only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import empty_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.result_codec import records_to_proto, refusal_to_proto, result_to_proto
+from radixmesh.daemons.runtime.steps.step import PageRecords, Refusal, StepResult
+from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
+from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.plan_dump import PlanDump
+from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
+from radixmesh.daemons.worker.step_queue import DoneJob, RunningJob
+from radixmesh.worker.v1 import worker_pb2
+
+# Of a few hundred bytes at most: well below the largest message.
+_NAMES_A_MESSAGE = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came of a plan: a result, a refusal, or neither (its epoch had ended). `died`: why the step died."""
+
+    step_id: int
+    response: worker_pb2.ExecuteResponse | None = None
+    result: StepResult | None = None
+    refusal: MeshError | None = None
+    died: BaseException | None = None
+
+
+class RunningPlan(RunningJob[Answer]):
+    """A plan whose forward runs."""
+
+    def __init__(
+        self, runner: PlanRunner, plan: worker_pb2.StepPlan, step: LaunchedStep, traced: Sequence[TracedChunk]
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._step = step
+        self._traced = traced
+
+    @property
+    def is_done(self) -> bool:
+        return self._step.is_done
+
+    def wait(self) -> None:
+        self._step.wait()
+
+    def finish(self) -> Answer:
+        return self._runner.finish(self._plan, self._step, self._traced)
+
+
+class PlanRunner:
+    """Runs messages through an executor and remembers that a refusal ended the epoch."""
+
+    def __init__(
+        self, executor: StepExecutor, dump: PlanDump, on_step: Callable[[], None], traces: SlotTraces | None = None
+    ) -> None:
+        self._traces = traces
+        self._executor = executor
+        self._dump = dump
+        self._on_step = on_step
+        self._is_epoch_over = True
+        self._died_step: int | None = None
+        self._running: deque[LaunchedStep] = deque()
+
+    def begin_epoch(self, epoch: int, group_generation: int) -> None:
+        """All slots are free, plans of `epoch` run."""
+        if self._died_step is None:
+            if self._traces is not None:
+                self._traces.begin_epoch()
+            self._executor.begin_epoch(epoch, group_generation)
+            self._is_epoch_over = False
+
+    def launch(
+        self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None
+    ) -> DoneJob[Answer] | RunningPlan:
+        """Starts one plan; its answer comes by finish(). `fault`: what it meets with instead, a MeshError that refuses
+        it unseen or what its step dies of."""
+        epoch, step_id = plan.header.epoch, plan.header.step_id
+        if self._is_epoch_over:
+            return DoneJob(Answer(step_id=step_id))
+        try:
+            if fault is not None:
+                raise fault
+            step_plan = plan_from_proto(plan)
+            traced = self._traces.launched(step_plan) if self._traces is not None else ()
+            step = self._executor.launch(step_plan, ready_ns=ready_ns)
+        except MeshError as error:
+            self._is_epoch_over = True
+            return DoneJob(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
+        except Exception as error:
+            if self._has_one_died():
+                self._is_epoch_over = True
+                return DoneJob(Answer(step_id=step_id))
+            return DoneJob(self._died(plan, error))
+        self._running.append(step)
+        return RunningPlan(self, plan, step, traced)
+
+    def finish(self, plan: worker_pb2.StepPlan, step: LaunchedStep, traced: Sequence[TracedChunk] = ()) -> Answer:
+        """The answer to a launched plan; waits for it. None of its own if a step before it died."""
+        step_id = plan.header.step_id
+        oldest = self._running.popleft()
+        assert oldest is step, "steps finish in the order of their launches"
+        if self._died_step is not None and step_id > self._died_step:
+            return Answer(step_id=step_id)
+        try:
+            result = step.finish()
+        except Exception as error:
+            return self._died(plan, error)
+        for chunk in traced:
+            chunk.ran(result)
+        self._on_step()
+        response = worker_pb2.ExecuteResponse(result=result_to_proto(result))
+        return Answer(step_id=step_id, response=response, result=result)
+
+    def snapshot(self) -> Sequence[worker_pb2.SnapshotCacheResponse]:
+        """The page records as messages, the last one with is_last."""
+        ranges, namespaces = self._executor.snapshot()
+        parts: list[tuple[PageRecords, tuple[str, ...]]] = [(records, ()) for records in ranges]
+        num_pages = sum(len(records.filled) for records in ranges)
+        if len(namespaces) <= _NAMES_A_MESSAGE:
+            parts[-1] = (ranges[-1], tuple(namespaces))
+        else:
+            starts = range(0, len(namespaces), _NAMES_A_MESSAGE)
+            nothing = _empty_range(num_pages)
+            parts += [(nothing, tuple(namespaces[start : start + _NAMES_A_MESSAGE])) for start in starts]
+        last = len(parts) - 1
+        return [
+            records_to_proto(records, is_last=i == last, namespaces=names) for i, (records, names) in enumerate(parts)
+        ]
+
+    def _has_one_died(self) -> bool:
+        """Whether one of the steps that still run died: it may be what made the launch behind it fail.
+
+        Waits for them all; those that did not die answer as ever.
+        """
+        for step in self._running:
+            try:
+                step.finish()
+            except Exception:
+                return True
+        return False
+
+    def _died(self, plan: worker_pb2.StepPlan, error: Exception) -> Answer:
+        self._is_epoch_over = True
+        epoch, step_id = plan.header.epoch, plan.header.step_id
+        self._died_step = step_id
+        path = self._dump.write(plan, error)
+        failure = MeshError(
+            ErrorReason.ERROR_REASON_STEP_FAILED,
+            f"step {step_id} died ({type(error).__name__}: {error}); the worker restarts, its KV is lost",
+            {"dump": path},
+        )
+        return Answer(step_id=step_id, response=_refusal(epoch, step_id, failure), refusal=failure, died=error)
+
+
+def _empty_range(first_page: int) -> PageRecords:
+    none = empty_ints()
+    return PageRecords(
+        first_page=first_page,
+        generations=none,
+        filled=none,
+        previous_pages=none,
+        previous_generations=none,
+        namespace_indexes=none,
+        weights_versions=none,
+        ids=none,
+    )
+
+
+def _refusal(epoch: int, step_id: int, error: MeshError) -> worker_pb2.ExecuteResponse:
+    refusal = Refusal(epoch=epoch, step_id=step_id, error=error)
+    return worker_pb2.ExecuteResponse(refusal=refusal_to_proto(refusal))

@@ -1,0 +1,93 @@
+"""Turns what the runner computed into the StepResult: rows in the contract's order, logprobs where undelivered."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.steps.step import SlotLogprobs, SlotVector, StepPlan, StepResult, TokenLogprobs
+from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.runner import StepOutput
+
+
+class ResultBuilder:
+    """Builds the result of one plan."""
+
+    def __init__(self, plan: StepPlan, weights_version: int) -> None:
+        self._plan = plan
+        self._weights_version = weights_version
+
+    def build(self, *, at_ns: int) -> StepResult:
+        """The result of a plan without a forward: no rows, no device time."""
+        return self._result(counts=empty_ints(), ids=empty_ints(), start_ns=at_ns, end_ns=at_ns)
+
+    def build_forward(self, batch: ForwardBatch, output: StepOutput) -> StepResult:
+        """The result of a forward."""
+        counts = np.zeros(batch.num_results, np.int32)
+        ids = np.zeros(batch.num_results, np.int32)
+        counts[batch.row_indexes] = 1
+        ids[batch.row_indexes] = output.tokens
+        for row, got in zip(batch.segment_rows, output.segments, strict=True):
+            if got.token is not None:
+                counts[row.index] = 1
+                ids[row.index] = got.token
+        logprobs, prompt_logprobs = _logprobs(batch, output)
+        return self._result(
+            counts=counts,
+            ids=ids[counts > 0],
+            start_ns=output.start_ns,
+            end_ns=output.end_ns,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            vectors=_vectors(batch, output),
+        )
+
+    def _result(
+        self,
+        *,
+        counts: IntArray,
+        ids: IntArray,
+        start_ns: int,
+        end_ns: int,
+        logprobs: tuple[SlotLogprobs, ...] = (),
+        prompt_logprobs: tuple[SlotLogprobs, ...] = (),
+        vectors: tuple[SlotVector, ...] = (),
+    ) -> StepResult:
+        return StepResult(
+            epoch=self._plan.epoch,
+            step_id=self._plan.step_id,
+            counts=counts,
+            ids=ids,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            vectors=vectors,
+            device_start_ns=start_ns,
+            device_end_ns=end_ns,
+            weights_version=self._weights_version,
+        )
+
+
+def _logprobs(batch: ForwardBatch, output: StepOutput) -> tuple[tuple[SlotLogprobs, ...], tuple[SlotLogprobs, ...]]:
+    """Of output tokens and of prompt tokens; those before logprobs_start were delivered by an earlier attempt."""
+    of_output: list[SlotLogprobs] = []
+    of_prompt: list[SlotLogprobs] = []
+    for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
+        sample = segment.sample
+        is_wanted = sample is not None and sample.sampling.num_top_logprobs is not None
+        if sample is not None and got.logprobs is not None and is_wanted and sample.position >= row.logprobs_start:
+            of_output.append(_slot_logprobs(row, sample.position, got.logprobs))
+        if got.prompt_logprobs is not None and segment.prompt_logprobs is not None:
+            of_prompt.append(_slot_logprobs(row, segment.prompt_logprobs.start, got.prompt_logprobs))
+    return tuple(of_output), tuple(of_prompt)
+
+
+def _slot_logprobs(row: Row, first_position: int, logprobs: TokenLogprobs) -> SlotLogprobs:
+    return SlotLogprobs(slot=row.slot, generation=row.generation, first_position=first_position, logprobs=logprobs)
+
+
+def _vectors(batch: ForwardBatch, output: StepOutput) -> tuple[SlotVector, ...]:
+    return tuple(
+        SlotVector(slot=row.slot, generation=row.generation, values=got.vector)
+        for row, got in zip(batch.segment_rows, output.segments, strict=True)
+        if got.vector is not None
+    )

@@ -1,0 +1,1 @@
+"""Paged attention: decode, extend, shared prefixes, split KV."""

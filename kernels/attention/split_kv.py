@@ -1,0 +1,296 @@
+"""Split-KV attention over a paged pool, scheduled on the device: what plain and shared-prefix decode have in common.
+
+The work of a step is a line of tiles. Unit after unit (a row, or a group of rows that share a prefix), within a unit
+one block of KV heads after the other, within a block its KV tokens in tiles of `block_n`. The line is cut into one
+equal share for each of a fixed number of resident programs ("stream-K", Osama et al. 2023; for decode, "lean
+attention", Sanovar et al. 2024), so any mixture of lengths keeps all SMs busy, and one captured graph serves them all:
+
+    units   |  row 0, heads 0 |  row 0, heads 1 | row 1, heads 0 | ...
+    tiles   |##|##|##|##|##|##|##|##|##|##|##|##|##|##|##|##|##|##|
+    shares  |<- program 0 ->|<- program 1 ->|<- program 2 ->|
+
+A unit that a share's end cuts is merged by whichever of its programs arrives last, always in the order of its parts.
+A program leaves at most two parts: of the unit that it starts in the middle of, and of the one that it ends within.
+
+A program can take `heads` KV heads of a token at once, for longer contiguous reads. Their query heads fill the rows of
+one product that would otherwise be padding: queries lie block-diagonally in [queries, heads x head_dim], so a key row
+of all these heads gives each query its own score; of the product with the values each query keeps its own columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from radixmesh.kernels.attention.split_pieces import LOWEST, merge_parts, prefetch_tile, token_index
+from radixmesh.kernels.attention.split_schedule import SplitParts, SplitPlan
+
+LOG2_E = 1.4426950408889634
+# Floats of the parts that a merge holds in registers at once, and the parts: its loads are unrolled.
+_MERGED_FLOATS, _MERGED_PARTS = 4096, 8
+
+
+def split_attention(
+    plan: SplitPlan,
+    parts: SplitParts,
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    *,
+    slots_U: torch.Tensor,
+    ends_U: torch.Tensor,
+    page_size: int,
+    scale: float,
+    out: torch.Tensor,
+    window: int | None = None,
+    begins_U: torch.Tensor | None = None,
+    members_UR: torch.Tensor | None = None,
+    initial: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out_lse: torch.Tensor | None = None,
+    use_pdl: bool = False,
+) -> None:
+    """Runs the kernel over a filled plan. inputs: queries, keys, values, page tables; nothing is checked here."""
+    shape, config = plan.shape, plan.config
+    q, keys, values, page_tables = inputs
+    part_rows = shape.query_rows(config)
+    initial_out, initial_lse = initial if initial is not None else (None, None)
+    _split_attention_kernel[(plan.num_programs,)](
+        q,
+        keys,
+        values,
+        page_tables,
+        slots_U,
+        begins_U,
+        ends_U,
+        members_UR,
+        plan.tile_starts,
+        plan.first_units,
+        parts.outputs,
+        parts.lses,
+        parts.arrivals,
+        initial_out,
+        initial_lse,
+        out,
+        out_lse,
+        page_tables.stride(0),
+        ends_U.shape[0],
+        scale * LOG2_E,
+        H=shape.num_heads,
+        KV_HEADS=shape.num_kv_heads,
+        D=shape.head_dim,
+        DP=shape.padded_dim,
+        HEADS=config.heads,
+        MEMBERS=shape.members,
+        M=max(16, part_rows),
+        PART_ROWS=part_rows,
+        MERGED_AT_ONCE=max(1, min(_MERGED_PARTS, _MERGED_FLOATS // (part_rows * shape.padded_dim))),
+        BLOCK_N=config.block_n,
+        PAGE_SIZE=page_size,
+        WINDOW=window,
+        MIN_TILES=config.min_tiles,
+        IS_WHOLE=config.is_whole,
+        NUM_PROGRAMS=plan.num_programs,
+        STAGES=config.num_stages,
+        PDL=use_pdl,
+        launch_pdl=use_pdl,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+    )
+
+
+# One compilation serves all batches: nothing is compiled anew for a batch of 1 or a slice of the slots. In one piece:
+# what it called instead would be compiled to the same instructions in another order, with other registers.
+@triton.jit(
+    do_not_specialize=["num_units", "table_stride"],
+    do_not_specialize_on_alignment=["slots_ptr", "begins_ptr", "ends_ptr"],
+)
+def _split_attention_kernel(
+    q_ptr,
+    keys_ptr,
+    values_ptr,
+    page_tables_ptr,
+    slots_ptr,
+    begins_ptr,
+    ends_ptr,
+    members_ptr,
+    tile_starts_ptr,
+    first_units_ptr,
+    parts_ptr,
+    part_lses_ptr,
+    arrivals_ptr,
+    initial_ptr,
+    initial_lse_ptr,
+    out_ptr,
+    out_lse_ptr,
+    table_stride,
+    num_units,
+    scale,
+    H: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    HEADS: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    M: tl.constexpr,
+    PART_ROWS: tl.constexpr,
+    MERGED_AT_ONCE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """See the module. Units are rows, or with `members_ptr` int32 [units, MEMBERS] groups of rows (-1: none).
+
+    begins_ptr (or None): rows start at this position, with the softmax of what lies before it from `initial`.
+    """
+    GROUP: tl.constexpr = H // KV_HEADS
+    UNIT_HEADS: tl.constexpr = HEADS * GROUP
+    HEAD_BLOCKS: tl.constexpr = KV_HEADS // HEADS
+    if PDL:
+        # What follows may come in beside these programs: few rows leave most of the device to it.
+        tl.extra.cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    num_tiles = tl.load(tile_starts_ptr + num_units) * HEAD_BLOCKS
+    share = tl.maximum((num_tiles + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
+    work = program * share
+    work_end = tl.minimum(work + share, num_tiles)
+    unit = tl.load(first_units_ptr + program)
+    if PDL and members_ptr is None:
+        if work < work_end:
+            prefetch_tile(
+                keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, tile_starts_ptr, table_stride,
+                unit, work, KV_HEADS, D, HEADS, HEAD_BLOCKS, BLOCK_N, PAGE_SIZE, WINDOW,
+            )  # fmt: skip
+
+    column = tl.arange(0, HEADS * DP)
+    column_head = column // DP
+    column_dim = column % DP
+    kv_column = column if D == DP else column_head * D + column_dim
+    m = tl.arange(0, M)
+    m_member = m // UNIT_HEADS
+    m_head = m % UNIT_HEADS
+    n = tl.arange(0, BLOCK_N)
+    r = tl.arange(0, PART_ROWS)
+    d = tl.arange(0, DP)
+
+    while work < work_end:
+        # Where in the unit: block of heads, and tiles [tile, last) of it.
+        unit_begin = tl.load(tile_starts_ptr + unit)
+        unit_end = tl.load(tile_starts_ptr + unit + 1)
+        tiles = unit_end - unit_begin
+        head_block = (work - unit_begin * HEAD_BLOCKS) // tiles
+        block_work = unit_begin * HEAD_BLOCKS + head_block * tiles
+        tile = work - block_work
+        last = tl.minimum(tiles, work_end - block_work)
+        if IS_WHOLE:
+            last = tiles
+            # It started in the share of a program before.
+            tile = tl.where(tile > 0, tiles, 0)
+        kv_end = tl.load(ends_ptr + unit)
+        kv_begin = 0
+        if begins_ptr is not None:
+            kv_begin = tl.load(begins_ptr + unit)
+        if WINDOW is not None:
+            kv_begin = tl.maximum(kv_end - WINDOW, 0)
+        table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride
+
+        # The unit's queries, block-diagonally.
+        if members_ptr is None:
+            m_row = unit + m * 0
+            is_query = m < UNIT_HEADS
+        else:
+            m_row = tl.load(members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1)
+            is_query = m_row >= 0
+        m_lane = m_row * H + head_block * UNIT_HEADS + m_head
+        lane_offset = m_lane[:, None] * D + column_dim[None, :]
+        is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
+        if D != DP:
+            is_own = is_own & (column_dim < D)[None, :]
+        if PDL:
+            # Queries, the rows' own keys and values, and parts of prefixes come from the kernels ahead; the rest does
+            # not, and has been read meanwhile.
+            tl.extra.cuda.gdc_wait()
+        q = tl.load(q_ptr + lane_offset, mask=is_own, other=0.0)
+
+        highest = tl.full([M], LOWEST, tl.float32)
+        total = tl.zeros([M], tl.float32)
+        acc = tl.zeros([M, HEADS * DP], tl.float32)
+        if initial_ptr is not None:
+            # Only the unit's first tile continues a prefix.
+            is_continued = is_query & (m * 0 + tl.where(tile == 0, kv_begin, 0) > 0)
+            highest = tl.load(initial_lse_ptr + m_lane, mask=is_continued, other=LOWEST)
+            total = tl.where(is_continued, 1.0, 0.0)
+            acc = tl.load(initial_ptr + lane_offset, mask=is_own & is_continued[:, None], other=0.0)
+
+        keys_block_ptr = keys_ptr + head_block * (HEADS * D)
+        values_block_ptr = values_ptr + head_block * (HEADS * D)
+        for t in tl.range(tile, last, num_stages=STAGES):
+            position = kv_begin + t * BLOCK_N + n
+            is_in = position < kv_end
+            token = token_index(table_ptr, position, is_in, PAGE_SIZE)
+            kv_offset = token[:, None] * (KV_HEADS * D) + kv_column[None, :]
+            is_loaded = is_in[:, None] if D == DP else is_in[:, None] & (column_dim < D)[None, :]
+            k = tl.load(keys_block_ptr + kv_offset, mask=is_loaded, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            scores = tl.where(is_in[None, :], scores, float("-inf"))
+            new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+            exps = tl.exp2(scores * scale - new_highest[:, None])
+            correction = tl.exp2(highest - new_highest)
+            total = total * correction + tl.sum(exps, 1)
+            v = tl.load(values_block_ptr + kv_offset, mask=is_loaded, other=0.0)
+            acc = tl.dot(exps.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
+            highest = new_highest
+
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        lse = tl.where(total > 0, highest + tl.log2(total), LOWEST)
+        if members_ptr is not None:
+            # Read again (.cg: not the load above), or a register an output would be held through the loop.
+            m_row = tl.load(
+                members_ptr + unit * MEMBERS + m_member, mask=m_member < MEMBERS, other=-1, cache_modifier=".cg"
+            )
+            is_query = m_row >= 0
+            m_lane = m_row * H + head_block * UNIT_HEADS + m_head
+            lane_offset = m_lane[:, None] * D + column_dim[None, :]
+            is_own = is_query[:, None] & ((m_head // GROUP)[:, None] == column_head[None, :])
+            if D != DP:
+                is_own = is_own & (column_dim < D)[None, :]
+        if (tile == 0) & (last == tiles):
+            tl.store(out_ptr + lane_offset, acc.to(out_ptr.dtype.element_ty), mask=is_own)
+            if out_lse_ptr is not None:
+                tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
+        elif not IS_WHOLE:
+            place = 2 * program + (tile == 0).to(tl.int32)
+            part_offset = (place * PART_ROWS + m)[:, None] * DP + column_dim[None, :]
+            tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])
+            tl.store(part_lses_ptr + place * PART_ROWS + m, lse, mask=m < PART_ROWS)
+            first_program = block_work // share
+            num_parts = (block_work + tiles - 1) // share - first_program + 1
+            # All threads' parts are written before the count says so; the count orders them for the last program.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(arrivals_ptr + first_program, 1, sem="acq_rel")
+            if arrived == num_parts - 1:
+                tl.store(arrivals_ptr + first_program, 0)
+                merged, merged_lse = merge_parts(
+                    parts_ptr, part_lses_ptr, first_program, num_parts, PART_ROWS, DP, MERGED_AT_ONCE
+                )
+                if members_ptr is None:
+                    r_row = unit + r * 0
+                    is_row = r < UNIT_HEADS
+                else:
+                    r_member = r // UNIT_HEADS
+                    r_row = tl.load(members_ptr + unit * MEMBERS + r_member, mask=r_member < MEMBERS, other=-1)
+                    is_row = r_row >= 0
+                r_lane = r_row * H + head_block * UNIT_HEADS + r % UNIT_HEADS
+                is_out = is_row[:, None] & (d < D)[None, :]
+                tl.store(out_ptr + r_lane[:, None] * D + d[None, :], merged.to(out_ptr.dtype.element_ty), mask=is_out)
+                if out_lse_ptr is not None:
+                    tl.store(out_lse_ptr + r_lane, merged_lse, mask=is_row)
+        work = block_work + last
+        if work >= unit_end * HEAD_BLOCKS:
+            unit += 1
+    if PDL:
+        # Programs without work wait as well: when this kernel is over, those ahead of it are.
+        tl.extra.cuda.gdc_wait()

@@ -1,0 +1,1 @@
+"""GEMMs with few rows on Hopper, in CUDA C++ compiled by NVRTC."""

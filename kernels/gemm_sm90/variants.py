@@ -1,0 +1,257 @@
+"""What gemm.cu and gemm_row_tiled.cu are compiled for, and what their launches need."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+TILE_K = 64  # Numbers along K of a tile: 128 bytes.
+MAX_CLUSTER = 8  # CTAs of a portable one.
+SHARED_BYTES = 227 << 10  # Most that a CTA may have.
+HALF_BYTES = 113 << 10  # Most that each of two on a multiprocessor may have.
+MAX_SUMS = 128  # A thread's.
+# Of a multiprocessor, which gives them to whole warpgroups; and what a thread needs beside its sums.
+_REGISTERS, _OTHER_REGISTERS = 65536, 40
+_ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductConfig:
+    """How a product is cut. tile: weight rows of a CTA; split: CTAs that share K; stages: tiles of the ring; shared: so
+    many CTAs of a cluster read from the L2 cache once (1, 2, 4): rows of x, for neighbouring tiles, or, with row_tile,
+    the tile's weights. row_tile: None, where a CTA has all rows, or those that it has (64, 128)."""
+
+    tile: int
+    split: int
+    stages: int
+    shared: int = 1
+    row_tile: int | None = None
+
+    @property
+    def cluster(self) -> int:
+        """CTAs, MAX_CLUSTER at most."""
+        return self.split * self.shared
+
+    def __str__(self) -> str:
+        """tile[:row_tile][xshared]/split/stages."""
+        row_tile = f":{self.row_tile}" if self.row_tile else ""
+        shared = f"x{self.shared}" if self.shared > 1 else ""
+        return f"{self.tile}{row_tile}{shared}/{self.split}/{self.stages}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant(ABC):
+    """One compiled kernel. Those that are equal are the same. tile: weight rows of a CTA; rows: of x, padded."""
+
+    entry: ClassVar[str]
+    source_file: ClassVar[str]
+
+    tile: int
+    rows: int
+    stages: int
+    is_half: bool
+    shared: int
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.tile + self.rows) * TILE_K * 2
+
+    @property
+    @abstractmethod
+    def weight_rows(self) -> int:
+        """Of a box."""
+
+    @property
+    @abstractmethod
+    def activation_rows(self) -> int:
+        """Of a box of x."""
+
+    @property
+    @abstractmethod
+    def num_threads(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def sums_a_thread(self) -> int:
+        """Registers that hold them."""
+
+    @property
+    @abstractmethod
+    def shared_bytes(self) -> int:
+        """With what the kernel needs to align its ring. As its source lays it out."""
+
+    @property
+    @abstractmethod
+    def columns(self) -> int:
+        """Features out of a tile."""
+
+    @abstractmethod
+    def num_ctas(self, num_rows: int, num_out: int) -> int: ...
+
+    def num_tiles(self, num_out: int) -> int:
+        """Of features out."""
+        return math.ceil(num_out / self.columns)
+
+    @abstractmethod
+    def constants(self) -> str:
+        """What the source wants set."""
+
+    @property
+    @abstractmethod
+    def instruction(self) -> tuple[int, bool]:
+        """Columns of a wgmma; whether it is of float16."""
+
+    @property
+    def a_multiprocessor(self) -> int:
+        """CTAs, of this kernel or the next, that share one."""
+        registers = _REGISTERS // (2 * math.ceil(self.num_threads / 128) * 128)
+        return 2 if self.shared_bytes <= HALF_BYTES and self.sums_a_thread + _OTHER_REGISTERS <= registers else 1
+
+    def kernel_source(self) -> str:
+        """Without what is set."""
+        folder = Path(__file__).parent
+        primitives = (folder / "ptx.cuh").read_text(encoding="utf-8")
+        kernel = (folder / self.source_file).read_text(encoding="utf-8")
+        return kernel.replace("// ptx.cuh stands here.\n", primitives)
+
+    def source(self) -> str:
+        """For NVRTC or nvcc (sm_90a)."""
+        return self.constants() + _wgmma_source(*self.instruction) + self.kernel_source()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FewRows(Variant):
+    """gemm.cu. rows: all of x's; parts: CTAs that share K."""
+
+    entry: ClassVar[str] = "product90"
+    source_file: ClassVar[str] = "gemm.cu"
+
+    is_gated: bool
+    parts: int
+
+    @property
+    def weight_rows(self) -> int:
+        return self.tile
+
+    @property
+    def activation_rows(self) -> int:
+        return self.rows // self.shared
+
+    @property
+    def num_threads(self) -> int:
+        return (128 if self.tile == 64 else 256) + 32
+
+    @property
+    def sums_a_thread(self) -> int:
+        return max(self.tile // 128, 1) * self.rows // 2
+
+    @property
+    def columns(self) -> int:
+        return self.tile // 2 if self.is_gated else self.tile
+
+    @property
+    def shared_bytes(self) -> int:
+        bands = self.rows // 8
+        band_bytes = self.tile // 64 * 4 * (32 * 16 + 64)
+        finish = (bands + (self.parts - 1) * math.ceil(bands / self.parts)) * band_bytes
+        own_rows = math.ceil(bands / self.parts) * 8
+        squares = self.parts * self.rows if self.is_gated else own_rows * self.columns // 8
+        return max(self.stages * self.stage_bytes, finish) + squares * 4 + 16 * self.stages + 16 + 1024
+
+    def num_ctas(self, num_rows: int, num_out: int) -> int:
+        return math.ceil(num_out / (self.columns * self.shared)) * self.shared * self.parts
+
+    @property
+    def instruction(self) -> tuple[int, bool]:
+        return self.rows, self.is_half
+
+    def constants(self) -> str:
+        return (
+            f"constexpr int kTileN = {self.tile}, kRows = {self.rows}, kStages = {self.stages};\n"
+            f"constexpr int kMinCtas = {self.a_multiprocessor}, kParts = {self.parts}, kShared = {self.shared};\n"
+            "constexpr int kMaxTurns = 0;\n"
+            f"constexpr bool kIsGated = {str(self.is_gated).lower()}, kIsHalf = {str(self.is_half).lower()};\n"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManyRows(Variant):
+    """gemm_row_tiled.cu. rows: of a tile."""
+
+    entry: ClassVar[str] = "product90_wide"
+    source_file: ClassVar[str] = "gemm_row_tiled.cu"
+
+    @property
+    def weight_rows(self) -> int:
+        return self.tile // self.shared
+
+    @property
+    def activation_rows(self) -> int:
+        return self.rows
+
+    @property
+    def columns(self) -> int:
+        return self.tile
+
+    @property
+    def num_threads(self) -> int:
+        return self.rows * 2 + 32
+
+    @property
+    def sums_a_thread(self) -> int:
+        return self.tile // 2
+
+    @property
+    def shared_bytes(self) -> int:
+        pitch = self.tile + (40 - self.tile % 32) % 32
+        finish = self.rows * (pitch + self.tile // 8) * 4
+        return max(self.stages * self.stage_bytes, finish) + 16 * self.stages + 1024
+
+    def num_ctas(self, num_rows: int, num_out: int) -> int:
+        row_tiles = math.ceil(num_rows / (self.rows * self.shared)) * self.shared
+        return math.ceil(num_out / self.tile) * row_tiles
+
+    @property
+    def instruction(self) -> tuple[int, bool]:
+        return self.tile, self.is_half
+
+    def constants(self) -> str:
+        return (
+            f"constexpr int kTileN = {self.tile}, kGroups = {self.rows // 64}, kStages = {self.stages};\n"
+            f"constexpr int kMinCtas = {self.a_multiprocessor}, kShared = {self.shared}, kMaxTurns = 0;\n"
+            f"constexpr bool kIsHalf = {str(self.is_half).lower()};\n"
+        )
+
+
+def variant_of(config: ProductConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:
+    """What computes products of 1 to 256 rows that are cut so; gated ones have no tiles of rows."""
+    tile, stages, shared, is_half = config.tile, config.stages, config.shared, dtype == torch.float16
+    if config.row_tile is not None:
+        assert config.split == 1 and not is_gated, config
+        return ManyRows(tile=tile, rows=config.row_tile, stages=stages, is_half=is_half, shared=shared)
+    rows = padded_rows(num_rows, shared)
+    return FewRows(
+        tile=tile, rows=rows, stages=stages, is_half=is_half, shared=shared, is_gated=is_gated, parts=config.split
+    )
+
+
+def padded_rows(num_rows: int, shared: int = 1) -> int:
+    """Each neighbour asks for as many, 8 or a multiple: the swizzle's atom."""
+    return next(rows for rows in _ROWS if rows >= num_rows and rows % (8 * shared) == 0)
+
+
+def _wgmma_source(columns: int, is_half: bool) -> str:
+    """wgmma names each of its registers."""
+    count, dtype = columns // 2, "f16" if is_half else "bf16"
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return (
+        f"__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, unsigned long long b) {{\n"
+        f'  asm volatile("wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{dtype}.{dtype} '
+        f'{{{registers}}}, %{count}, %{count + 1}, 1, 1, 1, 0, 0;" : {outputs} : "l"(a), "l"(b));\n}}\n'
+    )

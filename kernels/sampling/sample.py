@@ -1,0 +1,291 @@
+"""One token from each row of logits, as the CPU sampler draws it (version 1: `daemons/worker/sampling`).
+
+T rows, V vocabulary, S splits of a row. All parameters are read from device memory by the row's slot, so that one
+captured graph serves whatever its slots ask for; static flags leave out the launches that no row needs.
+
+    adjust (penalise.py)   logits -> float32, penalties, biases, suppressed ids become NaN   only with has_penalties
+    highest                the best (value, lowest id) of each split
+    cut off (cutoff.py)    the last (value, id) in rank that top-k, top-p and min-p keep       only with has_filters
+    gumbel                 the best (score + noise, lowest id) of each split                   only with has_sampled
+    finish                 the best of the splits, written where the slot's next decode and the host look for it
+
+Values are compared as packed integers, (order of the value, lower ids first): a maximum of those is exact and decides
+ties as the reference does. Noise and scores are float64, as there. What may differ from the CPU: logarithms and
+exponentials of another library by a rounding (a draw changes where two sums are that close), and top-p's border, whose
+sums are float32 here (an id at the border is in or out wrongly where the sum meets top_p within about 1e-6).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from radixmesh.kernels.sampling.candidates import BLOCK, CandidateScratch
+from radixmesh.kernels.sampling.cutoff import NO_CUT, cut_off
+from radixmesh.kernels.sampling.penalise import adjust
+from radixmesh.kernels.sampling.sample_params import SampleParams, packed_order, value_of
+
+_MAX_SPLITS = 128
+_CANDIDATES = 1024
+_PROGRAMS = 1024  # As many programs as fill the device; more rows need fewer splits.
+
+
+class DrawScratch:
+    """Device memory that `draw` works in, for up to `max_rows` rows; may be shared by all graphs of one stream."""
+
+    def __init__(
+        self,
+        max_rows: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        has_penalties: bool,
+        num_candidates: int = _CANDIDATES,
+    ) -> None:
+        """With penalties, 8 bytes a row and id of the vocabulary, else some 12 KB a row.
+
+        `num_candidates`, a power of two: filters that keep fewer ids are fast.
+        """
+        self.highest_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int64, device=device)
+        self.best_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.float64, device=device)
+        self.best_ids_TS = torch.empty(max_rows, _MAX_SPLITS, dtype=torch.int32, device=device)
+        self.cut_T = torch.full((max_rows,), NO_CUT, dtype=torch.int64, device=device)
+        self.candidates = CandidateScratch(max_rows, _MAX_SPLITS, num_candidates, device)
+        rows = max_rows if has_penalties else 0
+        self.adjusted_TV = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
+        # All zero between draws: whoever reads a count clears it.
+        self.counts_TV = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTarget:
+    """Where drawn tokens go, all int32: the token of row t to turns_RT[turn_1[0], t] and last_tokens_S[slot of t].
+
+    turn_1 lies on the device, so that a captured draw writes to another turn every time.
+    """
+
+    turns_RT: torch.Tensor
+    turn_1: torch.Tensor
+    last_tokens_S: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How rows are cut: `splits` programs a row, of `num_blocks` blocks of ids each."""
+
+    splits: int
+    num_blocks: int
+
+
+@triton.jit(do_not_specialize=["num_blocks"])
+def _highest_kernel(
+    logits_ptr, highest_ptr, V, stride, num_blocks, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    best = tl.full((BLOCK,), -(2**63), tl.int64)
+    block = split * num_blocks
+    end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
+    while block < end:
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        mask = ids < V
+        x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=0.0).to(tl.float32)
+        best = tl.maximum(best, tl.where(mask, packed_order(x, ids, IS_ADJUSTED), -(2**63)))
+        block += 1
+    tl.store(highest_ptr + row * MAX_SPLITS + split, tl.max(best, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_splits", "num_blocks"])
+def _gumbel_kernel(
+    logits_ptr, highest_ptr, cut_ptr, row_slots_ptr, positions_ptr, temperature_ptr, seed_ptr, best_ptr, best_id_ptr,
+    V, stride, num_splits, num_blocks, BLOCK: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr, HAS_CUT: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot)
+    splits = tl.arange(0, MAX_SPLITS)
+    packed = tl.load(highest_ptr + row * MAX_SPLITS + splits, mask=splits < num_splits, other=-(2**63))
+    highest = value_of(tl.max(packed, axis=0))
+    if (temperature > 0.0) & (highest > float("-inf")):
+        seed = tl.load(seed_ptr + slot)
+        position = tl.load(positions_ptr + row)
+        is_infinite = highest == float("inf")
+        if HAS_CUT:
+            cut = tl.load(cut_ptr + row)
+        best = tl.full((), float("-inf"), tl.float64)
+        best_id = tl.full((), 2**31 - 1, tl.int32)
+        block = split * num_blocks
+        end = tl.minimum(block + num_blocks, (V + BLOCK - 1) // BLOCK)
+        while block < end:
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            mask = ids < V
+            x = tl.load(logits_ptr + row * stride + ids, mask=mask, other=float("-inf")).to(tl.float32)
+            # +inf - +inf is NaN: with +inf in the row, only the ids that have it are candidates.
+            score = tl.where(is_infinite, 0.0, x.to(tl.float64) - highest.to(tl.float64)) / temperature
+            is_kept = mask & tl.where(is_infinite, x == highest, x == x)
+            if HAS_CUT:
+                is_kept = is_kept & (packed_order(x, ids, IS_ADJUSTED) >= cut)
+            total = tl.where(is_kept, score + _gumbel(seed, position, block, BLOCK), float("-inf"))
+            block_best = tl.max(total, axis=0)
+            block_id = tl.min(tl.where(total == block_best, ids, 2**31 - 1), axis=0)
+            # Blocks come in the order of ids: an equal sum later on is a higher id.
+            best_id = tl.where(block_best > best, block_id, best_id)
+            best = tl.maximum(block_best, best)
+            block += 1
+        tl.store(best_ptr + row * MAX_SPLITS + split, best)
+        tl.store(best_id_ptr + row * MAX_SPLITS + split, best_id)
+
+
+@triton.jit
+def _gumbel(seed, position, block, BLOCK: tl.constexpr):
+    """float64 noise of the ids of a block: Philox4x32-10, four ids a counter."""
+    quads = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    zeros = quads * 0
+    x0, x1, x2, x3 = tl.philox(seed, quads, zeros + position, zeros, zeros)
+    bits = tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3))
+    uniform = (bits.to(tl.float64) + 0.5) * (2.0**-32)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit(do_not_specialize=["num_splits", "turns_stride", "tokens_stride"])
+def _finish_kernel(
+    highest_ptr, best_ptr, best_id_ptr, row_slots_ptr, positions_ptr, temperature_ptr, turns_ptr, turn_ptr,
+    last_tokens_ptr, tokens_ptr, num_splits, turns_stride, tokens_stride, MAX_SPLITS: tl.constexpr,
+    HAS_SAMPLED: tl.constexpr, HAS_PENALTIES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(row_slots_ptr + row).to(tl.int64)
+    turn = tl.load(turn_ptr).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    splits = tl.arange(0, MAX_SPLITS)
+    mask = splits < num_splits
+    packed = tl.max(tl.load(highest_ptr + row * MAX_SPLITS + splits, mask=mask, other=-(2**63)), axis=0)
+    token = (0xFFFFFFFF - (packed & 0xFFFFFFFF)).to(tl.int32)
+    if HAS_SAMPLED:
+        temperature = tl.load(temperature_ptr + slot)
+        if (temperature > 0.0) & (value_of(packed) > float("-inf")):
+            best = tl.load(best_ptr + row * MAX_SPLITS + splits, mask=mask, other=float("-inf"))
+            ids = tl.load(best_id_ptr + row * MAX_SPLITS + splits, mask=mask, other=2**31 - 1)
+            token = tl.min(tl.where(best == tl.max(best, axis=0), ids, 2**31 - 1), axis=0)
+    tl.store(turns_ptr + turn * turns_stride + row, token)
+    tl.store(last_tokens_ptr + slot, token)
+    if HAS_PENALTIES:
+        tl.store(tokens_ptr + slot * tokens_stride + tl.load(positions_ptr + row), token)
+
+
+def draw(
+    logits_TV: torch.Tensor,
+    params: SampleParams,
+    row_slots_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    scratch: DrawScratch,
+    target: TokenTarget,
+    *,
+    has_sampled: bool,
+    has_filters: bool = False,
+    has_penalties: bool = False,
+    has_highest: bool = False,
+    use_pdl: bool = False,
+) -> None:
+    """Draws the token of each row into `target`. Can be captured in a graph.
+
+    logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified. row_slots int32 [T] name the rows'
+    slots in `params`; positions int32 [T] are the indexes of the drawn tokens in prompt + output. What the flags leave
+    out is ignored: without `has_sampled` every row is greedy, without `has_filters` no row has top-k, top-p or min-p,
+    without `has_penalties` no row has penalties, biases or suppressed ids. With penalties the tokens are added to the
+    slots' lists in `params` too. `scratch` made without penalties refuses `has_penalties`.
+    has_highest: the draw before was greedy and of the same logits, and its scratch is as it left it.
+    `use_pdl` as in `rms_norm`, for a draw without noise or penalties; slots and turn are read without waiting.
+    """
+    num_rows, vocab_size = logits_TV.shape
+    _check(logits_TV, row_slots_T, positions_T, scratch, target)
+    if num_rows == 0:
+        return
+    if has_penalties:
+        assert num_rows <= len(scratch.counts_TV), "the scratch was made without penalties"
+        adjust(logits_TV, params, row_slots_T, positions_T, scratch.counts_TV, scratch.adjusted_TV)
+        logits_TV = scratch.adjusted_TV[:num_rows]
+    use_pdl = use_pdl and not has_sampled and not has_penalties
+    cut = _cut(num_rows, vocab_size)
+    grid = (cut.splits, num_rows)
+    if has_penalties or not has_highest:
+        _highest_kernel[grid](
+            logits_TV, scratch.highest_TS, vocab_size, logits_TV.stride(0), cut.num_blocks, BLOCK=BLOCK,
+            MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
+        )  # fmt: skip
+    if has_sampled and has_filters:
+        highest_T = scratch.highest_TS[:num_rows, : cut.splits].amax(dim=1)
+        cut_off(
+            logits_TV, params, row_slots_T, highest_T, scratch.candidates, scratch.cut_T, cut.splits, cut.num_blocks,
+            is_adjusted=has_penalties,
+        )  # fmt: skip
+    if has_sampled:
+        _gumbel_kernel[grid](
+            logits_TV, scratch.highest_TS, scratch.cut_T, row_slots_T, positions_T, params.temperature_S, params.seed_S,
+            scratch.best_TS, scratch.best_ids_TS, vocab_size, logits_TV.stride(0), cut.splits, cut.num_blocks,
+            BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, HAS_CUT=has_filters, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    _finish_kernel[(num_rows,)](
+        scratch.highest_TS, scratch.best_TS, scratch.best_ids_TS, row_slots_T, positions_T, params.temperature_S,
+        target.turns_RT, target.turn_1, target.last_tokens_S, params.tokens_SL, cut.splits, target.turns_RT.stride(0),
+        params.tokens_SL.stride(0), MAX_SPLITS=_MAX_SPLITS, HAS_SAMPLED=has_sampled, HAS_PENALTIES=has_penalties,
+        PDL=use_pdl, num_warps=1, launch_pdl=use_pdl,
+    )  # fmt: skip
+
+
+def compile_draws(params: SampleParams, vocab_size: int, dtype: torch.dtype) -> None:
+    """Runs every kind of draw once for the dummy slot, so that no request waits for a compiler: for logits of `dtype`.
+
+    Whatever is drawn later, for however many rows, is compiled then.
+    """
+    device = params.seed_S.device
+    scratch = DrawScratch(1, vocab_size, device, has_penalties=True)
+    logits_TV = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+    row_slots_T = torch.full((1,), len(params.seed_S) - 1, dtype=torch.int32, device=device)
+    positions_T = torch.zeros(1, dtype=torch.int32, device=device)
+    target = TokenTarget(
+        turns_RT=positions_T.new_zeros(1, 1),
+        turn_1=positions_T,
+        last_tokens_S=positions_T.new_zeros(len(params.seed_S)),
+    )
+    for has_penalties in (False, True):
+        for has_sampled, has_filters in ((False, False), (True, False), (True, True)):
+            draw(
+                logits_TV, params, row_slots_T, positions_T, scratch, target, has_sampled=has_sampled,
+                has_filters=has_filters, has_penalties=has_penalties,
+            )  # fmt: skip
+
+
+def _cut(num_rows: int, vocab_size: int) -> _Cut:
+    blocks = triton.cdiv(vocab_size, BLOCK)
+    splits = min(max(_PROGRAMS // num_rows, 1), blocks, _MAX_SPLITS)
+    num_blocks = triton.cdiv(blocks, splits)
+    return _Cut(triton.cdiv(blocks, num_blocks), num_blocks)
+
+
+def _check(
+    logits_TV: torch.Tensor,
+    row_slots_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    scratch: DrawScratch,
+    target: TokenTarget,
+) -> None:
+    num_rows, vocab_size = logits_TV.shape
+    assert logits_TV.stride(1) == 1 and vocab_size < 2**31, (logits_TV.shape, logits_TV.stride())
+    assert row_slots_T.dtype == positions_T.dtype == torch.int32, (row_slots_T.dtype, positions_T.dtype)
+    assert row_slots_T.shape == positions_T.shape == (num_rows,), (row_slots_T.shape, positions_T.shape)
+    assert num_rows <= len(scratch.cut_T), (num_rows, len(scratch.cut_T))
+    assert target.turns_RT.dtype == target.turn_1.dtype == target.last_tokens_S.dtype == torch.int32
+    assert target.turns_RT.stride(1) == 1 and num_rows <= target.turns_RT.shape[1], target.turns_RT.shape
+    assert target.last_tokens_S.is_contiguous(), target.last_tokens_S.stride()
