@@ -97,7 +97,8 @@ async def test_who_sends_nothing_is_told_so_and_holds_nobody_else_up() -> None:
             for _ in range(20):
                 assert isinstance(await _said(other.unary_unary(_DECODE)(_request(0))), int)
         refusals = [await refusal_of(call) for call in begun]
-        assert {refusal.reason for refusal in refusals if refusal} == {"CLIENT_STALLED"} and all(refusals)
+        reasons = {refusal.reason if refusal else "" for refusal in refusals}
+        assert "CLIENT_STALLED" in reasons <= {"CLIENT_STALLED", "OVERLOADED"}
         assert isinstance(await _said(channel.unary_unary(_DECODE)(_request(0))), int)
 
 

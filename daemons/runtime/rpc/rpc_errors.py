@@ -88,7 +88,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                     else deserialized(deserialize, cast(bytes, raw), scan)
                 )
                 if handler.response_streaming:
-                    await _drive(behaviour(request, context), context)
+                    await drive(behaviour(request, context), context)
                     return None
                 return await cast("Awaitable[object]", behaviour(request, context))
             except grpc.aio.AbortError:
@@ -158,7 +158,7 @@ def mesh_error_from_rpc(error: grpc.RpcError) -> MeshError:
     return MeshError(_STATUS_TO_REASON.get(error.code(), ErrorReason.ERROR_REASON_INTERNAL), message, metadata)
 
 
-async def _drive(responses: object, context: _Context) -> None:
+async def drive(responses: object, context: _Context) -> None:
     """Runs a streaming handler: an async generator is written out, closed with its call; a coroutine writes itself."""
     if inspect.isasyncgen(responses):
         async with aclosing(responses):

@@ -37,7 +37,7 @@ class Turns:
 
     async def _wait(self, peer: str) -> None:
         if self._num_waiting >= self._max_waiting:
-            message = f"{self._num_waiting} calls wait already: retry later, or on another replica"
+            message = f"no place is free and {self._num_waiting} calls wait already: retry later, or on another replica"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(peer, deque()).append(turn)

@@ -1,4 +1,4 @@
-"""Unary calls of a server that has little memory: few messages arrive and few large answers leave at a time.
+"""Calls of one message to a server that has little memory: few messages arrive and few large answers leave at a time.
 
 grpc receives the messages of all calls at once, and an answer stays in memory until its client has taken it: 32 calls
 of 13 MiB are 400 MiB before a handler runs, and as many answers of four times that. Behind this gate a call that waits
@@ -20,7 +20,7 @@ from google.protobuf.message import Message
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.rpc_errors import deserialized
+from radixmesh.daemons.runtime.rpc.rpc_errors import deserialized, drive
 from radixmesh.daemons.runtime.rpc.turns import Turns
 from radixmesh.daemons.runtime.rpc.wire_bounds import scan_of
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
@@ -30,27 +30,33 @@ log = get_logger(__name__)
 _Req = TypeVar("_Req")
 _Resp = TypeVar("_Resp")
 _Context = grpc.aio.ServicerContext[object, object]
+_Call = Callable[[object, _Context], Awaitable[None]]
 
 # Answered at once, whatever else there is to do.
 _OPEN = ("/grpc.health.v1.Health/",)
 # Messages that arrive at once; of one connection, which leaves a place to everybody else.
 _NUM_RECEIVING, _NUM_RECEIVING_OF_ONE = 3, 2
-# Calls that wait for such a place: each has a window's bytes here.
+# A message that takes longer makes room for others, and goes on arriving where this many may.
+_QUICK_S = 1.0
+_NUM_SLOW, _NUM_SLOW_OF_ONE = 4, 2
+# Calls that wait for a place to arrive or to leave: each has a window's bytes here.
 _MAX_WAITING = 1024
 # Requests of no more always find room: their number has a bound elsewhere.
 _SMALL_BYTES = 16 << 10
-# An answer of more is sent while no other one is: it is in memory three times meanwhile.
+# An answer of more waits for its turn to leave: it is in memory three times meanwhile.
 _LARGE_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnaryLimits:
     """max_message_bytes: of a request. max_bytes: see Room. patience_s: for one message to arrive, or one large answer
-    to leave."""
+    to leave; answers of streams are not looked at. num_sending: large answers that leave at once, one of a connection.
+    """
 
     max_message_bytes: int
     max_bytes: int
     patience_s: float = 5.0
+    num_sending: int = 1
 
 
 class Room:
@@ -91,7 +97,8 @@ class UnaryGate(grpc.aio.ServerInterceptor):
     def __init__(self, limits: UnaryLimits) -> None:
         self._limits = limits
         self._receiving = Turns(_NUM_RECEIVING, max_per_peer=_NUM_RECEIVING_OF_ONE, max_waiting=_MAX_WAITING)
-        self._sending = Turns(1, max_per_peer=1, max_waiting=_MAX_WAITING)
+        self._slow = Turns(_NUM_SLOW, max_per_peer=_NUM_SLOW_OF_ONE, max_waiting=0)
+        self._sending = Turns(limits.num_sending, max_per_peer=1, max_waiting=_MAX_WAITING)
         self._room = Room(limits.max_bytes)
 
     async def intercept_service(
@@ -100,30 +107,44 @@ class UnaryGate(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[_Req, _Resp] | None:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None or handler_call_details.method.startswith(_OPEN):
+        if handler is None or handler.request_streaming or handler_call_details.method.startswith(_OPEN):
             return handler
+        call = self._unary(handler) if handler.unary_unary is not None else self._unary_stream(handler)
         deserialize = cast("Callable[[bytes], Message]", handler.request_deserializer)
         scan = scan_of(handler_call_details.method)
-        behaviour = cast("Callable[[object, _Context], Awaitable[Message]]", handler.unary_unary)
 
-        async def call(_: object, context: _Context) -> None:
-            async with self._receiving.place(context.peer()):
-                raw = await self._received(context)
-            request = cast(Message, deserialized(deserialize, raw, scan))
-            del raw
-            with self._room.held(context.peer(), request.ByteSize()):
-                answer = await behaviour(request, context)
-                del request
-                await self._send(answer, context)
+        async def receive_and_call(_: object, context: _Context) -> None:
+            await call(deserialized(deserialize, await self._received(context), scan), context)
 
         return cast(
             "grpc.RpcMethodHandler[_Req, _Resp]",
             grpc.stream_stream_rpc_method_handler(
-                call,  # type: ignore[arg-type]
+                receive_and_call,  # type: ignore[arg-type]
                 None,
                 cast("Callable[[object], bytes]", handler.response_serializer),
             ),
         )
+
+    def _unary(self, handler: grpc.RpcMethodHandler[_Req, _Resp]) -> _Call:
+        behaviour = cast("Callable[[object, _Context], Awaitable[Message]]", handler.unary_unary)
+
+        async def call(request: object, context: _Context) -> None:
+            with self._room.held(context.peer(), cast(Message, request).ByteSize()):
+                answer = await behaviour(request, context)
+                del request
+                await self._send(answer, context)
+
+        return call
+
+    def _unary_stream(self, handler: grpc.RpcMethodHandler[_Req, _Resp]) -> _Call:
+        behaviour = cast("Callable[[object, _Context], object]", handler.unary_stream)
+
+        async def call(request: object, context: _Context) -> None:
+            responses = behaviour(request, context)
+            del request
+            await drive(responses, context)
+
+        return call
 
     async def _send(self, answer: Message, context: _Context) -> None:
         num_bytes = answer.ByteSize()
@@ -142,13 +163,25 @@ class UnaryGate(grpc.aio.ServerInterceptor):
                 raise asyncio.CancelledError from None
 
     async def _received(self, context: _Context) -> bytes:
+        peer = context.peer()
+        async with self._receiving.place(peer):
+            # Not by iteration: grpc's iterator holds the bytes that it gave last for as long as the call is there.
+            reading = asyncio.ensure_future(context.read())
+            try:
+                await asyncio.wait((reading,), timeout=min(_QUICK_S, self._limits.patience_s))
+            except asyncio.CancelledError:
+                reading.cancel()
+                raise
         try:
-            async with asyncio.timeout(self._limits.patience_s):
-                # Not by iteration: grpc's iterator holds the bytes that it gave last for as long as the call is there.
-                raw = await context.read()
-        except TimeoutError:
-            message = f"the message did not arrive within {self._limits.patience_s:g} s: send it without a pause"
-            raise MeshError(ErrorReason.ERROR_REASON_CLIENT_STALLED, message) from None
+            if not reading.done():
+                async with self._slow.place(peer):
+                    await asyncio.wait((reading,), timeout=self._limits.patience_s)
+            if not reading.done():
+                message = f"the message did not arrive within {self._limits.patience_s:g} s: send it without a pause"
+                raise MeshError(ErrorReason.ERROR_REASON_CLIENT_STALLED, message)
+            raw = await reading
+        finally:
+            reading.cancel()
         if raw is grpc.aio.EOF:
             raise MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, "the call ended without a message: send one")
         return cast(bytes, raw)
