@@ -119,7 +119,7 @@ class UnaryGate(grpc.aio.ServerInterceptor):
         return cast(
             "grpc.RpcMethodHandler[_Req, _Resp]",
             grpc.stream_stream_rpc_method_handler(
-                receive_and_call,  # type: ignore[arg-type]
+                receive_and_call,
                 None,
                 cast("Callable[[object], bytes]", handler.response_serializer),
             ),
