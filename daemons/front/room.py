@@ -32,7 +32,7 @@ class Room:
 
 
 def places_within_files(wanted: int) -> int:
-    """At most `wanted` connections: each takes two files, its own and that to a router. Raises the soft limit for them."""
+    """At most `wanted` connections: each takes two files, its own and that to a router. Raises the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * wanted + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:

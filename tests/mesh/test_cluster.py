@@ -571,14 +571,14 @@ async def test_a_supervision_that_fails_says_so_and_leaves_nothing_running(make_
         await cluster.wait_healthy(60)
         pid = cluster.pids["worker-1"]
 
-        def broken(self, **observed):
+        def broken(self, answer, **observed):
             raise OSError("no more files")
 
         monkeypatch.setattr(HangDetector, "observe", broken)
         async with asyncio.timeout(60):
             await cluster.wait_until("worker", lambda status: status.state is ProcessState.ENDED)
         assert wait_gone([pid]) == []
-        with pytest.raises(NoRestartCuresError, match="not supervised any more .OSError: no more files."):
+        with pytest.raises(NoRestartCuresError, match=r"not supervised any more .OSError: no more files."):
             await cluster.wait_healthy(60)
         assert any("Traceback" in line for name, line in journal.lines if name == "worker-1")
 
