@@ -40,8 +40,10 @@ class RouterSettings(CommonSettings):
     )
     grpc_message_s: float = setting(60.0, "seconds that a gRPC message of a client may take to arrive")
     client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
-    silence_s: float = setting(
-        5.0, "seconds without a frame, or with an answer owed, after which a peer counts as dead"
+    peer_timeout_s: float = setting(
+        5.0,
+        "seconds without a frame, or with an answer owed, after which a peer counts as dead",
+        deprecated=("silence-s",),
     )
     scheduler_wait_s: float = setting(120.0, "seconds that a request waits for a scheduler that can take it")
     detokenizer_wait_s: float = setting(120.0, "seconds that text waits for a detokenizer")
@@ -108,6 +110,6 @@ class RouterSettings(CommonSettings):
                 f"--http-bodies-bytes {-(-self.http_body_bytes * 4 // 3)} or more, or --http-body-bytes "
                 f"{self.http_bodies_bytes * 3 // 4} or less"
             )
-        for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
+        for name in ("client_stall_s", "peer_timeout_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
