@@ -37,12 +37,12 @@ from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 KINDS = {
     "attention of decodes": r"_split_attention_kernel|BatchDecode",
     "attention of prompts": r"_extend_kernel|BatchPrefill|PrefillWithKV",
-    "rotation and KV write": r"_rope_kv",
-    "SiLU and product": r"_silu_",
+    "RoPE and KV write": r"_rope_kv",
+    "SiLU and multiply": r"_silu_",
     "norms, rows made FP8": r"_rms_norm|_quantize_rows",
     "drawing": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
     "a step's numbers": r"_receive|_begin_step|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
-    "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|product",
+    "gemm": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear",
 }
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
