@@ -49,7 +49,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             await processes.start("worker", "worker", worker)
             for depth in args.depths:
                 name = f"scheduler-{depth}"
-                flags = {"workers": processes.address("worker"), "depth": depth, "chunk_tokens": 8192}
+                flags = {"workers": processes.address("worker"), "pipeline_depth": depth, "chunk_tokens": 8192}
                 await processes.start(name, "scheduler", flags)
                 for num_rows in args.rows:
                     rows.append({"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows)})
@@ -96,7 +96,9 @@ def _read(path: Path) -> dict[str, object]:
         if last > end:
             end, before = last, name
     # A step begins when the device fetches its numbers.
-    starts = sorted(float(e["ts"]) for e in events if e.get("cat") == "kernel" and "_receive_kernel" in e["name"])
+    starts = sorted(
+        float(e["ts"]) for e in events if e.get("cat") == "kernel" and "_fetch_step_inputs_kernel" in e["name"]
+    )
     period = float(np.median(np.diff(starts))) if len(starts) > 2 else 0.0
     num_steps = max(1.0, (end - start) / period) if period else 1.0
     largest = sorted(gaps.items(), key=lambda gap: -gap[1])[:8]

@@ -73,7 +73,7 @@ async def run(
         settings = SchedulerSettings(
             workers=(worker.address,),
             check_invariants=True,
-            **{"chunk_tokens": 24, "grant_ahead_tokens": 1, "growth_tokens": 1, **choices},  # type: ignore[arg-type]
+            **{"chunk_tokens": 24, "grant_ahead_tokens": 1, "decode_reserve_tokens": 1, **choices},  # type: ignore[arg-type]
         )
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
             handles = [
@@ -106,7 +106,7 @@ async def undisturbed(model: str, wishes: list[Wish]) -> Run:
 def check_pressure(state: scheduler_pb2.GetStateResponse, *, is_cached: bool) -> None:
     """A run without pressure proves nothing."""
     assert state.num_retractions > 0
-    assert not state.num_breaches
+    assert not state.num_page_violations
     if is_cached:
         assert state.evicted_pages > 0 and state.prompt_cached_tokens > 0
     else:
@@ -135,7 +135,7 @@ async def test_outputs_are_the_same_by_every_cache_page_size_depth_and_order(mod
             compare(run_of, plain)
     for depth in ("0", "2", "auto"):
         for queue_policy in ("lpm", "dfs-weight", "lcfs"):
-            run_of = await run(model, wishes, 1, cache="radix", depth=depth, queue_policy=queue_policy)
+            run_of = await run(model, wishes, 1, cache="radix", pipeline_depth=depth, queue_policy=queue_policy)
             check_pressure(run_of.state, is_cached=True)
             compare(run_of, plain)
     for eviction in ("lfu", "fifo", "priority"):
