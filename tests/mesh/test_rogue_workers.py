@@ -204,4 +204,4 @@ async def test_a_worker_that_answers_nonsense_loses_its_stream_and_nobody_a_toke
             assert seen.finished is not None and seen.finished.reason == common_pb2.FINISH_REASON_LENGTH
         assert rogue.num_lies
         state = await state_of(scheduler)
-        assert state.num_breaches == 0 and state.load.epoch > 1, "it was believed"
+        assert state.num_page_violations == 0 and state.load.epoch > 1, "it was believed"
