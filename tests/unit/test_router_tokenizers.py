@@ -9,9 +9,10 @@ import pytest
 from support.reachable import num_reachable
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.peers.tokenizer_pool import MAX_CALL_BYTES, TokenizerPool, TokenizerReplica
+from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool, TokenizerReplica
 from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
 Answer = Callable[[], Awaitable[pb.EncodeResponse]]
@@ -89,7 +90,7 @@ async def test_a_call_of_too_many_bytes_is_not_made() -> None:
     with pytest.raises(MeshError) as error:
         await pool_of(replica).encode(pb.EncodeRequest(items=items))
     assert error.value.reason == ErrorReason.ERROR_REASON_TOO_LARGE and not replica.num_asked
-    assert error.value.metadata["max"] == str(MAX_CALL_BYTES)
+    assert error.value.metadata["max"] == str(MAX_TEXT_BYTES)
 
 
 async def test_tenants_share_the_bytes_under_way() -> None:
