@@ -36,7 +36,9 @@ _Logprobs = dict[tuple[int, int], TokenLogprobs]
 class ResultReader:
     """finish: ends a request that is live."""
 
-    def __init__(self, finish: Callable[[Sequence, SequenceEnd], None], observer: SequenceObserver) -> None:
+    def __init__(
+        self, finish: Callable[[Sequence, SequenceEnd, MeshError | None], None], observer: SequenceObserver
+    ) -> None:
         self._finish = finish
         self._observer = observer
 
@@ -59,6 +61,10 @@ class ResultReader:
         if len(step.rows):
             self._take_rows(state, step, result, watch, outputs)
         self._take_vectors(state, result, outputs)
+        for failed in result.slot_errors:
+            sequence = _live_sequence(state, failed.slot, failed.generation)
+            if sequence is not None:
+                self._finish(sequence, SequenceEnd(FinishReason.ERROR), failed.error)
 
     def _take_rows(
         self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
@@ -118,7 +124,7 @@ class ResultReader:
                 table.settle(slot)
                 ending = end_of(sequence)
                 if ending is not None:
-                    self._finish(sequence, ending)
+                    self._finish(sequence, ending, None)
         for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
             sequence = table.sequences[slot]
             if sequence is not None and table.live[slot] == generation:
@@ -157,7 +163,7 @@ class ResultReader:
                 rows_of([TokenRow(sequence.owner, sequence.handle, sequence.submission.attempt, first, row_ids, given)])
             )
         if ending is not None:
-            self._finish(sequence, ending)
+            self._finish(sequence, ending, None)
         elif is_running and not is_decode:
             state.pages.share(sequence)
 
@@ -166,7 +172,7 @@ class ResultReader:
             sequence = _live_sequence(state, entry.slot, entry.generation)
             if sequence is not None:
                 outputs.vectors.append(OutputVector(owner=sequence.owner, handle=sequence.handle, values=entry.values))
-                self._finish(sequence, SequenceEnd(FinishReason.STOP))
+                self._finish(sequence, SequenceEnd(FinishReason.STOP), None)
 
 
 def _occupant(table: SequenceTable, slot: int) -> Sequence:
