@@ -24,8 +24,7 @@ _WORKLOADS = {
     "seed_random_500": "500 requests, up to 4,096 in, up to 2,048 out",
     "shared_prefix_512": "32 groups of 16, 2,048 shared + 128 in, 128 out",
 }
-# The files keep the names of their time.
-_PARTS = {
+_PARTS = {  # The files keep the names of their time.
     "products": "GEMMs (of decodes with SwiGLU's gate)",
     "SiLU and product": "SiLU and product of prompts",
     "rotation and KV write": "RoPE and KV write",
@@ -81,14 +80,14 @@ def _throughput(dense: Mapping[str, Any]) -> list[str]:
         ]
         for name, text in _WORKLOADS.items()
     ]
-    titles = ["through scheduler and worker", "tokens/s, runs in order", "of the roofline", "of a replay"]
+    titles = ["workload", "tokens/s, runs in order", "of the roofline", "of a replay"]
     more = [
         [f"{label}, {name}", "; ".join(f"{run:,.0f}" for run in figures["runs"]), f"{figures['roofline_share']:.2f}"]
         for label, group in _other_runs(dense)
         for name, figures in group.items()
     ]
     return [
-        *("## Tokens a second", ""),
+        *("## Tokens a second through scheduler and worker", ""),
         *_table([*titles, *others["out_tok_s"]], rows),
         "",
         _wrapped(
@@ -122,9 +121,8 @@ def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:
         ),
         "",
         _wrapped(
-            f"From start to serving: {start['warm kernel caches']:.0f} s with warm kernel caches, "
-            f"{start['kernels of products compiled']:.0f} s where the project's own GEMMs are compiled too. Nothing is "
-            "loaded from disk."
+            f"From start to serving, without weights from disk: {start['warm kernel caches']:.0f} s with warm kernel "
+            f"caches, {start['kernels of products compiled']:.0f} s where the project's own GEMMs are compiled too."
         ),
     ]
 
@@ -334,8 +332,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _read(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    return content
+    return dict(json.loads((RESULTS / name).read_text(encoding="utf-8")))
 
 
 def main(argv: Sequence[str]) -> int:
