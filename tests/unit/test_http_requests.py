@@ -18,7 +18,7 @@ from radixmesh.daemons.router.http.answers.tokens import TokenTable
 from radixmesh.daemons.router.http.answers.usage import usage_of
 from radixmesh.daemons.router.http.bodies.body import parse, parse_whole
 from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
-from radixmesh.daemons.router.http.bodies.json_text import split_at
+from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
@@ -179,7 +179,7 @@ def test_retry_after_is_whole_seconds() -> None:
 @given(st.text(), st.text(min_size=1))
 def test_text_between_the_halves_is_the_whole_json(text: str, mark: str) -> None:
     before, after = split_at({"id": "fixed", "deep": [{"text": f"{mark} mark"}]}, f"{mark} mark")
-    value = json.loads(before + json.dumps(text).encode() + after)
+    value = json.loads(before + dump(text) + after)
     assert value == {"id": "fixed", "deep": [{"text": text}]}
 
 

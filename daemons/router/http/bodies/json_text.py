@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import msgspec
+
+_ENCODER = msgspec.json.Encoder()
 
 
 def dump(value: object) -> bytes:
-    """Compact JSON. Raises ValueError for NaN and infinities, which are no JSON."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Compact JSON of plain Python values; NaN and infinities, which JSON lacks, are null."""
+    return _ENCODER.encode(value)
 
 
 def split_at(value: object, mark: str) -> tuple[bytes, bytes]:
