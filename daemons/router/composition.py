@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,49 +52,64 @@ def make_router(
     progress: Progress,
     metrics: Metrics,
     tracer: Tracer | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Router:
-    """Call connect() within an event loop. Raises MeshError for a policy or address that is none."""
+    """Call connect() within an event loop. clock: monotonic seconds. Raises MeshError for an unknown policy."""
     hello = make_hello(daemon="router", instance_id=instance_id)
     journal = Journal(settings.journal_bytes)
-    times = RequestTimes(metrics, tracer)
-    flow = OutputFlow(journal, metrics, times)
-    schedulers = SchedulerPool(
-        lambda address: SchedulerLink(address, peers.dial_scheduler, settings.silence_s, hello, flow),
-        LinkPlacement(
-            Placement(make_policy(settings.policy), view_bytes=settings.view_bytes),
-            open_watch=peers.watch_cache,
-            on_decision=flow.on_decision,
-        ),
-        wait_s=settings.scheduler_wait_s,
-        migrate_after_s=settings.migrate_after_s,
-        fail=flow.fail,
-        aliases=ModelAliases.parse(settings.model_aliases),
+    times = RequestTimes(metrics, tracer, clock)
+
+    def make_schedulers(flow: OutputFlow) -> SchedulerPool:
+        return SchedulerPool(
+            lambda address: SchedulerLink(address, peers.dial_scheduler, settings.silence_s, hello, flow, clock),
+            LinkPlacement(
+                Placement(make_policy(settings.policy), view_bytes=settings.view_bytes, now=clock),
+                open_watch=peers.watch_cache,
+                on_decision=times.routed,
+            ),
+            wait_s=settings.scheduler_wait_s,
+            migrate_after_s=settings.migrate_after_s,
+            aliases=ModelAliases.parse(settings.model_aliases),
+            clock=clock,
+        )
+
+    def make_detokenizers(flow: OutputFlow) -> DetokenizerPool:
+        return DetokenizerPool(
+            lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow, clock),
+            settings.detokenizer_wait_s,
+            clock=clock,
+        )
+
+    flow = OutputFlow(
+        journal,
+        metrics,
+        times,
+        make_schedulers=make_schedulers,
+        make_detokenizers=make_detokenizers,
+        clock=clock,
     )
-    detokenizers = DetokenizerPool(
-        lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow),
-        settings.detokenizer_wait_s,
-        fail=flow.fail_text,
-    )
-    flow.bind(schedulers, detokenizers)
     tokenizers = TokenizerPool(
         peers.open_tokenizer,
         wait_s=settings.tokenizer_wait_s,
         hedge_s=settings.tokenizer_hedge_s,
         is_expected=bool(settings.tokenizers),
     )
-    maker = RequestMaker(journal, schedulers, tokenizers, times, scheduler_wait_s=settings.scheduler_wait_s)
-    peerings = [
+    maker = RequestMaker(
+        journal, flow.schedulers, tokenizers, times, scheduler_wait_s=settings.scheduler_wait_s, clock=clock
+    )
+    peer_watchers = [
         NameWatch(settings.tokenizers, tokenizers, peers.look_up),
-        NameWatch(settings.detokenizers, detokenizers, peers.look_up),
-        NameWatch(settings.schedulers, schedulers, peers.look_up),
+        NameWatch(settings.detokenizers, flow.detokenizers, peers.look_up),
+        NameWatch(settings.schedulers, flow.schedulers, peers.look_up),
     ]
     return Router(
         settings,
         journal=journal,
         flow=flow,
         maker=maker,
-        peerings=peerings,
+        peer_watchers=peer_watchers,
         progress=progress,
         metrics=metrics,
         times=times,
+        clock=clock,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from google.protobuf.message import Message
 
@@ -25,7 +25,7 @@ from radixmesh.daemons.router.requests.request_times import RequestTimes
 from radixmesh.daemons.router.requests.resolver import check_names
 from radixmesh.daemons.router.requests.resume import check_resume, rebuild
 from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
-from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.rpc.caller import current_caller
@@ -59,20 +59,22 @@ class Router:
         journal: Journal,
         flow: OutputFlow,
         maker: RequestMaker,
-        peerings: Sequence[NameWatch],
+        peer_watchers: Sequence[NameWatch],
         progress: Progress,
         metrics: Metrics,
         times: RequestTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self._clock = clock
         self._journal = journal
         self._flow = flow
         self._maker = maker
-        self._peerings = tuple(peerings)
+        self._peer_watchers = tuple(peer_watchers)
         self._progress = progress
         self._metrics = metrics
         self._times = times or RequestTimes(metrics)
-        self._turnstile = Turnstile()
+        self._pacer = WakeupPacer()
         self._streams = StreamTable()
 
     @property
@@ -93,12 +95,12 @@ class Router:
 
     def connect(self) -> None:
         """Starts to connect to every peer of the settings but those that are names: see follow_names()."""
-        for peering in self._peerings:
-            peering.start()
+        for watcher in self._peer_watchers:
+            watcher.start()
 
     async def follow_names(self) -> None:
         """Runs for ever: connects to the replicas behind names, and lets those go that have left."""
-        await asyncio.gather(*(peering.run() for peering in self._peerings))
+        await asyncio.gather(*(watcher.run() for watcher in self._peer_watchers))
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -110,13 +112,11 @@ class Router:
         """Runs for ever: deadlines, waits, stalls, health."""
         while True:
             await asyncio.sleep(_TICK_S)
-            self.tick(time.monotonic())
+            self.tick(self._clock())
 
     def tick(self, now: float) -> None:
         """Everything that only time brings about."""
         self._flow.tick(now)
-        self.schedulers.tick(now)
-        self.detokenizers.tick(now)
         num_late = num_messages = 0
         for stream in self._streams:
             delivery = stream.delivery
@@ -141,7 +141,7 @@ class Router:
         bind_priority(message, current_caller())
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         check_request_id(request_id)
-        delivery = Delivery(self._journal, self._turnstile, self._times)
+        delivery = Delivery(self._journal, self._pacer, self._times, self._clock)
         stream = RequestStream(self, message, request_id, delivery)
         check_names(tenant=stream.tenant)
         live = self._streams.get(request_id, stream.tenant)
@@ -152,7 +152,7 @@ class Router:
         stream.span = self._times.opened(request_id, context, stream.resumption)
         return stream
 
-    async def abort(self, request_id: str) -> router_pb2.AbortOutcome:
+    async def cancel(self, request_id: str) -> router_pb2.AbortOutcome:
         """Ends a request here and on every scheduler, whichever router runs it.
 
         Where the caller's key names a tenant, requests of others are UNKNOWN, as if they had never been.
@@ -168,8 +168,8 @@ class Router:
             if stream.request is None:
                 stream.fail(error)
             else:
-                self._flow.abort(stream.request, error)
-        outcome = await self.schedulers.abort_everywhere(request_id, tenant)
+                self._flow.cancel(stream.request, error)
+        outcome = await self.schedulers.cancel_everywhere(request_id, tenant)
         if is_here:
             return router_pb2.ABORT_OUTCOME_FOUND
         return _ABORT_OUTCOMES.get(outcome, router_pb2.ABORT_OUTCOME_UNKNOWN)
@@ -206,12 +206,12 @@ class Router:
         stream.delivery.begin(request)
         self._flow.begin(request)
 
-    def leave(self, stream: RequestStream) -> None:
+    def release(self, stream: RequestStream) -> None:
         self._streams.remove(stream)
         self._times.left(stream.request, stream.span, "" if stream.error is None else str(stream.error))
         if stream.request is not None:
-            self._metrics.request_seconds.observe(time.monotonic() - stream.request.accepted)
-            self._flow.discard(stream.request)
+            self._metrics.request_seconds.observe(self._clock() - stream.request.accepted)
+            self._flow.release(stream.request)
 
     def _supersede(self, live: RequestStream, stream: RequestStream) -> None:
         if not stream.resumption:

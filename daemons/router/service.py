@@ -46,7 +46,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         request: router_pb2.AbortRequest,
         context: grpc.aio.ServicerContext[router_pb2.AbortRequest, router_pb2.AbortResponse],
     ) -> router_pb2.AbortResponse:
-        return router_pb2.AbortResponse(outcome=await self._router.abort(request.request_id))
+        return router_pb2.AbortResponse(outcome=await self._router.cancel(request.request_id))
 
     async def Tokenize(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.settings import load_settings
@@ -12,8 +12,8 @@ from radixmesh.daemons.worker.backends import check_backend, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import CoreConfig, WorkerCore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.service import WorkerService
-from radixmesh.daemons.worker.simulated.faults import FaultInjector
 from radixmesh.worker.v1 import worker_pb2_grpc
 
 
@@ -38,8 +38,8 @@ class WorkerDaemon(Daemon):
             runtime.fail,
             runtime.tracer,
         )
-        faults = FaultInjector(settings.parsed_faults, settings.fault_seed)
-        runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, WorkerService(self.core, faults))
+        service = WorkerService(self.core, _stream_maker(settings))
+        runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
 
     async def load(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings)
@@ -55,6 +55,16 @@ class WorkerDaemon(Daemon):
 
     async def close(self) -> None:
         self.core.close()
+
+
+def _stream_maker(settings: WorkerSettings) -> Callable[[Send], ResultStream]:
+    if not settings.faults:
+        return ResultStream
+    from radixmesh.daemons.worker.simulated.faults import FaultInjector
+    from radixmesh.daemons.worker.simulated.faulty_stream import FaultyStream
+
+    faults = FaultInjector(settings.parsed_faults, settings.fault_seed)
+    return lambda send: FaultyStream(send, faults)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

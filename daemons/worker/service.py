@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 
 import grpc
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.core import WorkerCore
-from radixmesh.daemons.worker.faulty_stream import FaultyStream
+from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.session import ExecuteSession
-from radixmesh.daemons.worker.simulated.faults import FaultInjector
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _ExecuteContext = grpc.aio.ServicerContext[worker_pb2.ExecuteRequest, worker_pb2.ExecuteResponse]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """Validates, converts, delegates to the core. `faults`: what the simulated worker was asked to get wrong."""
+    """Validates, converts, delegates to the core. open_stream: the writing end of each Execute stream."""
 
-    def __init__(self, core: WorkerCore, faults: FaultInjector) -> None:
+    def __init__(self, core: WorkerCore, open_stream: Callable[[Send], ResultStream] = ResultStream) -> None:
         self._core = core
-        self._faults = faults
+        self._open_stream = open_stream
 
     # A coroutine that writes itself: messages come and go independently. The stub's type knows generators only.
     async def Execute(  # type: ignore[override]
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: _ExecuteContext
     ) -> None:
-        session = ExecuteSession(self._core, self._faults)
-        stream = FaultyStream(context.write, self._faults)
+        stream = self._open_stream(context.write)
+        session = ExecuteSession(self._core, stream.fault_of)
         reader = asyncio.ensure_future(_read_all(request_iterator, session))
         try:
             # Whatever ends the stream comes through the outbox: a write that is cut off half-way could not be followed

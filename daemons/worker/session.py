@@ -7,6 +7,7 @@ Ends: by a refusal (which is the last message), by an error (fenced, protocol vi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum, auto
 
 from google.protobuf.message import DecodeError
@@ -18,10 +19,17 @@ from radixmesh.daemons.runtime.steps.result_codec import refusal_to_proto
 from radixmesh.daemons.runtime.steps.step import Refusal
 from radixmesh.daemons.runtime.steps.step_codec import missing_field
 from radixmesh.daemons.worker.core import WorkerCore
-from radixmesh.daemons.worker.simulated.faults import FaultInjector, FaultKind
 from radixmesh.worker.v1 import worker_pb2
 
 _FIELDS = ("hello", "complete", "claim", "plan")
+
+
+# The exception that a plan meets with instead of its step; None: it runs.
+FaultOf = Callable[[worker_pb2.StepPlan], Exception | None]
+
+
+def _no_fault(plan: worker_pb2.StepPlan) -> Exception | None:
+    return None
 
 
 class SessionState(Enum):
@@ -31,11 +39,11 @@ class SessionState(Enum):
 
 
 class ExecuteSession:
-    """Takes the scheduler's messages by receive(), gives the worker's by next_response()."""
+    """Takes the scheduler's messages by receive(), gives the worker's by next_response(). fault_of: fault injection."""
 
-    def __init__(self, core: WorkerCore, faults: FaultInjector) -> None:
+    def __init__(self, core: WorkerCore, fault_of: FaultOf = _no_fault) -> None:
         self._core = core
-        self._faults = faults
+        self._fault_of = fault_of
         self._state = SessionState.NEW
         self._instance_id = ""
         self._num_unanswered = 0
@@ -123,7 +131,7 @@ class ExecuteSession:
             self._answered_one.clear()
             await self._answered_one.wait()
         self._num_unanswered += 1
-        await self._core.submit(self, plan, _error_of(self._faults.strikes(plan.header.step_id)))
+        await self._core.submit(self, plan, self._fault_of(plan))
 
     def _expect(self, state: SessionState, field: str) -> None:
         if self._state is not state:
@@ -132,13 +140,6 @@ class ExecuteSession:
                 f"{field} came while the stream was {self._state.name.lower()}: send hello, claim, then plans",
                 {"field": field},
             )
-
-
-def _error_of(fault: FaultKind | None) -> Exception | None:
-    """What a plan meets with instead of its step."""
-    if fault is FaultKind.REFUSE:
-        return MeshError(ErrorReason.ERROR_REASON_INTERNAL, "refused on demand: a fault was asked for by flag")
-    return RuntimeError("died on demand: a fault was asked for by flag") if fault is FaultKind.DIE else None
 
 
 def _field_of(request: worker_pb2.ExecuteRequest) -> str:

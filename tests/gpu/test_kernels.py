@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.device_draws import check_draws, new_target, params_of
+from support.rounding import typical_chain_error
 from torch.nn import functional
 
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -48,8 +49,9 @@ def test_a_captured_chain_of_products_equals_torch(num_rows: int, use_pdl: bool)
         return hidden
 
     actual, expected = _captured(ours), theirs()
+    # Four results a layer, in both chains.
     error = (actual.float() - expected.float()).norm() / expected.float().norm()
-    assert error < 0.02, error
+    assert error < typical_chain_error(2 * 3 * 4, torch.bfloat16), error
 
 
 @pytest.mark.parametrize("use_pdl", [False, True])
@@ -91,8 +93,9 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
         return rows
 
     for actual, expected in ((_captured(ours), theirs()), (pools[0], pools[1])):
+        # Three products a layer that are rounded by themselves, two that are added and then rounded; in both chains.
         error = (actual.float() - expected.float()).norm() / expected.float().norm()
-        assert error < 0.02, error
+        assert error < typical_chain_error(2 * 3 * 6, torch.bfloat16), error
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])

@@ -10,10 +10,12 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from support.product90_emulator import EmulatedProduct90, error_of, is_there, random_numbers, squares_by_tiles
+from support.product90_emulator import EmulatedProduct90, is_there, random_numbers, squares_by_tiles
+from support.rounding import gated_tolerance, is_within, product_tolerance, sum_tolerance
 
 from radixmesh.kernels.gemm_sm90.gemm import gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.variants import ProductConfig, Variant, variant_of
+from radixmesh.kernels.row_scale import row_scale_reference
 
 pytestmark = pytest.mark.skipif(not is_there(), reason="the emulation is built with g++")
 
@@ -55,11 +57,14 @@ class _Case:
     def _is_right(self, kernel: EmulatedProduct90, x_TK: torch.Tensor, w_NK: torch.Tensor, seed: int) -> bool:
         if self.eps is not None:
             found_TF = kernel.run(x_TK, w_NK, eps=self.eps, seed=seed)
-            return error_of(found_TF, gate_up_silu_reference(x_TK, w_NK, self.eps)) < 1e-2
+            expected_TF = gate_up_silu_reference(x_TK, w_NK, self.eps)
+            tolerance_TF = gated_tolerance(x_TK, w_NK, expected_TF, row_scale_reference(x_TK, self.eps))
+            return is_within(found_TF, expected_TF, tolerance_TF)
         squares = torch.full((self.variant.num_tiles(self.num_out), self.num_rows), float("nan"))
         found_TN = kernel.run(x_TK, w_NK, squares_out=squares, seed=seed)
-        return error_of(found_TN, linear_reference(x_TK, w_NK)) < 1e-2 and torch.allclose(
-            squares, squares_by_tiles(found_TN, self.tile), rtol=1e-5, atol=0.0
+        expected_TN, rtol = linear_reference(x_TK, w_NK), 2 * sum_tolerance(self.tile, 1.0)
+        return is_within(found_TN, expected_TN, product_tolerance(x_TK, w_NK, expected_TN)) and torch.allclose(
+            squares, squares_by_tiles(found_TN, self.tile), rtol=rtol, atol=0.0
         )
 
 

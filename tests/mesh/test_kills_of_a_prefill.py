@@ -1,4 +1,4 @@
-"""A worker that is killed again and again during one prefill: whoever waits for it is not to blame."""
+"""A worker that is killed again and again during one prefill: a request that waits for it is no suspect."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from radixmesh.daemons.cluster.processes.process_status import ProcessState, Pro
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 pytestmark = pytest.mark.timeout(240)
-NUM_KILLS = 6  # One more than a request of which workers die gets, see blame.py.
+NUM_KILLS = 6  # One more than a request of which workers die gets, see suspects.py.
 
 
 async def test_six_kills_of_a_worker_during_one_prefill_fail_no_request() -> None:

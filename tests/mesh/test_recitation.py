@@ -10,6 +10,7 @@ import pytest
 from support.jobs import MODEL, MODELS, Answer, Job, recitations
 from support.mesh import Mesh, running_mesh
 from support.oracle import Oracle
+from support.plan_driver import logprob_tolerance
 from tokenizers import Tokenizer
 
 from radixmesh.client.tracker import Tracker
@@ -168,6 +169,7 @@ async def test_logprobs_are_those_of_transformers(oracle: Oracle) -> None:
     prompt = entry["prompt_ids"] + entry["expected_ids"][:150]
     want = oracle.continue_with(prompt, Sampling(seed=3), 64)
     want_prompt = oracle.prompt_logprobs(prompt)
+    atol = logprob_tolerance(MODEL, num_keys=len(prompt) + 64)
     async with running_mesh("cpu", worker={"page_size": 4}, scheduler={"chunk_tokens": 24}) as mesh:
         for _ in range(2):  # The second time the prompt's pages could come from the cache.
             got = await mesh.client.complete(
@@ -177,8 +179,8 @@ async def test_logprobs_are_those_of_transformers(oracle: Oracle) -> None:
             assert output.ids == want.ids
             assert output.logprobs is not None
             assert got.prompt_logprobs is not None
-            np.testing.assert_allclose(output.logprobs.token_logprobs, want.logprobs, atol=1e-4)
-            np.testing.assert_allclose(got.prompt_logprobs.token_logprobs, want_prompt, atol=1e-4)
+            np.testing.assert_allclose(output.logprobs.token_logprobs, want.logprobs, rtol=0, atol=atol)
+            np.testing.assert_allclose(got.prompt_logprobs.token_logprobs, want_prompt, rtol=0, atol=atol)
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.session import ExecuteSession
 from radixmesh.daemons.worker.simulated.clock import ClockKind
-from radixmesh.daemons.worker.simulated.faults import FaultInjector
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
 
@@ -169,7 +168,7 @@ async def test_a_plan_that_waited_while_another_claimed_does_not_end_the_new_epo
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "b") as client:
         await client.hold(2)
         late = worker_pb2.ExecuteRequest.FromString(encode_plan(_first_plan(epoch=1))).plan
-        former = ExecuteSession(worker.daemon.core, FaultInjector())
+        former = ExecuteSession(worker.daemon.core)
         with pytest.raises(MeshError) as caught:
             await worker.daemon.core.submit(former, late)
         assert caught.value.reason_name == "EPOCH_FENCED"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Release, StepPlan, StepResult
 from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
+from support.rounding import largest_logprob_error
 
 PROMPTS = [list(range(20, 20 + n)) for n in (1, 5, 17, 30)]
 GREEDY = Sampling(temperature=0.0)
@@ -156,7 +160,20 @@ def drive_hits(
     return driver
 
 
-def check_same(got: PlanDriver, want: PlanDriver, *, atol: float = 1e-4) -> None:
+@cache
+def logprob_tolerance(
+    folder: Path, pool_dtype: torch.dtype = torch.float32, *, num_keys: int = len(PROMPTS[-1])
+) -> float:
+    """Largest difference of logprobs of the model in `folder`, in float32 over keys and values of that dtype."""
+    from transformers import AutoModelForCausalLM  # Slow to import.
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        spread = float(model(torch.tensor([PROMPTS[-1]])).logits.std())
+    return largest_logprob_error(model.config, num_keys, spread, pool_dtype)
+
+
+def check_same(got: PlanDriver, want: PlanDriver, *, atol: float) -> None:
     """Tokens, logprobs within `atol` and page records."""
     assert got.tokens == want.tokens
     assert all(len(tokens) > 5 for tokens in got.tokens.values())
@@ -165,8 +182,8 @@ def check_same(got: PlanDriver, want: PlanDriver, *, atol: float = 1e-4) -> None
             ours, theirs = getattr(one, name), getattr(other, name)
             assert [(p.slot, p.first_position) for p in ours] == [(p.slot, p.first_position) for p in theirs]
             for a, b in zip(ours, theirs, strict=True):
-                np.testing.assert_allclose(a.logprobs.own, b.logprobs.own, atol=atol)
-                np.testing.assert_allclose(a.logprobs.top, b.logprobs.top, atol=atol)
+                np.testing.assert_allclose(a.logprobs.own, b.logprobs.own, rtol=0, atol=atol)
+                np.testing.assert_allclose(a.logprobs.top, b.logprobs.top, rtol=0, atol=atol)
     assert any(result.logprobs for result in got.results) and any(result.prompt_logprobs for result in got.results)
     for a, b in zip(got.executor.snapshot()[0], want.executor.snapshot()[0], strict=True):
         np.testing.assert_array_equal(a.ids, b.ids)

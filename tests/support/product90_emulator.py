@@ -84,10 +84,6 @@ def random_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Te
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def error_of(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
-
-
 def squares_by_tiles(found_TN: torch.Tensor, tile: int) -> torch.Tensor:
     """Sums over each tile of columns, [tiles, T]."""
     padded = torch.nn.functional.pad(found_TN.float(), (0, -found_TN.shape[1] % tile))

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 # Roundings of one element on its way through a layer: norms, products, RoPE, softmax, gate, two additions.
 _ROUNDINGS_A_LAYER = 12
+# Largest of all sums of random terms, in standard deviations: of some millions, and of those on the way to them.
+_TAIL_OF_SUMS = 6
+# Errors of a product and of a tensor core's together, in units of the first.
+_TWO_PRODUCTS = 4
+# Products of a layer whose rows are made FP8: QKV, output, gate and up, down.
+_FP8_PRODUCTS_A_LAYER = 4
+# Mean of 1 / m^2 over mantissas m in [1, 2), which are spread evenly by their logarithms (Benford).
+_MANTISSAS = 3 / (8 * math.log(2))
+# Largest of some thousands of normal numbers, in standard deviations.
+_TAIL = 4.5
 # exp, tanh and their like are off by some units in the last place, and so is a division or a root.
 _FUNCTION_ROUNDINGS = 4
 
@@ -50,6 +60,77 @@ def random_product_tolerance(dtype: torch.dtype, num_terms: int, expected: torch
     largest, unit = float(expected.abs().max()), unit_roundoff(dtype)
     intermediate = 0.0 if dtype is torch.float32 else 4 * unit * largest
     return {"rtol": 4 * unit, "atol": 6 * num_terms * unit_roundoff(torch.float32) * largest + intermediate}
+
+
+def product_magnitude(x_TK: torch.Tensor, w_NK: torch.Tensor, *, is_random: bool = False) -> torch.Tensor:
+    """[T, N] float64: the largest that sums of each product's terms can get, in whatever order they are added.
+
+    is_random: the terms have random signs, so that their partial sums stay within some standard deviations.
+    """
+    x_TK, w_NK = x_TK.double(), w_NK.double()
+    if is_random:
+        return _TAIL_OF_SUMS * (x_TK.square() @ w_NK.square().t()).sqrt()
+    return x_TK.abs() @ w_NK.abs().t()
+
+
+def rounding_tolerance(expected: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Largest difference of numbers that were `error` apart and then each rounded to the dtype of `expected`."""
+    unit = unit_roundoff(expected.dtype)
+    # Below the smallest normal number steps are as large as there.
+    return error + 2 * unit * (expected.double().abs() + error + torch.finfo(expected.dtype).tiny)
+
+
+def product_tolerance(
+    x_TK: torch.Tensor,
+    w_NK: torch.Tensor,
+    expected_TN: torch.Tensor,
+    residual_TN: torch.Tensor | None = None,
+    *,
+    is_random: bool = False,
+) -> torch.Tensor:
+    """[T, N]: largest difference of two products added in float32 in any order, of which one may be a tensor core's.
+    is_random: as `product_magnitude` has it.
+
+    Tensor cores cut what others round, sixteen terms and a sum at a time: off by less than 3 u for each term.
+    """
+    magnitude_TN = product_magnitude(x_TK, w_NK, is_random=is_random)
+    if residual_TN is not None:
+        magnitude_TN = magnitude_TN + residual_TN.double().abs()
+    return rounding_tolerance(expected_TN, _TWO_PRODUCTS * sum_tolerance(x_TK.shape[1] + 1, magnitude_TN))
+
+
+def gated_tolerance(
+    x_TK: torch.Tensor,
+    w_2FK: torch.Tensor,
+    expected_TF: torch.Tensor,
+    factor_T1: torch.Tensor | None = None,
+    *,
+    is_random: bool = False,
+) -> torch.Tensor:
+    """[T, F]: largest difference of two silu(gate) x up of float32 products, rounded once at the end.
+
+    factor_T1: what both products are multiplied by, itself of a sum of K numbers of one sign.
+    """
+    factor = 1.0 if factor_T1 is None else factor_T1.double()
+    gate_TF, up_TF = (x_TK.double() @ w_2FK.double().t() * factor).chunk(2, dim=1)
+    magnitude_T2F = product_magnitude(x_TK, w_2FK, is_random=is_random) * factor
+    # The factor is off, relatively, by half of what its sum is.
+    error_T2F = sum_tolerance(x_TK.shape[1], magnitude_T2F + torch.cat((gate_TF, up_TF), dim=1).abs() / 2)
+    gate_error_TF, up_error_TF = (_TWO_PRODUCTS * error_T2F).chunk(2, dim=1)
+    # silu grows by at most 1.1 times what its argument grows by, and |silu(x)| <= |x|; exp is off by |x| u as well.
+    error_TF = 1.1 * gate_error_TF * (up_TF.abs() + up_error_TF) + gate_TF.abs() * up_error_TF
+    functions_TF = 2 * (gate_TF.abs() + 2 * _FUNCTION_ROUNDINGS) * unit_roundoff(torch.float32)
+    return rounding_tolerance(expected_TF, error_TF + functions_TF * (gate_TF * up_TF).abs())
+
+
+def is_within(actual: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor) -> bool:
+    """False where a number is further off, or is none."""
+    return bool(((actual.double() - expected.double()).abs() <= tolerance).all())
+
+
+def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: torch.Tensor) -> float:
+    """Largest difference in units of its tolerance, for messages."""
+    return float(((actual.double() - expected.double()).abs() / tolerance).max())
 
 
 def attention_tolerance(
@@ -110,3 +191,32 @@ def typical_model_error(config: PreTrainedConfig, spread: float, dtype: torch.dt
     Errors of n roundings add like a random walk, to sqrt(n) x u. spread: standard deviation of what is compared.
     """
     return 2 * math.sqrt(_ROUNDINGS_A_LAYER * config.num_hidden_layers) * unit_roundoff(dtype) * spread
+
+
+def largest_logprob_error(
+    config: PreTrainedConfig, num_keys: int, spread: float, pool_dtype: torch.dtype = torch.float32
+) -> float:
+    """Largest difference of some thousands of logprobs of two computations in float32 whose keys and values are of
+    `pool_dtype`. spread: standard deviation of the logits.
+
+    Roundings add like a random walk: n of float32, counted as in `model_tolerance`, which holds for any signs of them.
+    """
+    num_roundings = sum(size + _FUNCTION_ROUNDINGS for size in model_sizes(config, num_keys))
+    error = math.sqrt(2 * num_roundings) * unit_roundoff(torch.float32)
+    if pool_dtype is not torch.float32:
+        error += math.sqrt(_ROUNDINGS_A_LAYER * config.num_hidden_layers) * unit_roundoff(pool_dtype)
+    return _TAIL * error * spread
+
+
+def typical_chain_error(num_roundings: int, dtype: torch.dtype) -> float:
+    """Norm of a computation's error relative to its result's, generously, after so many roundings to `dtype`.
+
+    A rounding is off by at most u, evenly spread; errors of several add like a random walk.
+    """
+    return 2 * math.sqrt(num_roundings * _MANTISSAS / 3) * unit_roundoff(dtype)
+
+
+def typical_fp8_error(config: PreTrainedConfig, *, has_fp8_weights: bool = False) -> float:
+    """The same of a model whose rows are made FP8 for each product, and whose weights may have been too."""
+    num_products = _FP8_PRODUCTS_A_LAYER * config.num_hidden_layers
+    return typical_chain_error(num_products * (1 + has_fp8_weights), torch.float8_e4m3fn)

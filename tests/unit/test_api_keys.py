@@ -190,7 +190,7 @@ def opened(message: GenerateRequest, caller: Caller, **settings: bool) -> Genera
         "journal": Journal(1 << 20),
         "flow": None,
         "maker": None,
-        "peerings": [],
+        "peer_watchers": [],
         "progress": progress,
         "metrics": Metrics(),
     }

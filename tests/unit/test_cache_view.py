@@ -42,7 +42,7 @@ class Replica:
 
     def watch(self) -> None:
         """Begins anew, with what is there."""
-        self.view.discard()
+        self.view.clear()
         for _ in self.view.clear_index():
             pass
         content = self.feed.open()
@@ -134,7 +134,7 @@ def test_the_view_equals_the_tree_whatever_happens(page_size: int, seed: int) ->
             found = matched_tokens(index.match(keys.of_prompt(ids.astype("<i4").tobytes(), root)), 3)
             assert found.tolist() == [replica.cached(name, ids) // BLOCK * BLOCK for replica in replicas]
     for replica in replicas:
-        replica.view.discard()
+        replica.view.clear()
         for _ in replica.view.clear_index():
             pass
     assert len(index) == 0, "nothing is left of replicas that are gone"
@@ -179,7 +179,7 @@ def test_a_view_is_bounded_in_bytes_and_can_begin_anew() -> None:
         for node in range(1, 1000):
             view.apply(CacheChange(revision=node, inserts=[_insert(node, parent=node - 1)]))
     assert view.num_tokens < 20_000
-    view.discard()
+    view.clear()
     for _ in view.clear_index():
         pass
     assert len(index) == 0 and view.num_bytes == 0

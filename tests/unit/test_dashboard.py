@@ -21,7 +21,7 @@ OBSERVE = COMPOSE / "observe"
 DASHBOARD = json.loads((OBSERVE / "grafana" / "dashboards" / "radixmesh.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 EXPRS = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
-METRICS = {info.name: info for info in Metrics().infos}
+METRICS = {info.name: info for info in Metrics().infos if not info.replaced_by}
 DAEMONS = {"router", "tokenizer", "detokenizer", "scheduler", "worker"}
 
 

@@ -17,7 +17,7 @@ from radixmesh.daemons.router.requests.delivery import MAX_MESSAGE_BYTES, Delive
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.output_flow import OutputFlow
-from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
@@ -26,7 +26,7 @@ from radixmesh.router.v1 import router_pb2
 
 def begun(n: int = 1) -> tuple[Journal, Request, Delivery]:
     journal = Journal(1 << 20)
-    delivery = Delivery(journal, Turnstile())
+    delivery = Delivery(journal, WakeupPacer())
     request = new_request("r", delivery, n=n)
     journal.add(request)
     delivery.begin(request)
@@ -116,11 +116,21 @@ def logprobs_of(first: int, count: int) -> common_pb2.Logprobs:
     )
 
 
+def new_flow(journal: Journal) -> OutputFlow:
+    """One whose outputs are on no scheduler, and have no text to make."""
+    peers = SimpleNamespace(push=None)
+    return OutputFlow(
+        journal,
+        Metrics("router"),
+        make_schedulers=lambda flow: peers,  # type: ignore[arg-type,return-value]
+        make_detokenizers=lambda flow: peers,  # type: ignore[arg-type,return-value]
+    )
+
+
 async def test_what_a_slow_reader_gets_comes_in_messages_of_bounded_size_and_the_journal_counts_it() -> None:
     """128 outputs with 64 alternatives each: 20 MiB, delivered whole, and every byte is on the journal's account."""
     journal, request, delivery = begun(n=128)
-    flow = OutputFlow(journal, Metrics("router"))
-    flow.detokenizers = SimpleNamespace(push=None)  # type: ignore[assignment]  # Nothing here has text to make.
+    flow = new_flow(journal)
     await take(delivery)
     empty, num_tokens = journal.num_bytes, 300
     request.resolved.ids_only = True
@@ -170,7 +180,7 @@ async def test_one_output_larger_than_a_message_comes_in_parts_ids_before_their_
 
 async def test_long_prompt_logprobs_come_in_parts_before_output_0_and_once() -> None:
     journal, request, delivery = begun(n=2)
-    flow = OutputFlow(journal, Metrics("router"))
+    flow = new_flow(journal)
     await take(delivery)
     base, request.num_prompt = journal.num_bytes, 20_000
     request.prompt_logprobs = LogprobTrack(1)

@@ -13,7 +13,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, journal_size
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
-from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_floats, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 
@@ -21,7 +21,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 def test_room_is_given_up_to_the_bound_and_comes_back() -> None:
     size = journal_size(4 * 4, 1)
     journal = Journal(2 * size)
-    requests = [new_request(f"r{i}", Delivery(journal, Turnstile())) for i in range(3)]
+    requests = [new_request(f"r{i}", Delivery(journal, WakeupPacer())) for i in range(3)]
     for request in requests[:2]:
         journal.add(request)
     with pytest.raises(MeshError) as raised:
@@ -37,7 +37,7 @@ def test_room_is_given_up_to_the_bound_and_comes_back() -> None:
 
 def test_dropping_a_superseded_request_leaves_its_successor() -> None:
     journal = Journal(1 << 20)
-    old, new = (new_request("same", Delivery(journal, Turnstile())) for _ in range(2))
+    old, new = (new_request("same", Delivery(journal, WakeupPacer())) for _ in range(2))
     journal.add(old)
     journal.drop(old)
     journal.add(new)
@@ -56,24 +56,24 @@ def test_dropping_a_superseded_request_leaves_its_successor() -> None:
     ],
 )
 def test_known_ids_tell_how_an_output_ended(ids: list[int], reason: int | None, stop_id: int | None) -> None:
-    request = new_request("r", Delivery(Journal(1 << 20), Turnstile()), max_tokens=4, end_ids=(2,))
+    request = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), max_tokens=4, end_ids=(2,))
     ending = Output(request=request, index=0, ids=array("i", ids)).known_ending
     assert (ending.reason if ending else None) == reason
     assert ending is None or (ending.num_output, ending.stop_id) == (len(ids), stop_id)
 
 
 def test_a_clients_resumption_beats_every_attempt_of_an_earlier_router() -> None:
-    request = new_request("r", Delivery(Journal(1 << 20), Turnstile()))
+    request = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()))
     earlier = Output(request=request, index=0, attempt_no=(1 << 16) - 1)
-    resumed = new_request("r", Delivery(Journal(1 << 20), Turnstile()), resumption=1)
+    resumed = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), resumption=1)
     assert Output(request=resumed, index=0, attempt_no=0).attempt > earlier.attempt
-    last = new_request("r", Delivery(Journal(1 << 20), Turnstile()), resumption=32_767)
+    last = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), resumption=32_767)
     assert Output(request=last, index=0, attempt_no=(1 << 16) - 1).attempt < 1 << 31
 
 
 def test_a_finished_output_moves_no_more() -> None:
     output = Output(
-        request=new_request("r", Delivery(Journal(1 << 20), Turnstile())), index=0, state=OutputState.FINISHED
+        request=new_request("r", Delivery(Journal(1 << 20), WakeupPacer())), index=0, state=OutputState.FINISHED
     )
     with pytest.raises(AssertionError, match="is finished"):
         output.move_to(OutputState.WAITING)

@@ -14,7 +14,7 @@ from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.serve_frames import ServeFrames
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, Request
-from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
@@ -29,7 +29,7 @@ MOST_BYTES = MAX_FRAME_BYTES + 1024  # Tags and lengths around the entries.
 
 def large_request(request_id: str, n: int = 128) -> Request:
     """Stop strings, biases and stop ids as large as they may be."""
-    request = new_request(request_id, Delivery(Journal(1 << 30), Turnstile()), n=n)
+    request = new_request(request_id, Delivery(Journal(1 << 30), WakeupPacer()), n=n)
     resolved = request.resolved
     resolved.task = common_pb2.TASK_GENERATE
     resolved.stop.stop.extend(f"{i:02}" + "~" * 1022 for i in range(64))
@@ -61,7 +61,7 @@ def test_frames_to_a_scheduler_are_bounded_and_hold_everything(can_share: bool) 
         queue.submit(output, handle, handle)
     for number in range(9000):
         queue.stop(scheduler_pb2.FinishedByStop(handle=number, num_output=1))
-        queue.abort(scheduler_pb2.Abort(request_id=f"gone-{number}"))
+        queue.add_abort(scheduler_pb2.Abort(request_id=f"gone-{number}"))
     frames = frames_of(queue, lambda: set(range(1, len(outputs) + 1)))
     assert max(frame.ByteSize() for frame in frames) <= MOST_BYTES
     assert max(len(f.submits) + len(f.stops) + len(f.aborts) for f in frames) <= MAX_FRAME_ENTRIES
@@ -110,7 +110,7 @@ def test_an_abort_leaves_before_the_same_id_is_submitted_again() -> None:
     request = large_request("again", n=1)
     queue = ServeFrames()
     for number in range(MAX_FRAME_ENTRIES + 1):
-        queue.abort(scheduler_pb2.Abort(request_id="again", abort_id=number + 1))
+        queue.add_abort(scheduler_pb2.Abort(request_id="again", abort_id=number + 1))
     queue.submit(request.outputs[0], 1, 1)
     kinds = ["submit" if frame.submits else "abort" for frame in frames_of(queue, lambda: {1})]
     assert kinds == ["abort", "abort", "submit"]

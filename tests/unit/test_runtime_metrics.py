@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.telemetry.metric_maker import FastHistogram
+from radixmesh.daemons.runtime.telemetry.metric_maker import FastHistogram, MetricMaker
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.metrics_server import serve_metrics
 from radixmesh.daemons.runtime.telemetry.metrics_table import with_table
@@ -62,6 +62,30 @@ def test_a_daemon_serves_what_concerns_it() -> None:
     served = [{f.name for f in Metrics(d).registry.collect()} for d in ("router", "tokenizer", "worker")]
     assert all("radixmesh_errors" in names for names in served) and len(set(map(len, served))) == 3
     assert {i.name.removesuffix("_total") for i in everything.infos} == {f.name for f in everything.registry.collect()}
+
+
+@pytest.mark.parametrize("kind", ["counter", "gauge", "histogram", "fast_histogram"])
+def test_a_deprecated_name_gives_the_samples_of_the_new_one(kind: str) -> None:
+    make = MetricMaker("router")
+    if kind == "counter":
+        make.counter("radixmesh_new_total", "router", "New.", ["a"], deprecated="radixmesh_old_total").labels("x").inc()
+    elif kind == "gauge":
+        make.gauge("radixmesh_new", "router", "New.", ["a"], deprecated="radixmesh_old").labels("x").set(3)
+    elif kind == "histogram":
+        make.histogram("radixmesh_new", "router", "New.", (1, 2), deprecated="radixmesh_old").observe(1.5)
+    else:
+        make.fast_histogram("radixmesh_new", "router", "New.", (1, 2), deprecated="radixmesh_old").observe(1.5)
+    new, old = make.registry.collect()
+    assert (old.name, old.type) == (new.name.replace("new", "old"), new.type)
+    assert old.documentation.startswith("Deprecated: radixmesh_new")
+    assert old.samples == [s._replace(name=s.name.replace("new", "old")) for s in new.samples] and old.samples
+    assert [(i.name.removesuffix("_total"), i.replaced_by.removesuffix("_total")) for i in make.infos] == [
+        ("radixmesh_new", ""),
+        ("radixmesh_old", "radixmesh_new"),
+    ]
+    elsewhere = MetricMaker("worker")
+    elsewhere.gauge("radixmesh_new", "router", "New.", deprecated="radixmesh_old")
+    assert list(elsewhere.registry.collect()) == []
 
 
 def test_the_fast_histogram_gives_what_the_other_does() -> None:

@@ -1,5 +1,6 @@
 """Settings from flags and variables."""
 
+import json
 import logging
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +29,8 @@ class WorkerSettings(CommonSettings):
     name: str | None = setting(None, "a name")
     limit: int | None = setting(7, "a limit")
     is_eager: bool = setting(True, "be eager")
+    step_timeout_s: float = setting(5.0, "a timeout", deprecated=("hang-s", "silence-s"))
+    is_strict: bool = setting(False, "be strict", deprecated=("strict",))
 
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
@@ -137,6 +140,65 @@ def test_unknown_variables_warn(caplog: pytest.LogCaptureFixture) -> None:
     assert fields == [{"variable": "RADIXMESH_DECODE_DEPHT"}]
 
 
+def _warned(caplog: pytest.LogCaptureFixture) -> list[tuple[str, object]]:
+    return [(record.getMessage(), record.__dict__["radixmesh_fields"]) for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "old", "new"),
+    [
+        (["--hang-s", "2"], {}, "--hang-s", "--step-timeout-s"),
+        (["--silence-s", "2"], {}, "--silence-s", "--step-timeout-s"),
+        ([], {"RADIXMESH_HANG_S": "2"}, "RADIXMESH_HANG_S", "RADIXMESH_STEP_TIMEOUT_S"),
+        ([], {"RADIXMESH_SILENCE_S": "2"}, "RADIXMESH_SILENCE_S", "RADIXMESH_STEP_TIMEOUT_S"),
+    ],
+)
+def test_a_deprecated_name_works_and_warns_once_with_the_new_one(
+    caplog: pytest.LogCaptureFixture, argv: list[str], environ: dict[str, str], old: str, new: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert _load(["--model", "m", *argv], environ).step_timeout_s == 2
+    assert _warned(caplog) == [("deprecated_setting", {"deprecated": old, "use": new})]
+
+
+def test_a_deprecated_switch_works_both_ways(caplog: pytest.LogCaptureFixture) -> None:
+    assert _load(["--model", "m", "--strict"]).is_strict
+    assert not _load(["--model", "m", "--no-strict"], {"RADIXMESH_IS_STRICT": "1"}).is_strict
+    assert [fields for _, fields in _warned(caplog)] == [{"deprecated": "--strict", "use": "--is-strict"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "seconds"),
+    [
+        (["--hang-s", "2", "--step-timeout-s", "3"], {}, 3),
+        (["--hang-s", "2"], {"RADIXMESH_STEP_TIMEOUT_S": "3"}, 2),
+        ([], {"RADIXMESH_HANG_S": "2", "RADIXMESH_STEP_TIMEOUT_S": "3"}, 3),
+    ],
+)
+def test_flags_win_over_variables_and_new_names_over_deprecated_ones(
+    argv: list[str], environ: dict[str, str], seconds: float
+) -> None:
+    assert _load(["--model", "m", *argv], environ).step_timeout_s == seconds
+
+
+def test_a_wrong_value_of_a_deprecated_flag_names_that_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--hang-s (also RADIXMESH_HANG_S): 'soon'" in _refusal(capsys, ["--model", "m", "--hang-s", "soon"])
+
+
+def test_a_warning_before_logging_is_configured_shows_its_fields(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "level", logging.WARNING)
+    _load(["--model", "m", "--hang-s", "2"], {"RADIXMESH_UNKNOWN": "1"})
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [(line["daemon"], line["event"]) for line in lines] == [
+        ("worker", "deprecated_setting"),
+        ("worker", "unknown_variable_ignored"),
+    ]
+    assert (lines[0]["use"], lines[1]["variable"]) == ("--step-timeout-s", "RADIXMESH_UNKNOWN")
+
+
 def test_help_shows_default_and_variable(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         _load(["--help"])
@@ -145,6 +207,8 @@ def test_help_shows_default_and_variable(capsys: pytest.CaptureFixture[str]) -> 
     assert "plans in flight [default 1; RADIXMESH_DECODE_DEPTH]" in text
     assert "folder of the model [required; RADIXMESH_MODEL]" in text
     assert "in % of 1" in text
+    assert "a timeout [default 5.0; RADIXMESH_STEP_TIMEOUT_S]" in text
+    assert "hang" not in text.lower() and "--strict" not in text
 
 
 def test_a_setting_of_an_unsupported_type_shows_at_once() -> None:

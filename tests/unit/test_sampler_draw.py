@@ -136,7 +136,9 @@ def test_broken_logits_give_a_defined_token(
 def test_log_softmax_equals_that_of_torch() -> None:
     row = (np.random.default_rng(2).standard_normal(5000) * 8).astype(np.float32)
     expected = torch.log_softmax(torch.from_numpy(row).double(), 0).numpy()
-    assert np.abs(log_softmax(row) - expected).max() < 4e-6
+    # The difference to the largest logit and the result are rounded, and exp is off by some units.
+    most = (2 * np.abs(expected).max() + 16) * np.finfo(np.float32).eps / 2
+    assert np.abs(log_softmax(row) - expected).max() <= most
 
 
 def test_log_softmax_of_broken_rows() -> None:

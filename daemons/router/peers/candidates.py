@@ -29,7 +29,7 @@ def able(links: Sequence[SchedulerLink], output: Output, now: float) -> list[Sch
     """Candidates that take submits now; those whose group serves, if there are any; none that has just refused it."""
     open_links = [link for link in candidates(links, output.request) if link.takes_submits]
     serving = [link for link in open_links if link.is_group_serving]
-    return [link for link in serving or open_links if output.shunned.get(link.address, 0.0) <= now]
+    return [link for link in serving or open_links if output.backoff_until.get(link.address, 0.0) <= now]
 
 
 def nobody(links: Sequence[SchedulerLink], output: Output, wait_s: float) -> MeshError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,8 +73,9 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         silence_s: float,
         hello: common_pb2.Hello,
         events: DetokenizerEvents,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(address, dial, silence_s)
+        super().__init__(address, dial, silence_s, clock)
         self._hello = hello
         self._events = events
         self.identity = common_pb2.ModelIdentity()
@@ -226,7 +228,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
     def _watch_one(self, handle: int) -> None:
         if self._watched is None:
             entry = self._entries[handle]
-            self._watched = (entry, entry.num_sent, time.monotonic())
+            self._watched = (entry, entry.num_sent, self._clock())
 
     def _owe(self, entry: Entry, num: int) -> None:
         entry.num_owed += num
@@ -248,7 +250,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             entry.num_owed = owed
             watched = self._watched
             if watched is not None and watched[0] is entry and num_tokens >= watched[1]:
-                events.on_answered(time.monotonic() - watched[2])
+                events.on_answered(self._clock() - watched[2])
                 self._watched = None
             if not row.is_final:
                 events.on_text(output, row.text, num_tokens, False)

@@ -12,27 +12,27 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 
 # How long a replica that lost or refused an entry is passed over by others.
-_SHUN_S = 0.2
+_BACKOFF_S = 0.2
 
 
 class DetokenizerPool(PeerPool):
     """Spreads entries over replicas; an output is on one of them, or waits here.
 
-    fail: told of outputs that waited longer than wait_s.
+    wait_s: how long an output waits. clock: monotonic seconds.
     """
 
     def __init__(
         self,
         make_link: Callable[[str], DetokenizerLink],
         wait_s: float,
-        fail: Callable[[Output, MeshError], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_link = make_link
         self._links: dict[str, DetokenizerLink] = {}
         self._wait_s = wait_s
-        self._fail = fail
+        self._clock = clock
         self._waiting: dict[Output, float] = {}
-        self._shunned_until: dict[DetokenizerLink, float] = {}
+        self._backoff_until: dict[DetokenizerLink, float] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -49,7 +49,7 @@ class DetokenizerPool(PeerPool):
 
     async def remove(self, address: str) -> None:
         link = self._links.pop(address)
-        self._shunned_until.pop(link, None)
+        self._backoff_until.pop(link, None)
         await link.close()
 
     def can_remove(self, address: str) -> bool:
@@ -65,7 +65,7 @@ class DetokenizerPool(PeerPool):
         assert output.entry is None, f"{output.request.request_id}/{output.index} is on a detokenizer"
         link = self._pick(output)
         if link is None:
-            self._waiting.setdefault(output, time.monotonic())
+            self._waiting.setdefault(output, self._clock())
             return
         self._waiting.pop(output, None)
         link.open(output)
@@ -75,7 +75,7 @@ class DetokenizerPool(PeerPool):
     def reopen(self, output: Output, link: DetokenizerLink | None) -> None:
         """Puts an output that link has lost on another replica, on the same one only if there is no other."""
         if link is not None:
-            self._shunned_until[link] = time.monotonic() + _SHUN_S
+            self._backoff_until[link] = self._clock() + _BACKOFF_S
         self.open(output)
 
     def push(self, output: Output) -> None:
@@ -95,21 +95,21 @@ class DetokenizerPool(PeerPool):
         for output in tuple(self._waiting):
             self.open(output)
 
-    def tick(self, now: float) -> None:
-        """Call every 0.1 s or so."""
+    def tick(self, now: float) -> list[tuple[Output, MeshError]]:
+        """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
         if not self._waiting:
-            return
+            return []
         self.place_waiting()
-        for output, since in tuple(self._waiting.items()):
-            if now - since > self._wait_s:
-                del self._waiting[output]
-                self._fail(output, self._nobody(output))
+        late = [output for output, since in self._waiting.items() if now - since > self._wait_s]
+        for output in late:
+            del self._waiting[output]
+        return [(output, self._nobody(output)) for output in late]
 
     def _pick(self, output: Output) -> DetokenizerLink | None:
         identity = output.request.resolved.model_identity
         able = [link for link in self.links if link.is_connected and link.serves(identity)]
-        now = time.monotonic()
-        liked = [link for link in able if self._shunned_until.get(link, 0.0) <= now]
+        now = self._clock()
+        liked = [link for link in able if self._backoff_until.get(link, 0.0) <= now]
         # With a single replica a lost entry waits for the next tick: no hot loop of opening and losing.
         return min(liked, key=lambda link: link.num_entries) if liked else None
 

@@ -11,6 +11,7 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Generic
 
@@ -51,9 +52,17 @@ class PeerLink(ABC, Generic[Req, Resp]):
 
     Subclasses call wake() when there is something to say; frames are made when the transport is ready for one, so that
     whatever came up meanwhile is in one frame. silence_s: how long the peer may owe an answer.
+    clock: monotonic seconds.
     """
 
-    def __init__(self, address: str, dial: Dial[Req, Resp], silence_s: float) -> None:
+    def __init__(
+        self,
+        address: str,
+        dial: Dial[Req, Resp],
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self.address = address
         self.state = LinkState.CONNECTING
         self.instance_id = ""
@@ -132,7 +141,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
                 # A bug: one request's, as a rule. The link must not end with it, or every request waits for ever.
                 log.exception("link_failed", address=self.address)
             if self.num_connects > num_connects:
-                lasted_s = time.monotonic() - self._connected_s
+                lasted_s = self._clock() - self._connected_s
                 if not is_violation or lasted_s > _SOUND_AFTER_S:
                     backoff = _MIN_BACKOFF_S
             # Jitter: many routers must not come back to a restarted peer in lockstep.
@@ -153,7 +162,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
             if first is None:
                 raise _ended(self.address)
             self.instance_id = self._welcome(first)
-            self._last_heard = self._connected_s = time.monotonic()
+            self._last_heard = self._connected_s = self._clock()
             self.num_connects += 1
             self.state = LinkState.CONNECTED
             log.info("peer_connected", address=self.address, peer=self.instance_id)
@@ -182,15 +191,15 @@ class PeerLink(ABC, Generic[Req, Resp]):
 
     async def _read(self, stream: FrameStream[Req, Resp]) -> None:
         while (frame := await stream.receive()) is not None:
-            self._last_heard = time.monotonic()
+            self._last_heard = self._clock()
             self._on_frame(frame)
 
     async def _watch(self) -> None:
-        owed_since = time.monotonic()
+        owed_since = self._clock()
         while True:
-            before = time.monotonic()
+            before = self._clock()
             await asyncio.sleep(self._silence_s / 10)
-            now = time.monotonic()
+            now = self._clock()
             # A pause of our own (SIGSTOP, an overloaded host) is no silence of the peer: what it said is still unread.
             paused_s = max(0.0, now - before - self._silence_s / 10)
             owed_since = now if not self._is_answer_owed() else max(owed_since + paused_s, self._last_heard)
@@ -198,7 +207,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
                 raise _silent(self.address, self._silence_s)
 
     def _log_loss(self, error: MeshError, was_connected: bool) -> None:
-        now = time.monotonic()
+        now = self._clock()
         is_told = str(error) == self._last_refusal and now - self._refused_s < _SAME_LOSS_S
         if not is_told and (was_connected or str(error) != self._last_refusal):
             log.warning("peer_lost" if was_connected else "peer_not_reached", address=self.address, error=str(error))

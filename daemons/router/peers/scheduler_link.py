@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -36,8 +37,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         silence_s: float,
         hello: common_pb2.Hello,
         events: SchedulerEvents,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(address, dial, silence_s)
+        super().__init__(address, dial, silence_s, clock)
         self._hello = hello
         self._events = events
         self.is_draining = False
@@ -45,7 +47,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
         self.load = scheduler_pb2.Load()
-        self.group_since = time.monotonic()
+        self.group_since = self._clock()
         self._sequence = 0
         self._last_handle = 0
         self._last_abort_id = 0
@@ -152,15 +154,15 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if sequence is not None:
             self._events.on_left(self, sequence)
 
-    def abort(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
+    def cancel(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
         """Ends attempts of a request below that one, without an answer."""
         tenant, request_id = request.key
-        self._frames.abort(
+        self._frames.add_abort(
             scheduler_pb2.Abort(request_id=request_id, tenant=tenant, index=index, below_attempt=below_attempt)
         )
         self.wake()
 
-    async def abort_all(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+    async def cancel_all(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
         """Ends every attempt of a request, of any tenant for None; what the scheduler found.
 
         Raises NO_REPLICA if the link is lost.
@@ -171,7 +173,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         abort_id = self._last_abort_id
         answer: asyncio.Future[scheduler_pb2.AbortOutcome] = asyncio.get_running_loop().create_future()
         self._abort_answers[abort_id] = answer
-        self._frames.abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id, tenant=tenant))
+        self._frames.add_abort(scheduler_pb2.Abort(abort_id=abort_id, request_id=request_id, tenant=tenant))
         self.wake()
         try:
             return await answer
@@ -194,7 +196,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return frame.hello.hello.instance_id
 
     def _on_connected(self) -> None:
-        self.group_since = time.monotonic()
+        self.group_since = self._clock()
         self._events.on_load(self)
         self._events.on_scheduler_changed(self)
 
@@ -245,7 +247,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             self.load = frame.load
             self._events.on_load(self)
             if has_changed:
-                self.group_since = time.monotonic()
+                self.group_since = self._clock()
                 self._events.on_scheduler_changed(self)
 
     def _take_tokens(self, batch: scheduler_pb2.TokenBatch) -> None:

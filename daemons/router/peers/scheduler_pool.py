@@ -20,8 +20,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
 
-_MIN_SHUN_S = 0.05
-_MAX_SHUN_S = 2.0
+_MIN_BACKOFF_S = 0.05
+_MAX_BACKOFF_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
 
 
@@ -29,7 +29,7 @@ class SchedulerPool(PeerPool):
     """Places outputs on schedulers by model, then by placement's policy; an output is on one of them, or waits here.
 
     wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
-    that does. fail: told of outputs that waited too long.
+    that does. clock: monotonic seconds.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class SchedulerPool(PeerPool):
         *,
         wait_s: float,
         migrate_after_s: float,
-        fail: Callable[[Output, MeshError], None],
         aliases: ModelAliases | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_link = make_link
         self.placement = placement
         self._aliases = aliases or ModelAliases({})
         self._wait_s = wait_s
         self._migrate_after_s = migrate_after_s
-        self._fail = fail
+        self._clock = clock
         self._links: dict[str, SchedulerLink] = {}
         self._waiting: dict[Output, None] = {}
         self._changed = asyncio.Event()
@@ -124,12 +124,13 @@ class SchedulerPool(PeerPool):
 
         Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
         """
-        until = time.monotonic() + timeout_s
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
         while True:
             if (found := self.served(name, like)) is not None:
                 return found
             models = self.models()
-            remaining = until - time.monotonic()
+            remaining = until - loop.time()
             are_all_known = bool(self._links) and all(link.has_ever_connected for link in self.links)
             if are_all_known or remaining <= 0:
                 break
@@ -153,42 +154,45 @@ class SchedulerPool(PeerPool):
         if link is not None:
             self._waiting.pop(output, None)
             if output.waiting_since is None:
-                output.waiting_since = time.monotonic()
+                output.waiting_since = self._clock()
             link.submit(output)
             self.placement.take_sent(link, decision)
             return
         if output.state is not OutputState.WAITING:
             output.move_to(OutputState.WAITING)
         if output.waiting_since is None:
-            output.waiting_since = time.monotonic()
+            output.waiting_since = self._clock()
         self._waiting[output] = None
 
-    def place_anew(self, output: Output) -> None:
-        """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait()."""
+    def place_anew(self, output: Output) -> MeshError | None:
+        """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait().
+
+        The error to end it with if it has waited too long.
+        """
         # Rejections from before count for nothing.
         output.num_rejections = 0
-        if output.waiting_since is not None and time.monotonic() - output.waiting_since > self._wait_s:
+        if output.waiting_since is not None and self._clock() - output.waiting_since > self._wait_s:
             # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
-            self._fail(output, nobody(self.links, output, self._wait_s))
-            return
+            return nobody(self.links, output, self._wait_s)
         self.place(output)
+        return None
 
     def place_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
         """Another scheduler gets an output that link would not take, or the same one later."""
         output.num_rejections += 1
-        backoff = min(_MIN_SHUN_S * 2 ** min(output.num_rejections, 10), _MAX_SHUN_S)
+        backoff = min(_MIN_BACKOFF_S * 2 ** min(output.num_rejections, 10), _MAX_BACKOFF_S)
         asked = error.metadata.get("retry_after_ms", "")
         if asked.isdecimal():
-            backoff = max(backoff, min(int(asked) / 1000, _MAX_SHUN_S))
-        output.shunned[link.address] = time.monotonic() + backoff
+            backoff = max(backoff, min(int(asked) / 1000, _MAX_BACKOFF_S))
+        output.backoff_until[link.address] = self._clock() + backoff
         if output.waiting_since is None:
-            output.waiting_since = time.monotonic()
+            output.waiting_since = self._clock()
         self.place(output)
 
     def fits_elsewhere(self, output: Output, link: SchedulerLink) -> bool:
         """True if another scheduler holds an output that is too large for link: then link is not asked again."""
-        output.shunned[link.address] = math.inf
-        return any(output.shunned.get(other.address) != math.inf for other in fitting(self.links, output.request))
+        output.backoff_until[link.address] = math.inf
+        return any(output.backoff_until.get(other.address) != math.inf for other in fitting(self.links, output.request))
 
     def release(self, output: Output) -> None:
         """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
@@ -207,26 +211,30 @@ class SchedulerPool(PeerPool):
         self._changed = asyncio.Event()
         self.place_waiting()
 
-    def tick(self, now: float) -> None:
-        """Call every 0.1 s or so."""
+    def tick(self, now: float) -> list[tuple[Output, MeshError]]:
+        """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
         self.placement.tick(now)
         self._migrate(now)
         if not self._waiting:
-            return
+            return []
         # All else that could let an output run is an event: on_changed(). Ten thousand may wait here.
         for output in tuple(self._waiting):
-            shunned = output.shunned
-            if shunned and min(shunned.values()) <= now:
-                output.shunned = {address: until for address, until in shunned.items() if until > now}
+            backoff_until = output.backoff_until
+            if backoff_until and min(backoff_until.values()) <= now:
+                output.backoff_until = {address: until for address, until in backoff_until.items() if until > now}
                 self.place(output)
-        for output in tuple(self._waiting):
-            if output.waiting_since is not None and now - output.waiting_since > self._wait_s:
-                del self._waiting[output]
-                self._fail(output, nobody(self.links, output, self._wait_s))
+        late = [
+            output
+            for output in self._waiting
+            if output.waiting_since is not None and now - output.waiting_since > self._wait_s
+        ]
+        for output in late:
+            del self._waiting[output]
+        return [(output, nobody(self.links, output, self._wait_s)) for output in late]
 
-    async def abort_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
+    async def cancel_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
         """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
-        asked = [asyncio.ensure_future(link.abort_all(request_id, tenant)) for link in self.links if link.is_connected]
+        asked = [asyncio.ensure_future(link.cancel_all(request_id, tenant)) for link in self.links if link.is_connected]
         if not asked:
             return scheduler_pb2.ABORT_OUTCOME_UNKNOWN
         done, late = await asyncio.wait(asked, timeout=_ABORT_TIMEOUT_S)
@@ -235,11 +243,11 @@ class SchedulerPool(PeerPool):
         found = [task.result() for task in done if task.exception() is None]
         return min((outcome for outcome in found if outcome), default=scheduler_pb2.ABORT_OUTCOME_UNKNOWN)
 
-    def abort_older(self, request: Request, below_attempt: int) -> None:
+    def cancel_older(self, request: Request, below_attempt: int) -> None:
         """Ends attempts below that one on every scheduler."""
         for link in self.links:
             if link.is_connected:
-                link.abort(request, below_attempt=below_attempt)
+                link.cancel(request, below_attempt=below_attempt)
 
     def _migrate(self, now: float) -> None:
         for link in self.links:
@@ -257,7 +265,7 @@ class SchedulerPool(PeerPool):
 
     def _take_from(self, link: SchedulerLink, output: Output) -> None:
         """The output leaves link, which is told, and waits."""
-        link.abort(output.request, below_attempt=output.attempt + 1, index=output.index)
+        link.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
         link.release(output)
         if output.state is OutputState.RUNNING:
             output.count_wait(was_accepted=True)
@@ -267,7 +275,7 @@ class SchedulerPool(PeerPool):
 
     def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
         """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
-        links = able(self.links, output, time.monotonic())
+        links = able(self.links, output, self._clock())
         if not links:
             return None, None
         for sibling in output.request.outputs:

@@ -36,7 +36,7 @@ class ServeFrames:
     def stop(self, stop: scheduler_pb2.FinishedByStop) -> None:
         self._stops.append(stop)
 
-    def abort(self, abort: scheduler_pb2.Abort) -> None:
+    def add_abort(self, abort: scheduler_pb2.Abort) -> None:
         self._aborts.append(abort)
 
     def clear(self) -> None:

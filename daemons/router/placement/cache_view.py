@@ -96,7 +96,7 @@ class CacheView:
     def apply(self, change: CacheChange) -> None:
         """Raises ViewError for what does not fit, ViewTooLargeError; the view is to be cleared after either."""
         if change.is_reset:
-            self.discard()
+            self.clear()
             for _ in self.clear_index():
                 pass
         for split in change.splits:
@@ -108,7 +108,7 @@ class CacheView:
         for node in change.evicted:
             self._evict(node)
 
-    def discard(self) -> None:
+    def clear(self) -> None:
         """All nodes are gone; clear_index() takes their prefixes from the index, which may take long."""
         self._discarded.extend(self._nodes.values())
         self._nodes.clear()

@@ -96,7 +96,7 @@ class Placement:
     def remove(self, row: int) -> None:
         """The replica is gone."""
         replica = self._rows.pop(row)
-        replica.view.discard()
+        replica.view.clear()
         for _ in replica.view.clear_index():
             pass
         replica.sent.clear()
@@ -130,7 +130,7 @@ class Placement:
         """The replica's cache is not known any more. Iterate to the end, with pauses, before the next apply()."""
         replica = self._rows[row]
         replica.is_reported = False
-        replica.view.discard()
+        replica.view.clear()
         yield from replica.view.clear_index()
 
     def choose(self, request: PlacedRequest, rows: Sequence[int]) -> Decision:

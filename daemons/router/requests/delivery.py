@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.journal import Output, OutputState, Request
-from radixmesh.daemons.router.requests.wakeup_pacer import Turnstile
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
@@ -34,11 +35,18 @@ class Delivery:
     client.
     """
 
-    def __init__(self, journal: Journal, turnstile: Turnstile, times: RequestTimes | None = None) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        pacer: WakeupPacer,
+        times: RequestTimes | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._journal = journal
         self._times = times
-        self._opened_s = time.monotonic()
-        self._turnstile = turnstile
+        self._opened_s = self._clock()
+        self._pacer = pacer
         self._is_waiting_turn = False
         self._request: Request | None = None
         self._dirty: dict[int, Output] = {}
@@ -63,8 +71,8 @@ class Delivery:
             return
         self._is_waiting_turn = True
         if self.news_since is None:
-            self.news_since = time.monotonic()
-        self._turnstile.enter(self._has_news)
+            self.news_since = self._clock()
+        self._pacer.enter(self._has_news)
 
     def fail(self, error: MeshError) -> None:
         """Ends the client's stream with error, in place of whatever is still untold."""
@@ -74,12 +82,12 @@ class Delivery:
 
     def start_writing(self) -> None:
         """A message is being written to the client: from now on what it does not take is a stall. take() does so."""
-        self.writing_since = time.monotonic()
+        self.writing_since = self._clock()
 
     def progressed(self) -> None:
         """The client has taken a part of the message that is being written."""
         if self.writing_since is not None:
-            self.writing_since = time.monotonic()
+            self.writing_since = self._clock()
 
     def stop_writing(self) -> None:
         """The message is written, or waits for something that is not the client."""
@@ -98,7 +106,7 @@ class Delivery:
             message = self._message()
             if message is not None:
                 self.num_messages += 1
-                self.writing_since = time.monotonic()
+                self.writing_since = self._clock()
                 return message
 
     def _raise_failure(self) -> None:

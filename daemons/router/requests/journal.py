@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ class Output:
     index: int
     ids: array[int] = field(default_factory=lambda: array("i"))
     state: OutputState = OutputState.WAITING
-    state_since: float = field(default_factory=time.monotonic)
+    state_since: float = 0.0
     num_seen: int = 0
     num_delivered: int = 0
     text_bytes: int = 0
@@ -93,7 +93,7 @@ class Output:
     scheduler_handle: int = 0
     entry: Entry | None = None
     # Scheduler address -> moment until which it is not asked again after a rejection.
-    shunned: dict[str, float] = field(default_factory=dict)
+    backoff_until: dict[str, float] = field(default_factory=dict)
     num_rejections: int = 0
     # Since when it waits for a scheduler that takes it; later than that by the time for which schedulers had it.
     waiting_since: float | None = None
@@ -124,6 +124,9 @@ class Output:
         """Whether more tokens may come."""
         return self.state.value < OutputState.ENDED.value
 
+    def __post_init__(self) -> None:
+        self.state_since = self.request.clock()
+
     def level_logprobs(self) -> None:
         """Drops what a broken frame brought of ids without logprobs, or the other way round: it is asked for again."""
         if self.logprobs is not None:
@@ -140,19 +143,19 @@ class Output:
         if self.waiting_since is None or len(self.ids) > self.num_submitted:
             self.waiting_since = None
         elif was_accepted:
-            self.waiting_since += time.monotonic() - self.state_since
+            self.waiting_since += self.request.clock() - self.state_since
 
     def move_to(self, state: OutputState) -> None:
         assert self.state is not OutputState.FINISHED, f"{self.request.request_id}/{self.index} is finished"
         self.state = state
-        self.state_since = time.monotonic()
+        self.state_since = self.request.clock()
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request:
     """A resolved request. prompt_logprobs: those still to be delivered, None if none are wanted (any more).
 
-    deadline: monotonic moment, None = none. num_bytes: charged to the journal.
+    clock: monotonic seconds. deadline: a moment of it, None = none. num_bytes: charged to the journal.
     """
 
     resolved: router_pb2.Resolved
@@ -163,11 +166,15 @@ class Request:
     delivery: Delivery
     outputs: list[Output] = field(default_factory=list)
     prompt_logprobs: LogprobTrack | None = None
-    accepted: float = field(default_factory=time.monotonic)
+    clock: Callable[[], float] = time.monotonic
+    accepted: float = 0.0
     num_bytes: int = 0
     span: Span = field(default_factory=NoSpan)
     # Seconds from its arrival until the client could be given a token.
     first_token_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.accepted = self.accepted or self.clock()
 
     @property
     def request_id(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from radixmesh.common.v1 import common_pb2
@@ -11,7 +12,6 @@ from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
-from radixmesh.daemons.router.placement.placement import Decision
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.request_times import RequestTimes
 from radixmesh.daemons.router.requests.resolver import is_pooled
@@ -28,37 +28,47 @@ _TOO_SMALL = (ErrorReason.ERROR_REASON_NEVER_FITS, ErrorReason.ERROR_REASON_PROM
 
 
 class OutputFlow:
-    """Drives every output from its beginning to FINISHED, whatever dies. No I/O of its own."""
+    """Drives every output from its beginning to FINISHED, whatever dies. No I/O of its own.
 
-    def __init__(self, journal: Journal, metrics: Metrics, times: RequestTimes | None = None) -> None:
+    make_schedulers, make_detokenizers: make pools whose links tell their events to the flow they are given. clock:
+    monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        metrics: Metrics,
+        times: RequestTimes | None = None,
+        *,
+        make_schedulers: Callable[[OutputFlow], SchedulerPool],
+        make_detokenizers: Callable[[OutputFlow], DetokenizerPool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._journal = journal
         self._times = times or RequestTimes(metrics)
         self._metrics = metrics
+        self._clock = clock
         self._stopping: dict[Output, None] = {}
         self._with_deadline: dict[Request, float] = {}
-        self.schedulers: SchedulerPool
-        self.detokenizers: DetokenizerPool
-
-    def bind(self, schedulers: SchedulerPool, detokenizers: DetokenizerPool) -> None:
-        """The pools report to the flow and the flow gives them work: they are made one after the other."""
-        self.schedulers, self.detokenizers = schedulers, detokenizers
+        self.schedulers = make_schedulers(self)
+        self.detokenizers = make_detokenizers(self)
 
     def begin(self, request: Request) -> None:
         """Starts or continues every output of a journalled request that its client has not seen finish."""
         if request.deadline is not None:
             self._with_deadline[request] = request.deadline
         if request.resumption:
-            self.schedulers.abort_older(request, request.resumption << 16)
+            self.schedulers.cancel_older(request, request.resumption << 16)
         for output in request.outputs:
             if output.state is not OutputState.FINISHED:
                 self._begin_output(output)
 
-    def discard(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Forgets a request: what still runs is ended. Nobody is told but schedulers and detokenizers. Idempotent."""
         self._with_deadline.pop(request, None)
         for link in {output.scheduler for output in request.outputs if output.scheduler is not None}:
             # Bounded: the same request may live on at another router, by a higher resumption.
-            link.abort(request, below_attempt=(request.resumption + 1) << 16)
+            link.cancel(request, below_attempt=(request.resumption + 1) << 16)
         for output in request.outputs:
             self._release(output)
         self._journal.drop(request)
@@ -68,10 +78,10 @@ class OutputFlow:
             prompt_tokens=request.num_prompt,
             output_tokens=sum(len(output.ids) for output in request.outputs),
             reasons=[_reason_of(output) for output in request.outputs],
-            seconds=round(time.monotonic() - request.accepted, 3),
+            seconds=round(self._clock() - request.accepted, 3),
         )
 
-    def abort(self, request: Request, error: MeshError) -> None:
+    def cancel(self, request: Request, error: MeshError) -> None:
         """Ends what is unfinished with FINISH_REASON_ABORT; the client gets what there is."""
         for output in request.outputs:
             self.fail(output, error, common_pb2.FINISH_REASON_ABORT)
@@ -87,7 +97,7 @@ class OutputFlow:
             return
         log.info("output_failed", request_id=output.request.request_id, index=output.index, error=str(error))
         if output.scheduler is not None:
-            output.scheduler.abort(output.request, below_attempt=output.attempt + 1, index=output.index)
+            output.scheduler.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
         self.schedulers.release(output)
         self._end(output, Ending(reason=reason, num_output=len(output.ids), error=error))
 
@@ -111,6 +121,10 @@ class OutputFlow:
                 message = "the request's deadline_ms passed: what there was has been delivered"
                 for output in request.outputs:
                     self.fail(output, MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message))
+        for output, error in self.schedulers.tick(now):
+            self.fail(output, error)
+        for output, error in self.detokenizers.tick(now):
+            self.fail_text(output, error)
 
     # From schedulers.
 
@@ -175,12 +189,6 @@ class OutputFlow:
                 self._finish(output)
             else:
                 self._place_again(output)
-
-    def on_decision(self, decision: Decision) -> None:
-        """An output was sent where placement decided."""
-        self._metrics.routing_decisions.labels(decision.reason).inc()
-        self._metrics.routed_tokens.labels("cached").inc(decision.matched_tokens)
-        self._metrics.routed_tokens.labels("uncached").inc(decision.num_tokens - decision.matched_tokens)
 
     def on_load(self, link: SchedulerLink) -> None:
         self.schedulers.placement.on_load(link)
@@ -268,7 +276,9 @@ class OutputFlow:
         if ending is not None:
             self._end(output, ending)
             return
-        self.schedulers.place_anew(output)
+        error = self.schedulers.place_anew(output)
+        if error is not None:
+            self.fail(output, error)
 
     def _end(self, output: Output, ending: Ending) -> None:
         """No more tokens come. The text may still have to."""

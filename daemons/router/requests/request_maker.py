@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
 from radixmesh.common.v1 import common_pb2
@@ -43,7 +43,9 @@ class RequestMaker:
         times: RequestTimes,
         *,
         scheduler_wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._journal = journal
         self._schedulers = schedulers
         self._tokenizers = tokenizers
@@ -77,9 +79,9 @@ class RequestMaker:
 
     async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request that begins. Raises MeshError."""
-        deadline = _deadline_of(message)
+        deadline = self._deadline_of(message)
         draft = check_request(message)
-        _require_time(deadline)
+        self._require_time(deadline)
         self._journal.require_room(journal_size(message.ByteSize(), draft.n))
         if message.model or message.WhichOneof("input") == "prompt_ids":
             # A wrong name is told before a tokenizer works for nothing.
@@ -98,7 +100,7 @@ class RequestMaker:
             identity=model.identity,
             default_request_len=model.default_request_len(len(prompt_ids) // 4),
         )
-        request = _request_of(resolved, delivery, message.resume.resumption, deadline)
+        request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
         for index in range(draft.n):
             output = Output(request=request, index=index)
             if draft.sampling.num_top_logprobs is not None:
@@ -110,9 +112,9 @@ class RequestMaker:
 
     async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request whose stream broke, as its client keeps it. Raises MeshError."""
-        deadline = _deadline_of(message)
+        deadline = self._deadline_of(message)
         check_resume(message)
-        _require_time(deadline)
+        self._require_time(deadline)
         self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
         claimed = message.resume.resolved
         found = self._schedulers.find_model(claimed.model, self._scheduler_wait_s, claimed.model_identity)
@@ -121,7 +123,7 @@ class RequestMaker:
             raise _other_model(model.identity, claimed.model_identity)
         _require_size(message.resume.resolved, model)
         resolved, progress = rebuild(message, model.identity)
-        request = _request_of(resolved, delivery, message.resume.resumption, deadline)
+        request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
         for index, known in enumerate(progress):
             output = Output(request=request, index=index, ids=known.ids)
             output.num_seen = output.num_delivered = output.num_charged = len(known.ids)
@@ -153,7 +155,7 @@ class RequestMaker:
         return encoded.items[0].ids, encoded.tokenizer_fingerprint
 
     async def _encode_request(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
-        since_s, parent = time.monotonic(), current_context()
+        since_s, parent = self._clock(), current_context()
         span = self._times.tracer.begin("router.encode", parent, {})
         set_context(span.context)
         error = "given up"
@@ -182,41 +184,41 @@ class RequestMaker:
         if deadline is None:
             return await work
         try:
-            async with asyncio.timeout(deadline - time.monotonic()):
+            async with asyncio.timeout(deadline - self._clock()):
                 return await work
         except TimeoutError as error:
             raise _too_late() from error
+
+    def _request_of(
+        self, resolved: router_pb2.Resolved, delivery: Delivery, resumption: int, deadline: float | None
+    ) -> Request:
+        return Request(
+            clock=self._clock,
+            resolved=resolved,
+            resumption=resumption,
+            deadline=deadline,
+            num_prompt=len(resolved.prompt_ids) // 4,
+            end_ids=end_ids_of(resolved),
+            delivery=delivery,
+        )
+
+    def _deadline_of(self, message: router_pb2.GenerateRequest) -> float | None:
+        if not message.HasField("deadline_ms"):
+            return None
+        return self._clock() + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000
+
+    def _require_time(self, deadline: float | None) -> None:
+        # What follows may not have to wait for anything, and would then not notice.
+        if deadline is not None and deadline <= self._clock():
+            raise _too_late()
 
     def _model_wait_s(self, message: router_pb2.GenerateRequest) -> float:
         # Without a name any scheduler will do, and one that restarts is worth waiting for.
         return _UNKNOWN_MODEL_WAIT_S if self._schedulers.models() else self._scheduler_wait_s
 
 
-def _request_of(resolved: router_pb2.Resolved, delivery: Delivery, resumption: int, deadline: float | None) -> Request:
-    return Request(
-        resolved=resolved,
-        resumption=resumption,
-        deadline=deadline,
-        num_prompt=len(resolved.prompt_ids) // 4,
-        end_ids=end_ids_of(resolved),
-        delivery=delivery,
-    )
-
-
 def _tenant() -> str:
     return current_caller().tenant or ""
-
-
-def _deadline_of(message: router_pb2.GenerateRequest) -> float | None:
-    if not message.HasField("deadline_ms"):
-        return None
-    return time.monotonic() + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000
-
-
-def _require_time(deadline: float | None) -> None:
-    # What follows may not have to wait for anything, and would then not notice.
-    if deadline is not None and deadline <= time.monotonic():
-        raise _too_late()
 
 
 def _too_late() -> MeshError:

@@ -22,7 +22,7 @@ class StreamOwner(Protocol):
     def begin(self, stream: RequestStream, request: Request) -> None:
         """Journals it and lets it run. Raises JOURNAL_FULL."""
 
-    def leave(self, stream: RequestStream) -> None:
+    def release(self, stream: RequestStream) -> None:
         """The stream is over."""
 
 
@@ -72,7 +72,7 @@ class RequestStream:
         """Ends the request if it still runs. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
-            self._owner.leave(self)
+            self._owner.release(self)
 
     async def _start(self) -> None:
         # A task of its own, so that an abort can end it.

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.placement.placement import Decision
 from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import Attributes, NoTracer, Span, Tracer
 
 
 class RequestTimes:
-    """One of a router. Moments are of time.monotonic()."""
+    """One of a router. Moments are of its clock: monotonic seconds."""
 
-    def __init__(self, metrics: Metrics, tracer: Tracer | None = None) -> None:
+    def __init__(
+        self, metrics: Metrics, tracer: Tracer | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._metrics = metrics
         self.tracer = tracer or NoTracer()
         self._first_token = metrics.first_token_seconds
         self._inter_token = metrics.inter_token_seconds
@@ -28,7 +34,7 @@ class RequestTimes:
 
     def encoded(self, since_s: float) -> None:
         """A tokenizer has answered."""
-        self._tokenizer.observe(time.monotonic() - since_s)
+        self._tokenizer.observe(self._clock() - since_s)
 
     def submitted(self, output: Output, address: str, since_s: float) -> None:
         """An output that waited for a scheduler since then is sent to the one at address."""
@@ -40,11 +46,17 @@ class RequestTimes:
                 "radixmesh.scheduler": address,
                 "radixmesh.resumed_len": len(output.ids),
             }
-            self.tracer.record("router.queue", request.trace_context, since_s, time.monotonic(), attributes)
+            self.tracer.record("router.queue", request.trace_context, since_s, self._clock(), attributes)
+
+    def routed(self, decision: Decision) -> None:
+        """An output is submitted where placement decided."""
+        self._metrics.routing_decisions.labels(decision.reason).inc()
+        self._metrics.routed_tokens.labels("cached").inc(decision.matched_tokens)
+        self._metrics.routed_tokens.labels("uncached").inc(decision.num_tokens - decision.matched_tokens)
 
     def first_token_came(self, output: Output) -> None:
         """The first token that this router has of an output came from its scheduler."""
-        self._scheduler.observe(time.monotonic() - output.state_since)
+        self._scheduler.observe(self._clock() - output.state_since)
 
     def detokenized(self, seconds: float) -> None:
         """A detokenizer took that long for the tokens of a frame."""
@@ -52,7 +64,7 @@ class RequestTimes:
 
     def delivered(self, output: Output, opened_s: float, is_first: bool) -> None:
         """A client can be sent new tokens of an output. Once per output and frame at most."""
-        now = time.monotonic()
+        now = self._clock()
         if is_first:
             self._first_token.observe(now - opened_s)
             if output.request.trace_context:

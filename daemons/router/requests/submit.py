@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-
-from radixmesh.daemons.router.requests.journal import Output
+from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 
@@ -26,7 +24,7 @@ def submit_of(output: Output, handle: int, sequence: int) -> scheduler_pb2.Submi
         logprobs_start=_logprobs_start(output),
         cache_salt=resolved.cache_salt,
         priority=resolved.priority,
-        deadline_ms=_remaining_ms(request.deadline),
+        deadline_ms=_remaining_ms(request),
         tenant=resolved.tenant,
         trace_context=request.trace_context,
     )
@@ -61,5 +59,5 @@ def _logprobs_start(output: Output) -> int:
     return request.num_prompt + len(output.ids)
 
 
-def _remaining_ms(deadline: float | None) -> int | None:
-    return None if deadline is None else max(0, int(1000 * (deadline - time.monotonic())))
+def _remaining_ms(request: Request) -> int | None:
+    return None if request.deadline is None else max(0, int(1000 * (request.deadline - request.clock())))

@@ -17,7 +17,7 @@ _PER_TURN = 32
 _TURN_S = 0.001
 
 
-class Turnstile:
+class WakeupPacer:
     """First come, first served."""
 
     __slots__ = ("_is_turning", "_waiting")

@@ -2,7 +2,7 @@
 
     python -m radixmesh.daemons.runtime.telemetry.metrics_table docs/observability.md
 
-rewrites what stands between the marks below; a test fails while the two differ.
+rewrites the table between the two marks below; a test fails while page and code differ.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from radixmesh.daemons.runtime.telemetry.metric_maker import MetricInfo
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 BEGIN = "<!-- metrics: made of daemons/runtime/telemetry/metrics.py -->"
@@ -17,17 +18,23 @@ END = "<!-- end of metrics -->"
 
 
 def metrics_table() -> str:
-    """Markdown, one row a metric."""
-    rows = ["| name | kind | labels | served by | what |", "|---|---|---|---|---|"]
-    for info in Metrics().infos:
+    """Markdown, one row a metric; deprecated names last."""
+    rows = ["| name | kind | labels | served by | meaning |", "|---|---|---|---|---|"]
+    for info in sorted(Metrics().infos, key=lambda info: bool(info.replaced_by)):
         labels = ", ".join(f"`{label}`" for label in info.labels)
         daemons = ", ".join(info.daemons)
-        rows.append(f"| `{info.name}` | {info.kind} | {labels} | {daemons} | {info.help_text} |")
+        rows.append(f"| `{info.name}` | {info.kind} | {labels} | {daemons} | {_meaning(info)} |")
     return "\n".join(rows) + "\n"
 
 
+def _meaning(info: MetricInfo) -> str:
+    if info.replaced_by:
+        return f"**Deprecated**, gone in the next release: use `{info.replaced_by}`."
+    return info.help_text
+
+
 def with_table(page: str) -> str:
-    """The page with the table of now between the marks. Raises ValueError where there are none."""
+    """The page with the current table between the marks. Raises ValueError where there are none."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

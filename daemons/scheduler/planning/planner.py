@@ -14,7 +14,7 @@ from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.cache.feed import CacheFeed
 from radixmesh.daemons.scheduler.cache.prefix_cache import check_cache_choice, make_prefix_cache
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
-from radixmesh.daemons.scheduler.group.suspects import Blame
+from radixmesh.daemons.scheduler.group.suspects import PoisonIsolation
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters, check_pages
 from radixmesh.daemons.scheduler.planning.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
@@ -63,7 +63,7 @@ class Planner:
         self._reader = ResultReader(self._finish, self._observer)
         self._outputs = Outputs()
         self._deadlines = Deadlines()
-        self._blame = Blame()
+        self._poison = PoisonIsolation()
         self.cache_feed = CacheFeed(first_revision=first_revision)
         self.flush = CacheFlush()
         self.estimate = StepEstimate()
@@ -187,8 +187,8 @@ class Planner:
         """
         self.end_epoch()
         from_outside = self._group is not None and group.lost_from_outside(self._group)
-        for request, verdict in self._blame.judge(from_outside=from_outside):
-            self._finish(request, Ending(FinishReason.ERROR), verdict)
+        for request, reason in self._poison.regained(from_outside=from_outside):
+            self._finish(request, Ending(FinishReason.ERROR), reason)
         if self._group is None or self._group.vocab_size != group.vocab_size:
             self._stop_watch = StopWatch(group.vocab_size)
             for request in self._submissions.live():
@@ -214,7 +214,7 @@ class Planner:
     def end_epoch(self, refused_step: int = 0, error: MeshError | None = None) -> None:
         """The group is lost, or refused a plan: results still outstanding are void, every request waits again.
 
-        Who keeps the group from serving fails, now or when the group is back: see Blame.
+        A request that keeps the group from serving fails, now or when the group is back: see PoisonIsolation.
         """
         state, self._state = self._state, None
         if state is None:
@@ -225,16 +225,16 @@ class Planner:
         self._queue.unhold_all()
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
-        culprits = self._blame.refused(state, refused_step, error) if is_refusal else []
+        poisonous = self._poison.refused(state, refused_step, error) if is_refusal else []
         if not is_refusal:
-            self._blame.lost(state, error)
+            self._poison.lost(state, error)
         state.table.settle_all()
         for request in (*state.table.running(), *state.retracting.values()):
             request.slot = -1
             request.lifecycle = Lifecycle.WAITING
             self._queue.push(request)
-        for request, verdict in culprits:
-            self._finish(request, Ending(FinishReason.ERROR), verdict)
+        for request, reason in poisonous:
+            self._finish(request, Ending(FinishReason.ERROR), reason)
 
     def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
         """The next step, which the caller must send; None = there is nothing to do before the next result or submit.
@@ -252,11 +252,11 @@ class Planner:
         state.is_decode_set_unsent |= state.decode_set.update()
         draft = PlanDraft(0)
         grant_decodes(state, draft, self._settings.ahead_pages(state.group), self._retraction.give_way)
-        on_trial = self._blame.on_trial(state)
-        if self._preemption is not None and not self.flush.is_wanted and on_trial is None:
+        probed = self._poison.probing(state)
+        if self._preemption is not None and not self.flush.is_wanted and probed is None:
             self._preemption.make_room(state, draft, prefill)
         draft.token_budget = self._settings.step_tokens(state.group) - len(state.decode_set)
-        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=on_trial)
+        prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
         self._limits.planned(now, len(draft.admits), len(self._queue))
         if not len(state.decode_set) and not draft.chunks:
             self._retraction.unblock(state)
@@ -304,7 +304,7 @@ class Planner:
         self._stop_watch.unwatch(request.end_ids)
         self._submissions.end(request)
         self._deadlines.ended(request)
-        self._blame.ended(request)
+        self._poison.ended(request)
         self._observer.finished(request, ending.reason)
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
         self._outputs.finished.append(Finished.of(request, ending, error, num_output))

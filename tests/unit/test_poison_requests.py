@@ -73,7 +73,7 @@ def test_a_request_that_workers_die_of_fails_alone(depth: int, num_output: int, 
     records = submit_many(world, 12)
     poison = records[which]
     num_deaths = run_dying(world, depth, reaches(poison, num_output))
-    # Three in a row and two on trial; more where tokens came in between.
+    # Three in a row and two probes; more where tokens came in between.
     assert 5 <= num_deaths <= 7
     assert poison.finished is not None and poison.finished.reason is FinishReason.ERROR
     error = poison.finished.error
@@ -167,7 +167,7 @@ def test_workers_that_are_killed_from_outside_fail_nobody() -> None:
 
 
 @pytest.mark.parametrize("end", [PredecessorEnd.UNKNOWN, PredecessorEnd.BY_ITSELF])
-def test_a_death_that_nobody_explains_is_blamed_as_ever(end: PredecessorEnd) -> None:
+def test_a_death_that_nobody_explains_counts_as_ever(end: PredecessorEnd) -> None:
     world = make_world()
     record = world.submit(list(range(2, 30)))
     for number in range(5):
@@ -191,7 +191,7 @@ def test_one_kill_from_outside_excuses_no_later_loss_of_the_same_worker() -> Non
 
 
 @pytest.mark.parametrize("num_output", [1, 9])
-def test_a_step_that_raises_is_judged_like_a_death(num_output: int) -> None:
+def test_a_step_that_raises_counts_like_a_death(num_output: int) -> None:
     world = make_world()
     records = submit_many(world, 8)
     is_fatal = reaches(records[3], num_output)
@@ -228,7 +228,7 @@ def test_a_worker_that_says_that_it_leaves_is_no_death() -> None:
     assert record.tokens == world.expected(record.submission)
 
 
-def test_a_group_that_dies_with_nothing_to_do_blames_nobody() -> None:
+def test_a_group_that_dies_with_nothing_to_do_makes_no_suspects() -> None:
     world = make_world()
     for _ in range(6):
         lose_worker(world)

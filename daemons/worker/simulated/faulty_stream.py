@@ -1,25 +1,31 @@
-"""The writing end of an Execute stream, with the faults that were asked for. Without any it just writes."""
+"""The writing end of an Execute stream with injected faults, for tests and the simulated backend."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind
 from radixmesh.worker.v1 import worker_pb2
 
 
-class FaultyStream:
-    """Sends messages one at a time; see simulated.faults for what may happen to results."""
+class FaultyStream(ResultStream):
+    """Injects the faults of simulated.faults into plans and results."""
 
-    def __init__(self, send: Callable[[worker_pb2.ExecuteResponse], Awaitable[None]], faults: FaultInjector) -> None:
-        self._send = send
+    def __init__(self, send: Send, faults: FaultInjector) -> None:
+        super().__init__(send)
         self._faults = faults
         self._lock = asyncio.Lock()
         self._held: worker_pb2.ExecuteResponse | None = None
         self._release: asyncio.Task[None] | None = None
+
+    def fault_of(self, plan: worker_pb2.StepPlan) -> Exception | None:
+        fault = self._faults.strikes(plan.header.step_id)
+        if fault is FaultKind.REFUSE:
+            return MeshError(ErrorReason.ERROR_REASON_INTERNAL, "refused on demand: a fault was asked for by flag")
+        return RuntimeError("died on demand: a fault was asked for by flag") if fault is FaultKind.DIE else None
 
     async def write(self, response: worker_pb2.ExecuteResponse) -> None:
         """Sends a message, or does to it what its fault says. Raises NO_REPLICA where the stream vanishes."""
