@@ -137,9 +137,20 @@ async def test_commands_beside_a_running_mesh_do_what_pages_say(folder: Path) ->
                 assert '"error"' not in printed and ('"choices"' in printed or '"embedding"' in printed), printed
             else:
                 assert printed.strip(), command
-        for name, by in SNIPPETS.items():
-            if by == f"tests/mesh/{Path(__file__).name}::test_commands_beside_a_running_mesh_do_what_pages_say":
-                await run_snippet(mesh, name, folder)
+        await run_snippets(mesh, "test_commands_beside_a_running_mesh_do_what_pages_say", folder)
+
+
+@pytest.mark.full
+async def test_further_snippets_run_as_printed(folder: Path) -> None:
+    async with running_mesh("cpu") as mesh:
+        await run_snippets(mesh, "test_further_snippets_run_as_printed", folder)
+
+
+async def run_snippets(mesh: Mesh, test: str, folder: Path) -> None:
+    mine = [name for name, by in SNIPPETS.items() if by == f"tests/mesh/{Path(__file__).name}::{test}"]
+    assert mine, test
+    for name in mine:
+        await run_snippet(mesh, name, folder)
 
 
 def at(mesh: Mesh, text: str) -> str:

@@ -16,6 +16,7 @@ class NotHere(NamedTuple):
 
 _HERE = "tests/mesh/test_docs_commands.py"
 _MESH = f"{_HERE}::test_commands_beside_a_running_mesh_do_what_pages_say"
+_MORE = f"{_HERE}::test_further_snippets_run_as_printed"
 _BY_HAND = f"{_HERE}::test_daemons_that_are_started_by_hand_answer"
 _LOADS = f"{_HERE}::test_loads_measure_the_mesh"
 _FILES = f"{_HERE}::test_commands_that_need_no_mesh"
@@ -89,14 +90,14 @@ SNIPPETS: dict[str, str | NotHere] = {
     "README.md python 1": _MESH,
     "README.md python 2": _MESH,
     "README.md js 1": _MESH,
-    "docs/http.md python 1": _MESH,
+    "docs/http.md python 1": _MORE,
     "docs/deploy.md yaml 1": NotHere("a part of a Kubernetes pod; no cluster here"),
     "docs/local-cluster.md python 1": NotHere("a fragment; tests/mesh/test_cluster.py makes these calls"),
     "docs/models.md python 1": _FRAGMENT,
     "docs/models.md python 2": _FRAGMENT,
-    "clients/python/README.md python 1": _MESH,
-    "clients/python/README.md python 2": _MESH,
+    "clients/python/README.md python 1": _MORE,
+    "clients/python/README.md python 2": _MORE,
     "clients/python/README.md python 3": NotHere("a fragment; tests/mesh/test_secure_mesh.py makes such a client"),
-    "clients/node/README.md js 1": _MESH,
+    "clients/node/README.md js 1": _MORE,
     "clients/node/README.md js 2": NotHere("a fragment; tests/mesh/test_secure_mesh.py runs the Node client with TLS"),
 }
