@@ -28,7 +28,7 @@ FOREIGN_FLAGS = {
 # Files that pages name and that are not of this repository: of models, of users, of run folders.
 FOREIGN_FILES = {
     "chats.json", "client.js", "cluster.log", "config.json", "generation_config.json", "model.safetensors.index.json",
-    "out.json", "state.json", "tokenizer.json", "tokenizer_config.json",
+    "out.json", "state.json", "tokenizer.json", "tokenizer_config.json", ".tools",
 }  # fmt: skip
 _PROGRAMS = re.compile(
     r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:sudo |\.venv/bin/)?"
@@ -62,7 +62,7 @@ def test_named_files_exist(page: Path) -> None:
     gone = sorted(
         path
         for path in docs_pages.named_paths(page)
-        if Path(path).name not in FOREIGN_FILES and not docs_pages.is_there(path)
+        if Path(path).name not in FOREIGN_FILES and "NAME" not in path and not docs_pages.is_there(path)
     )
     assert not gone, f"{name_of(page)} names files that are not here: {gone}"
 
