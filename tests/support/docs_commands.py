@@ -58,9 +58,9 @@ COMMANDS: dict[str, str | NotHere] = {
     "radixmesh detokenizer --listen 127.0.0.1:50062 --model compose/models/tiny-llama": _BY_HAND,
     "radixmesh worker --listen 127.0.0.1:50063 --model compose/models/tiny-llama --backend simulated": _BY_HAND,
     "python -m pdb -c continue -m radixmesh.cli scheduler --listen 127.0.0.1:50064 --workers 127.0.0.1:50063 "
-    "--hang-s 3600": _BY_HAND,
+    "--step-timeout-s 3600": _BY_HAND,
     "radixmesh router --listen 127.0.0.1:50065 --tokenizers 127.0.0.1:50061 --detokenizers 127.0.0.1:50062 "
-    "--schedulers 127.0.0.1:50064 --silence-s 3600": _BY_HAND,
+    "--schedulers 127.0.0.1:50064": _BY_HAND,
     'radixmesh generate --router 127.0.0.1:50065 --max-tokens 32 "The Tyger"': _BY_HAND,
     "python -m radixmesh.daemons.runtime.telemetry.metrics_table docs/observability.md": _FILES,
     "compose/make_certificates.sh tls client alice": _FILES,
