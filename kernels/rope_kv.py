@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, and the step's keys and values written to their pages, in one launch.
 
 T rows (tokens), H query heads, K key-value heads, d head_dim, S tokens of the pool, P positions of the angle table.
-Rotation: Su et al., RoFormer (2021), pairs (x[i], x[i + d/2]) as in checkpoints of Hugging Face format.
+RoPE: Su et al., RoFormer (2021), pairs (x[i], x[i + d/2]) as in checkpoints of Hugging Face format.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def rope_write_kv(
     bias_X: torch.Tensor | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns the rotated queries [T, H, d]; writes rotated keys, and values, at each row's place in the pool.
+    """Returns the queries [T, H, d] with RoPE; writes keys with RoPE, and values, at each row's place in the pool.
 
     qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous). cos and sin float32 [P, d/2].
     Row t is position positions[t] of slot row_slots[t] (both int32): its place in the pool is
@@ -138,7 +138,7 @@ def rope_write_kv(
     `unnormed` [T, D], contiguous: the rows that qkv is the product of, where they went into it un-normed; qkv is first
     multiplied by each row's factor, 1 / sqrt(mean(x^2) + eps). Then `bias` [(H + 2K) d] is added. With q_norm and
     k_norm ([d], together) every head of queries and keys is then RMS-normalised. float32 inside; rounded to the dtype
-    after the norm of heads and after the rotation.
+    after the norm of heads and after RoPE.
 
     `use_pdl` as in `rms_norm`, and all but qkv, `unnormed` and the page tables is read without waiting: the kernels
     ahead may not be writing it.

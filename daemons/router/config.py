@@ -25,8 +25,10 @@ class RouterSettings(CommonSettings):
     model_aliases: tuple[str, ...] = setting((), "further names that clients may ask for: ALIAS=NAME of a served model")
     journal_bytes: int = setting(1 << 30, "bytes of requests kept; past it new requests get JOURNAL_FULL")
     client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
-    silence_s: float = setting(
-        5.0, "seconds without a frame, or with an answer owed, after which a peer counts as dead"
+    peer_timeout_s: float = setting(
+        5.0,
+        "seconds without a frame, or with an answer owed, after which a peer counts as dead",
+        deprecated=("silence-s",),
     )
     scheduler_wait_s: float = setting(120.0, "seconds that a request waits for a scheduler that can take it")
     detokenizer_wait_s: float = setting(120.0, "seconds that text waits for a detokenizer")
@@ -77,6 +79,6 @@ class RouterSettings(CommonSettings):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
-        for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
+        for name in ("client_stall_s", "peer_timeout_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")

@@ -142,10 +142,10 @@ def _load_simulated(settings: WorkerSettings) -> LoadedModel:
         clock=make_clock(settings.simulated_time),
     )
     # Its tokens are its own: no other worker may continue what it began, whatever folder that one serves.
-    drawn = f"{model.vocab_size}/{model.eos_ids}/{settings.simulated_eos_rate}"
+    options = f"{model.vocab_size}/{model.eos_ids}/{settings.simulated_eos_rate}"
     identity = identity_to_proto(
         model,
-        model_fingerprint=hashlib.sha256(f"simulated/{drawn}".encode()).hexdigest(),
+        model_fingerprint=hashlib.sha256(f"simulated/{options}".encode()).hexdigest(),
         tokenizer_fingerprint=_tokenizer_fingerprint(settings.model),
         sampler_version=SAMPLER_VERSION,
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.device_draws import check_draws, new_target, params_of
+from support.device_samples import check_sampled, new_target, params_of
 from support.rounding import typical_chain_error
 from torch.nn import functional
 
@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.kernels.gemv import gate_up_silu, gate_up_silu_reference, linear, linear_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
-from radixmesh.kernels.sampling.sample import DrawScratch, draw
+from radixmesh.kernels.sampling.sample import SampleScratch, sample_rows
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 pytestmark = pytest.mark.gpu
@@ -111,34 +111,34 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
     ],
     ids=str,
 )
-def test_draws_over_a_big_vocabulary_are_the_cpus(sampling: Sampling, num_rows: int) -> None:
+def test_samples_over_a_big_vocabulary_are_the_cpus(sampling: Sampling, num_rows: int) -> None:
     generator = np.random.default_rng(num_rows)
     inputs = [_input(sampling, generator) for _ in range(num_rows)]
-    scratch = DrawScratch(num_rows, _VOCAB, torch.device("cuda"), has_penalties=True)
-    check_draws(_random(num_rows, _VOCAB).mul_(3), inputs, scratch)
+    scratch = SampleScratch(num_rows, _VOCAB, torch.device("cuda"), has_penalties=True)
+    check_sampled(_random(num_rows, _VOCAB).mul_(3), inputs, scratch)
 
 
 def test_a_captured_draw_follows_what_the_device_holds() -> None:
     generator = np.random.default_rng(0)
     inputs = [_input(Sampling(temperature=0.8, top_p=0.95), generator) for _ in range(4)]
     device = torch.device("cuda")
-    params, scratch = params_of(inputs, range(4), device), DrawScratch(4, _VOCAB, device, has_penalties=False)
+    params, scratch = params_of(inputs, range(4), device), SampleScratch(4, _VOCAB, device, has_penalties=False)
     logits = _random(4, _VOCAB).mul_(3)
     slots = torch.arange(4, dtype=torch.int32, device=device)
     positions = torch.tensor([sample.position for sample in inputs], dtype=torch.int32, device=device)
 
-    target = new_target(4, 4, device, turn=1)
+    target = new_target(4, 4, device, ring_index=1)
 
-    def draws() -> torch.Tensor:
-        draw(logits, params, slots, positions, scratch, target, has_sampled=True, has_filters=True)
-        return target.turns_RT[1].clone()
+    def sample_all() -> torch.Tensor:
+        sample_rows(logits, params, slots, positions, scratch, target, has_sampled=True, has_filters=True)
+        return target.ring_RT[1].clone()
 
-    graph, out = _graph(draws)
+    graph, out = _graph(sample_all)
     for _ in range(3):
         logits.copy_(_random(4, _VOCAB).mul_(3))
         positions += 1
         params.temperature_S.mul_(0.9)
-        expected = draws().tolist()
+        expected = sample_all().tolist()
         graph.replay()
         assert out.tolist() == expected
 

@@ -63,7 +63,7 @@ def test_an_error_of_the_compiler_says_what_to_do() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_operations_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotation and the write to the pool; without vector instructions and shared headers, which take a minute."""
+    """RoPE and the write to the pool; without vector instructions and shared headers, which take a minute."""
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "simdlen", 1)

@@ -1,4 +1,4 @@
-"""Rotation and the write to the KV pool against torch."""
+"""RoPE and the write to the KV pool against torch."""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 
+# Generations are 64 bits: whoever joins, enough of them are left.
+_MAX_LAST_GENERATION = (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joiner:
@@ -41,7 +44,8 @@ class Rendezvous:
     async def join(self, joiner: Joiner, world_size: int) -> Joined:
         """Returns when every rank has joined. A rank that joins again (restarted, or called twice) replaces itself.
 
-        Raises INVALID_ARGUMENT for another world size or a rank outside it, MISSING_FIELD without an instance id.
+        Raises INVALID_ARGUMENT for another world size, a rank outside it or a generation that leaves none to come,
+        MISSING_FIELD without an instance id.
         """
         check_peer_names(instance_id=joiner.instance_id, address=joiner.address)
         self._check(joiner, world_size)
@@ -76,5 +80,8 @@ class Rendezvous:
         if not 0 <= joiner.rank < self._world_size:
             message = f"rank {joiner.rank} is outside [0, {self._world_size})"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "rank"})
+        if joiner.last_group_generation > _MAX_LAST_GENERATION:
+            message = f"last_group_generation is at most {_MAX_LAST_GENERATION}: send the one that the rank was told"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "last_group_generation"})
         if not joiner.instance_id:
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "set instance_id", {"field": "instance_id"})

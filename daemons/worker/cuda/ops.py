@@ -78,7 +78,7 @@ class Ops(ABC):
         heads: HeadShape,
         norms: HeadNorms,
     ) -> torch.Tensor:
-        """Writes rotated keys, and values, into the pool; the rotated queries, [T, H, d]."""
+        """Writes keys with RoPE, and values, into the pool; returns queries with RoPE, [T, H, d]."""
 
     @abstractmethod
     def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor: ...
