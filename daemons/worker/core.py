@@ -6,7 +6,7 @@ LOADING --attach--> READY --a step died--> FAILED (the process is about to exit)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -40,6 +40,8 @@ _LAST_WORDS_S = 0.2
 _HANG_FACTOR = 3
 _UNKNOWN_STEP_S = 60.0
 
+# Of the plans in one hello.
+_MAX_RETAINED_BYTES = 16 << 20
 _PREDECESSOR_ENDS = {
     PredecessorEnd.UNKNOWN: worker_pb2.PREDECESSOR_END_UNSPECIFIED,
     PredecessorEnd.BY_ITSELF: worker_pb2.PREDECESSOR_END_BY_ITSELF,
@@ -132,7 +134,7 @@ class WorkerCore:
             holder_silent_ms=0 if retained else ledger.holder_silent_ms,
             last_received_step=ledger.last_received_step,
             last_completed_step=ledger.last_completed_step,
-            retained_plans=[worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in retained],
+            retained_plans=_serialized(retained),
             capabilities=self.capabilities(),
             predecessor_end=_PREDECESSOR_ENDS[self.config.predecessor_end],
         )
@@ -311,3 +313,15 @@ class WorkerCore:
         self._state = worker_pb2.WORKER_STATE_FAILED
         log.error("step_died", step=step_id, error=repr(error))
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._on_failed, error)
+
+
+def _serialized(plans: Iterable[worker_pb2.StepPlan]) -> list[bytes]:
+    """The first plans of a stream, as many as a hello may hold: a plan may be 64 MiB, and so may a message."""
+    frames: list[bytes] = []
+    num_bytes = 0
+    for plan in plans:
+        num_bytes += plan.ByteSize()
+        if num_bytes > _MAX_RETAINED_BYTES:
+            break
+        frames.append(worker_pb2.ExecuteRequest(plan=plan).SerializeToString())
+    return frames
