@@ -1,0 +1,206 @@
+"""Chooses by measurement, once at the start, what computes the GEMMs of captured decode steps."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm, TunedGemm, spread
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, CublasLtMatmul, GemmShape, check_small_gemm
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import CublasLtError
+from radixmesh.daemons.worker.cuda.gemm.timed_graph import TimedGraph, beyond_cache
+from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights, MlpWeights
+
+_log = get_logger(__name__)
+
+# Measured first; those between take what the next larger one does where the time does not suffice for them.
+_USUAL_ROWS = (256, 128, 64, 32, 16, 512)
+_NUM_CANDIDATES = 8
+_FINALISTS, _ROUNDS = 3, 3
+# An algorithm takes the place of torch's only if it saves so much of the time: less does not hold beside other kernels.
+_LEAST_GAIN = 0.05
+_BUDGET_S = 2.0
+# Weights that are read in turn are larger together than any cache.
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixGroup:
+    """Weights [N, K] of one shape and use, of all layers. is_added: their GEMM goes onto the residual."""
+
+    weights: Sequence[torch.Tensor]
+    is_added: bool
+
+    def shape(self, num_rows: int) -> GemmShape:
+        num_out, num_in = self.weights[0].shape
+        return GemmShape(num_rows, num_out, num_in, self.weights[0].dtype, self.is_added)
+
+
+class Benchmark(ABC):
+    """One GEMM's operands, on which candidates are timed."""
+
+    @abstractmethod
+    def candidate(self, algorithm: Algorithm | None) -> Callable[[], float]:
+        """Prepares one, None being torch; what it gives takes the time once, in microseconds. Raises CublasLtError
+        where it does not run."""
+
+
+CreateBenchmark = Callable[[GemmShape, Sequence[torch.Tensor]], Benchmark]
+"""For a shape, with the weights of all layers."""
+
+
+def tuned_gemm(weights: DecoderWeights, sizes: Sequence[int], device: torch.device) -> GemmBackend:
+    """For steps of `sizes` rows. Where the library is not what it should be, torch's GEMMs, and a line of log."""
+    started = time.monotonic()
+    try:
+        lt = CublasLt(device)
+        check_small_gemm(lt, weights.final_norm_D.dtype)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        tuner = CublasLtTuner(lt, partial(GraphBenchmark, lt, stream), time.monotonic)
+        gemm = tuner.tune(matrix_groups(weights), sizes)
+    # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
+    except (RuntimeError, OSError, AttributeError, ctypes.ArgumentError) as error:
+        _log.warning("gemm_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
+        return TorchGemm()
+    finally:
+        # What it took counts as used otherwise when the KV is given what is free.
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    _log.info(
+        "gemm_tuned",
+        library=lt.version,
+        measured=tuner.num_measured,
+        chosen=tuner.num_chosen,
+        left_out=tuner.num_left_out,
+        in_table=len(gemm),
+        saved_us=tuner.saved_us,
+        seconds=round(time.monotonic() - started, 3),
+    )
+    return gemm
+
+
+class CublasLtTuner:
+    """Measures what matters most first, until its time is up. `clock` in seconds."""
+
+    def __init__(
+        self, lt: CublasLt, create_benchmark: CreateBenchmark, clock: Callable[[], float], budget_s: float = _BUDGET_S
+    ) -> None:
+        self._lt = lt
+        self._create_benchmark = create_benchmark
+        self._clock = clock
+        self._budget_s = budget_s
+        self.num_measured = self.num_chosen = self.num_left_out = 0
+        # Of a step, by its rows.
+        self.saved_us: dict[int, float] = {}
+
+    def tune(self, groups: Sequence[MatrixGroup], sizes: Sequence[int]) -> TunedGemm:
+        deadline = self._clock() + self._budget_s
+        measured: dict[GemmShape, Algorithm | None] = {}
+        for num_rows in _by_weight(sizes):
+            for group in groups:
+                shape = group.shape(num_rows)
+                if shape in measured:
+                    continue
+                if self._clock() >= deadline:
+                    self.num_left_out += 1
+                    continue
+                try:
+                    measured[shape] = self._best(shape, group)
+                except CublasLtError as error:
+                    _log.warning("gemm_shape_not_tuned", shape=str(shape), reason=str(error))
+                    measured[shape] = None
+        return TunedGemm(spread(self._lt, measured, sizes))
+
+    def _best(self, shape: GemmShape, group: MatrixGroup) -> Algorithm | None:
+        """The fastest, or None for torch's."""
+        benchmark = self._create_benchmark(shape, group.weights)
+        takes: dict[int | None, Callable[[], float]] = {None: benchmark.candidate(None)}
+        candidates: dict[int | None, Algorithm | None] = {None: None}
+        for algorithm in CublasLtMatmul(self._lt, shape).algorithms(_NUM_CANDIDATES):
+            try:
+                takes[algorithm.order] = benchmark.candidate(algorithm)
+            except CublasLtError as error:
+                _log.warning("gemm_algorithm_refused", shape=str(shape), order=algorithm.order, reason=str(error))
+                continue
+            candidates[algorithm.order] = algorithm
+        self.num_measured += 1
+        best, saved_us = fastest(takes)
+        if best is not None:
+            self.num_chosen += 1
+            total_us = self.saved_us.get(shape.num_rows, 0.0) + saved_us * len(group.weights)
+            self.saved_us[shape.num_rows] = round(total_us, 1)
+        return candidates[best]
+
+
+class GraphBenchmark(Benchmark):
+    """Candidates as they run in a decode step: captured, each launch with the weights of another layer."""
+
+    def __init__(
+        self, lt: CublasLt, stream: torch.cuda.Stream, shape: GemmShape, weights: Sequence[torch.Tensor]
+    ) -> None:
+        self._stream = stream
+        self._matmul = CublasLtMatmul(lt, shape)
+        self._weights = beyond_cache(weights, weights[0].nbytes)
+        # Zeros would cost less power, and power is what bounds the larger GEMMs.
+        self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=lt.device)
+        self._out_TN = torch.zeros(shape.num_rows, shape.num_out, dtype=shape.dtype, device=lt.device)
+        torch.cuda.synchronize(lt.device)
+
+    def candidate(self, algorithm: Algorithm | None) -> Callable[[], float]:
+        if algorithm is not None and not all(self._matmul.accepts(self._x_TK, w, self._out_TN) for w in self._weights):
+            raise CublasLtError("the weights do not lie as the library expects")
+        return TimedGraph([partial(self._launch, algorithm, w_NK) for w_NK in self._weights], self._stream).micros
+
+    def _launch(self, algorithm: Algorithm | None, w_NK: torch.Tensor) -> None:
+        if algorithm is not None:
+            self._matmul.run(algorithm, self._x_TK, w_NK, self._out_TN)
+        elif self._matmul.shape.is_added:
+            self._out_TN.addmm_(self._x_TK, w_NK.t())
+        else:
+            torch.mm(self._x_TK, w_NK.t(), out=self._out_TN)
+
+
+def fastest(
+    takes: Mapping[int | None, Callable[[], float]], least_gain: float = _LEAST_GAIN, allowed_us: float = 0.0
+) -> tuple[int | None, float]:
+    """The name of the one that takes least, and what it saves against None, torch's, in microseconds. None where that
+    is less than `least_gain` of torch's time; or, with `allowed_us`, where it is so much slower and more.
+
+    All once, then the best few and torch's in turns, of which the least counts: the device's clock changes.
+    """
+    once = {name: take() for name, take in takes.items()}
+    finalists = {None, *sorted(once, key=lambda name: once[name])[:_FINALISTS]}
+    least = dict.fromkeys(finalists, float("inf"))
+    for _ in range(_ROUNDS):
+        for name in finalists:
+            least[name] = min(least[name], takes[name]())
+    best = min(finalists - {None}, key=lambda name: least[name], default=None)
+    if least[best] > (1 - least_gain) * least[None] + allowed_us:
+        return None, 0.0
+    return best, least[None] - least[best]
+
+
+def matrix_groups(weights: DecoderWeights) -> list[MatrixGroup]:
+    """A dense decoder's, largest share of a step first; [N, K] views of weights that lie [out, in]."""
+    mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
+    attentions = [layer.attention for layer in weights.layers]
+    groups = [
+        MatrixGroup([mlp.w_gate_up_DF2.t() for mlp in mlps], is_added=False),
+        MatrixGroup([mlp.w_down_FD.t() for mlp in mlps], is_added=True),
+        MatrixGroup([attention.w_qkv_DX.t() for attention in attentions], is_added=False),
+        MatrixGroup([attention.w_o_QD.t() for attention in attentions], is_added=True),
+        MatrixGroup([weights.head_DO.t()], is_added=False),
+    ]
+    return [group for group in groups if group.weights]
+
+
+def _by_weight(sizes: Sequence[int]) -> list[int]:
+    """The usual sizes first, then those between them."""
+    usual = [num_rows for num_rows in _USUAL_ROWS if num_rows in sizes]
+    return usual + sorted(set(sizes) - set(usual), reverse=True)

@@ -1,0 +1,218 @@
+"""What computes GEMMs of FP8 rows with FP8 weights: when the library does, and which tiles are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import support.triton_interpreter  # noqa: F401
+import torch
+from support.rounding import random_gemm_tolerance
+
+from radixmesh.daemons.worker.cuda.fp8 import tuning as fp8_tuning
+from radixmesh.daemons.worker.cuda.fp8.gemm import (
+    Choice,
+    MatrixShape,
+    ScaledMmGemm,
+    TorchFp8Gemm,
+    TritonFp8Gemm,
+    TunedFp8Gemm,
+    check_small_gemm,
+    tried_library,
+)
+from radixmesh.daemons.worker.cuda.fp8.tuning import Candidate, Fp8Benchmark, choose, create_fp8_gemm, measured_sizes
+from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
+from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
+from radixmesh.kernels.fp8.quantize_rows import quantize_rows
+from radixmesh.kernels.fp8.quantized import QuantizedMatrix, quantize_matrix
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_fp8_on_gpu.py is for the GPU")
+
+_CPU = torch.device("cpu")
+
+
+def _library(x, w, *, scale_a, scale_b, out_dtype, use_fast_accum):
+    """torch._scaled_mm as an H200 has it: the sizes, strides and options that it checks, and the GEMM."""
+    (num_rows, num_in), num_out = x.shape, w.shape[1]
+    assert x.dtype == w.dtype == torch.float8_e4m3fn and x.is_contiguous() and w.t().is_contiguous()
+    assert scale_a.dtype == scale_b.dtype == torch.float32
+    if num_in % 16 or num_out % 16:
+        raise RuntimeError("must be divisible by 16")
+    if tuple(scale_a.shape) == (num_rows, 1) and tuple(scale_b.shape) == (1, num_out) and num_in > 128:
+        assert scale_a.stride(1) == scale_b.stride(1) == 1
+        rows, columns = scale_a, scale_b
+    else:
+        groups = -(-num_in // 128)
+        assert tuple(scale_a.shape) == (num_rows, groups) and scale_a.stride() == (1, num_rows), scale_a.stride()
+        assert tuple(scale_b.shape) == (groups, -(-num_out // 128)) and scale_b.stride() == (1, groups)
+        assert num_rows % 4 == 0 and groups % 4 == 0, "columns of scales begin at multiples of 16 bytes"
+        if use_fast_accum:
+            raise RuntimeError("scaled_gemm doesn't support fast accum with 1x128 blockwise scaling")
+        rows = scale_a.repeat_interleave(128, 1)[:, :num_in]
+        columns = scale_b.repeat_interleave(128, 0)[:num_in].repeat_interleave(128, 1)[:, :num_out]
+        return ((x.float() * rows) @ (w.float() * columns)).to(out_dtype)
+    return ((x.float() @ w.float()) * rows * columns).to(out_dtype)
+
+
+def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", _library)
+    ours = TritonFp8Gemm()
+    assert tried_library(ours, _CPU).groupings == {False, True}
+
+    def without_blocks(x, w, **options):
+        if options["scale_b"].shape[0] > 1:
+            raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9")
+        return _library(x, w, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", without_blocks)
+    assert tried_library(ours, _CPU).groupings == {False}
+
+    def mixed_up(x, w, *, scale_a, **options):
+        return _library(x, w, scale_a=scale_a.roll(1, 0).t().contiguous().t(), **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", mixed_up)
+    assert tried_library(ours, _CPU).groupings == set()
+
+
+def test_torchs_own_library_of_a_cpu_agrees():
+    """Which has scales a row."""
+    check_small_gemm(ScaledMmGemm(TorchFp8Gemm()), _CPU, is_grouped=False)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "num_in", "is_grouped", "dtype", "is_library"),
+    [
+        (3, 48, 160, False, torch.bfloat16, True),
+        (3, 256, 512, True, torch.bfloat16, True),
+        (1, 256, 512, True, torch.bfloat16, True),
+        (3, 256, 384, True, torch.bfloat16, False),
+        (3, 192, 512, True, torch.bfloat16, False),
+        (3, 48, 160, False, torch.float32, False),
+        (3, 40, 160, False, torch.bfloat16, False),
+        (3, 48, 168, False, torch.bfloat16, False),
+    ],
+)
+def test_what_the_library_does_not_take_ours_computes(
+    num_rows, num_out, num_in, is_grouped, dtype, is_library, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or _library(*args, **options))
+    w = quantize_matrix(torch.randn(num_out, num_in), is_grouped=is_grouped)
+    rows = quantize_rows(torch.randn(num_rows, num_in), is_grouped=is_grouped)
+    got = ScaledMmGemm(TritonFp8Gemm()).linear(rows, w, dtype)
+    want = TorchFp8Gemm().linear(rows, w, dtype)
+    torch.testing.assert_close(got, want, **random_gemm_tolerance(dtype, num_in, want))
+    assert bool(calls) is is_library
+
+
+def _layer() -> LayerMatrices:
+    square, wide = torch.randn(256, 256), torch.randn(512, 256)
+    return LayerMatrices(
+        qkv=quantize_matrix(wide, is_grouped=True),
+        o=quantize_matrix(square, is_grouped=True),
+        gate_up=torch.zeros(512, 256),
+        down=quantize_matrix(square, is_grouped=True),
+    )
+
+
+class _Stand(Fp8Benchmark):
+    """takes: microseconds of candidates, by tile; what is not named takes 100."""
+
+    def __init__(self, takes: dict[TileConfig | None, float], refused: bool) -> None:
+        self._takes, self._refused = takes, refused
+
+    def candidate(self, candidate: Candidate) -> Callable[[], float] | None:
+        if candidate.tile is None and self._refused:
+            return None
+        return lambda: self._takes.get(candidate.tile, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("library_us", "default_us", "other_us", "is_library", "is_default"),
+    [
+        (90.0, 100.0, 100.0, True, True),
+        (100.0, 99.0, 120.0, True, True),
+        (100.0, 90.0, 120.0, False, True),
+        (100.0, 95.0, 90.0, False, False),
+        (80.0, 95.0, 90.0, True, False),
+        (None, 95.0, 94.5, False, False),
+        (None, 95.0, 120.0, False, True),
+    ],
+)
+def test_the_fastest_is_chosen_for_each_shape_and_size(library_us, default_us, other_us, is_library, is_default):
+    made = []
+
+    def create(num_rows: int, matrices: Sequence[QuantizedMatrix]) -> Fp8Benchmark:
+        made.append((num_rows, tuple(matrices[0].shape), len(matrices)))
+        num_out = matrices[0].shape[0]
+        takes = {default_tile(num_rows, num_out): default_us, other_tiles(num_rows, num_out)[0]: other_us}
+        return _Stand(takes | ({} if library_us is None else {None: library_us}), refused=library_us is None)
+
+    table = choose([_layer(), _layer()], (16, 64), create)
+    assert sorted(made) == [(16, (256, 256), 4), (16, (512, 256), 2), (64, (256, 256), 4), (64, (512, 256), 2)]
+    for shape, choices in table.items():
+        assert [choice.max_rows for choice in choices] == [16, 64]
+        for choice in choices:
+            own = default_tile if is_default else lambda *size: other_tiles(*size)[0]
+            assert choice == Choice(choice.max_rows, is_library, own(choice.max_rows, shape.num_out))
+
+
+@pytest.mark.parametrize("is_grouped", [False, True])
+def test_candidates_are_timed_on_the_weights_of_all_layers(is_grouped, monkeypatch):
+    class Timed:
+        def __init__(self, launches: Sequence[Callable[[], torch.Tensor]], stream: object) -> None:
+            self._outputs = [launch() for launch in launches]
+            assert len(self._outputs) == 2
+            shapes.append(tuple(self._outputs[0].shape))
+
+        def micros(self) -> float:
+            return 10.0
+
+    shapes: list[tuple[int, ...]] = []
+    monkeypatch.setattr(fp8_tuning, "TimedGraph", Timed)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "_scaled_mm", _library)
+    ours = TritonFp8Gemm()
+    matrices = [quantize_matrix(torch.randn(256, 512), is_grouped=is_grouped) for _ in range(2)]
+    benchmark = fp8_tuning.GraphFp8Benchmark(ScaledMmGemm(ours), ours, torch.bfloat16, None, 17, matrices)
+    for candidate in (Candidate(None), Candidate(default_tile(17, 256)), *map(Candidate, other_tiles(17, 256))):
+        take = benchmark.candidate(candidate)
+        assert take is not None and take() == 10.0
+    assert shapes == [(17, 256)] * 3
+    without = fp8_tuning.GraphFp8Benchmark(ScaledMmGemm(ours, frozenset()), ours, torch.bfloat16, None, 17, matrices)
+    assert without.candidate(Candidate(None)) is None
+
+
+def test_steps_take_what_was_chosen_for_the_next_larger_size():
+    seen = []
+
+    class Ours(TritonFp8Gemm):
+        def in_tiles(self, rows, w, dtype, tile):
+            seen.append(tile)
+            return super().in_tiles(rows, w, dtype, tile)
+
+    ours = Ours()
+    small, large = (TileConfig(rows=n, columns=32, num_warps=4, num_stages=3) for n in (16, 64))
+    w, other = (quantize_matrix(torch.randn(n, 256), is_grouped=True) for n in (48, 64))
+    table = {MatrixShape.of(w): (Choice(4, False, small), Choice(8, True, large))}
+    gemm = TunedFp8Gemm(ScaledMmGemm(ours, frozenset()), ours, table)
+    for num_rows, matrix, expected in ((1, w, small), (4, w, small), (5, w, large), (20, w, large), (4, other, None)):
+        rows = quantize_rows(torch.randn(num_rows, 256), is_grouped=True)
+        got = gemm.linear(rows, matrix, torch.float32)
+        want = TorchFp8Gemm().linear(rows, matrix, torch.float32)
+        torch.testing.assert_close(got, want, **random_gemm_tolerance(torch.float32, 256, want))
+        assert seen.pop() == expected and not seen
+
+
+def test_sizes_end_with_the_largest_step():
+    assert measured_sizes(1) == (16,)
+    assert measured_sizes(64) == (16, 64)
+    assert measured_sizes(65) == (16, 64, 256)
+    assert measured_sizes(8192) == (16, 64, 256, 512, 2048)
+
+
+def test_where_nothing_is_measured_the_library_is_taken_but_in_deterministic_mode():
+    options = {"max_rows": 64, "use_pdl": False}
+    plain = create_fp8_gemm([], torch.bfloat16, _CPU, is_deterministic=False, is_tuned=True, **options)
+    fixed = create_fp8_gemm([], torch.bfloat16, _CPU, is_deterministic=True, is_tuned=True, **options)
+    assert isinstance(plain, ScaledMmGemm) and isinstance(fixed, TritonFp8Gemm)
