@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from support.planner_world import VOCAB_SIZE, World
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
+from radixmesh.daemons.runtime.steps.step import Chunk, StepPlan
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 
 
@@ -117,9 +121,6 @@ def test_logprobs_of_tokens_behind_an_end_are_dropped() -> None:
 
 
 def test_a_chunk_for_a_slot_whose_length_is_a_bound_is_refused() -> None:
-    from radixmesh.daemons.runtime.errors import MeshError
-    from radixmesh.daemons.runtime.steps.step import Chunk, StepPlan
-
     world = World(max_tokens_per_row=3, eos_rate=0.0)
     world.submit([3, 4, 5], stop=Stop(max_tokens=30))
     for _ in range(4):
@@ -135,3 +136,18 @@ def test_a_chunk_for_a_slot_whose_length_is_a_bound_is_refused() -> None:
     )
     with pytest.raises(MeshError, match="bound"):
         world.executor.run(plan)
+
+
+def test_a_row_of_more_tokens_than_the_worker_told_of_ends_the_epoch() -> None:
+    """Pages were granted for what it told."""
+    world = World(max_tokens_per_row=3, eos_rate=0.0, row_seed=2)
+    world.submit([3, 4, 5], stop=Stop(max_tokens=30))
+    for _ in range(2):
+        world.plan()
+        world.execute()
+        world.process()
+    assert world.plan() and world.execute()
+    wrong = replace(world.results[-1], counts=np.array([4], np.int32), ids=np.array([2, 2, 2, 2], np.int32))
+    with pytest.raises(MeshError, match="at most") as caught:
+        world.planner.process(wrong)
+    assert caught.value.reason == ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION

@@ -46,13 +46,15 @@ class ResultReader:
         """Applies a result to the state and says in `outputs` what it brought.
 
         Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have drawn, and
-        PROTOCOL_VIOLATION for logprobs that are not those of the rows, or of a prompt.
+        PROTOCOL_VIOLATION for rows of more tokens than the worker said a row may have, and for logprobs that are not
+        those of the rows, or of a prompt.
         """
         ids = result.ids
         # Negative ids are large ones without a sign.
         if len(ids) and ids.view(np.uint32).max() >= state.group.vocab_size:
             message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
             raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
+        _check_counts(state, result)
         _check_logprobs(state, step, result)
         _advance_chunks(state, step)
         _take_prompt_logprobs(state, result, outputs)
@@ -183,6 +185,16 @@ def _occupant(table: SlotTable, slot: int) -> Request:
     request = table.requests[slot]
     assert request is not None, slot
     return request
+
+
+def _check_counts(state: EpochState, result: StepResult) -> None:
+    """Pages were granted for so many."""
+    most = state.table.max_tokens_per_row
+    if most > 1 and result.counts.max(initial=0) > most:
+        message = (
+            f"step {result.step_id} returned {result.counts.max()} tokens for a row: the worker said {most} at most"
+        )
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message, {"max": str(most)})
 
 
 def _check_logprobs(state: EpochState, step: PlannedStep, result: StepResult) -> None:
