@@ -161,7 +161,8 @@ class SlotTable:
         total_len = self.total_len[slots]
         with_pages = self.num_pages[slots].astype(np.int64) * self._page_size - total_len + 1
         room = np.minimum(with_pages, self.max_total_len[slots] - total_len)
-        return np.clip(room, 0, most).astype(np.int32)
+        clipped: IntArray = np.clip(room, 0, most).astype(np.int32)
+        return clipped
 
     def has_room(self, slots: IntArray) -> BoolArray:
         """Which of `slots` can take one more token: their last one has a page, and max_total_len is not reached."""
