@@ -191,6 +191,10 @@ class World:
             self._expected[wanted.key] = (wanted, self._compute_expected(wanted))
         return self._expected[wanted.key][1]
 
+    def forget_expected(self) -> None:
+        """Of a long life: what is asked for again is computed anew."""
+        self._expected.clear()
+
     def _compute_expected(self, wanted: Submission) -> list[int]:
         stop = wanted.stop
         limit = min(self.group.max_total_len, self.group.num_pages * self.group.page_size + 1)
@@ -222,7 +226,8 @@ class World:
         assert pool.num_owned == pool.num_leased == pool.num_quarantined == 0
         assert pool.num_free + pool.num_cached == pool.num_pages
         assert state.pages.cache.num_evictable == state.pages.cache.num_cached == pool.num_cached
-        assert not self.executor.table.live.any() if hasattr(self.executor.table, "live") else True
+        assert self.planner.num_waiting == self.planner.waiting_tokens == 0
+        assert not self.executor.table.is_occupied.any(), "a slot of the worker was never released"
 
 
 def new_executor(
