@@ -38,11 +38,11 @@ KINDS = {
     "attention of decodes": r"_split_attention_kernel|BatchDecode",
     "attention of prompts": r"_extend_kernel|BatchPrefill|PrefillWithKV",
     "RoPE and KV write": r"_rope_kv",
-    "SiLU and product": r"_silu_",
+    "SiLU and multiply": r"_silu_",
     "norms, rows made FP8": r"_rms_norm|_quantize_rows",
     "sampling": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
     "a step's numbers": r"_fetch_step|_scatter_embed|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
-    "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|product",
+    "gemm": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear",
 }
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 

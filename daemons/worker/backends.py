@@ -91,7 +91,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             cuda_graphs=settings.cuda_graphs,
             use_pdl=settings.cuda_pdl,
             deterministic=settings.deterministic is True,
-            tune_products=settings.tune_products,
+            tune_gemm=settings.tune_gemm,
             kernels=settings.kernels,
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,

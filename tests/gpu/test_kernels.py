@@ -26,7 +26,7 @@ _NONE = np.empty(0, np.int32)
 
 @pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
-def test_a_captured_chain_of_products_equals_torch(num_rows: int, use_pdl: bool) -> None:
+def test_a_captured_chain_of_gemms_equals_torch(num_rows: int, use_pdl: bool) -> None:
     x, norm = _random(num_rows, _HIDDEN), _random(_HIDDEN)
     qkv, o, down = _weight(5120, _HIDDEN), _weight(_HIDDEN, 5120), _weight(_HIDDEN, _MLP)
     gate_up = _weight(2 * _MLP, _HIDDEN)
@@ -57,7 +57,7 @@ def test_a_captured_chain_of_products_equals_torch(num_rows: int, use_pdl: bool)
 @pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize("num_rows", [2, 256, 1000])
 def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int, use_pdl: bool) -> None:
-    """Layers but for their attention; the factors are read behind products that a library launches."""
+    """Layers but for their attention; the factors are read behind GEMMs that a library launches."""
     num_heads, num_kv_heads, d = 24, 8, 128
     x = _random(num_rows, _HIDDEN) * 4
     qkv, o, down = (
@@ -76,24 +76,25 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
     def ours() -> torch.Tensor:
         rows = x.clone()
         for _ in range(3):
-            product = functional.linear(rows, qkv)
-            q = rope_write_kv(product, *place, *pools[0], *shape, unnormed_TD=rows, use_pdl=use_pdl)
+            q = rope_write_kv(
+                functional.linear(rows, qkv), *place, *pools[0], *shape, norm_input_TD=rows, use_pdl=use_pdl
+            )
             rows.addmm_(q.flatten(1), o.t())
-            gated = silu_mul(functional.linear(rows, gate_up), unnormed_TD=rows, use_pdl=use_pdl)
+            gated = silu_mul(functional.linear(rows, gate_up), norm_input_TD=rows, use_pdl=use_pdl)
             rows.addmm_(gated, down.t())
         return rows
 
     def theirs() -> torch.Tensor:
         rows = x.clone()
         for _ in range(3):
-            q = rope_write_kv_reference(functional.linear(rows, qkv), *place, *pools[1], *shape, unnormed_TD=rows)
+            q = rope_write_kv_reference(functional.linear(rows, qkv), *place, *pools[1], *shape, norm_input_TD=rows)
             rows = torch.addmm(rows, q.flatten(1), o.t())
-            gated = silu_mul_reference(functional.linear(rows, gate_up), unnormed_TD=rows)
+            gated = silu_mul_reference(functional.linear(rows, gate_up), norm_input_TD=rows)
             rows = torch.addmm(rows, gated, down.t())
         return rows
 
     for actual, expected in ((_captured(ours), theirs()), (pools[0], pools[1])):
-        # Three products a layer that are rounded by themselves, two that are added and then rounded; in both chains.
+        # Three GEMMs a layer that are rounded by themselves, two that are added and then rounded; in both chains.
         error = (actual.float() - expected.float()).norm() / expected.float().norm()
         assert error < typical_chain_error(2 * 3 * 6, torch.bfloat16), error
 

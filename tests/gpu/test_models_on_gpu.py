@@ -38,7 +38,7 @@ SETTINGS = replace(
     num_slots=SLOTS,
     cuda_graphs=True,
     use_pdl=True,
-    tune_products=False,
+    tune_gemm=False,
 )
 
 

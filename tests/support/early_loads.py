@@ -57,7 +57,7 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
 
     def rope() -> None:
         place = (angles, angles, ints, ints, tables, 1, pool, pool.clone())
-        rope_kv.rope_write_kv(qkv, *place, 4, 2, 32, norm_d, norm_d, unnormed_TD=x, bias_X=bias, use_pdl=True)
+        rope_kv.rope_write_kv(qkv, *place, 4, 2, 32, norm_d, norm_d, norm_input_TD=x, bias_X=bias, use_pdl=True)
 
     def sample_tokens() -> None:
         sample.sample_rows(x, params, ints, ints, scratch, target, has_sampled=False, use_pdl=True)
@@ -65,7 +65,7 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     return {
         "_rope_kv_kernel": (rope_kv, rope),
         "_rms_norm_kernel": (rms_norm, lambda: rms_norm.rms_norm(x, w, 1e-6, use_pdl=True)),
-        "_silu_mul_kernel": (silu_mul, lambda: silu_mul.silu_mul(qkv, bias_2F=bias, unnormed_TD=x, use_pdl=True)),
+        "_silu_mul_kernel": (silu_mul, lambda: silu_mul.silu_mul(qkv, bias_2F=bias, norm_input_TD=x, use_pdl=True)),
         "_gemv_kernel": (gemv, lambda: gemv.linear(x[:1], x, w[:2], w[None, :2], w, 1e-6, use_pdl=True)),
         "_highest_kernel": (sample, sample_tokens),
         "_finish_kernel": (sample, sample_tokens),
@@ -103,7 +103,7 @@ def _fp8_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     matrix, quantized = quantize_matrix(x, is_grouped=True), quantize_rows_reference(x, is_grouped=True)
 
     def norm() -> None:
-        quantize_rows.norm_quantize(x, w, 1e-6, product_TD=x.clone(), bias_D=w, is_grouped=True, use_pdl=True)
+        quantize_rows.norm_quantize(x, w, 1e-6, delta_TD=x.clone(), bias_D=w, is_grouped=True, use_pdl=True)
 
     def silu() -> None:
         silu_quantize.silu_quantize(x, bias_2F=w, is_grouped=True, use_pdl=True)
@@ -111,7 +111,7 @@ def _fp8_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     return {
         "_fp8_gemv_kernel": (
             fp8_gemv,
-            lambda: fp8_gemv.fp8_linear_few(x[:1], matrix, w[:2], w[None, :2], w, 1e-6, use_pdl=True),
+            lambda: fp8_gemv.fp8_gemv(x[:1], matrix, w[:2], w[None, :2], w, 1e-6, use_pdl=True),
         ),
         "_fp8_linear_kernel": (fp8_linear, lambda: fp8_linear.fp8_linear(quantized, matrix, bf16, use_pdl=True)),
         "_quantize_rows_kernel": (quantize_rows, norm),

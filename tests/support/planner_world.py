@@ -217,7 +217,8 @@ class World:
         assert pool.num_owned == pool.num_leased == pool.num_quarantined == 0
         assert pool.num_free + pool.num_cached == pool.num_pages
         assert state.pages.cache.num_evictable == state.pages.cache.num_cached == pool.num_cached
-        assert not self.executor.table.live.any() if hasattr(self.executor.table, "live") else True
+        assert self.planner.num_waiting == self.planner.waiting_tokens == 0
+        assert not self.executor.table.is_occupied.any(), "a slot of the worker was never released"
 
 
 def new_executor(

@@ -24,7 +24,7 @@ def test_time_is_that_of_the_first_kernel_that_runs_and_adds_up(where: ModuleTyp
     window = where.spent(
         [
             Span(10.0, 20.0, "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT"),
-            # Begins under the product, and goes on after it.
+            # Begins under the GEMM, and goes on after it.
             Span(15.0, 32.0, "_rope_kv_kernel"),
             # Within RoPE.
             Span(16.0, 18.0, "_split_attention_kernel"),
@@ -34,7 +34,7 @@ def test_time_is_that_of_the_first_kernel_that_runs_and_adds_up(where: ModuleTyp
         ]
     )
     assert window.by_kind == {
-        "products": 10.0,
+        "gemm": 10.0,
         "RoPE and KV write": 12.0,
         "idle": 8.0,
         "attention of decodes": 10.0,
