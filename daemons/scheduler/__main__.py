@@ -11,7 +11,6 @@ from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.group_client import GroupClient, GroupState
-from radixmesh.daemons.scheduler.group.rendezvous import Rendezvous
 from radixmesh.daemons.scheduler.scheduler_loop import Engine
 from radixmesh.daemons.scheduler.service import SchedulerServicer
 from radixmesh.scheduler.v1 import scheduler_pb2_grpc
@@ -22,12 +21,11 @@ class SchedulerDaemon(Daemon):
     Serve answers NOT_SERVING). A group that is lost later is no illness of the scheduler: Load says so."""
 
     def __init__(self, runtime: Runtime, settings: SchedulerSettings) -> None:
-        group = GroupClient(settings.workers[0], runtime.instance_id, self._on_state, settings.tls)
+        group = GroupClient(settings.workers, runtime.instance_id, self._on_state, settings.tls)
         self.engine = Engine(settings, group, runtime.progress, runtime.metrics, runtime.tracer)
         self.servicer = SchedulerServicer(
             self.engine,
             runtime.progress,
-            Rendezvous(len(settings.workers)),
             instance_id=runtime.instance_id,
             drain_s=settings.drain_s,
         )

@@ -27,7 +27,7 @@ _AT_LEAST_ONE = (
 class SchedulerSettings(CommonSettings):
     """Queue, batches, KV pages and prefix cache of one worker group."""
 
-    workers: tuple[str, ...] = setting((), "address of the worker, host:port or unix:/path; one rank")
+    workers: tuple[str, ...] = setting((), "addresses of the group's workers by rank, host:port or unix:/path")
     depth: str = setting("auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...")
     chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
@@ -51,10 +51,12 @@ class SchedulerSettings(CommonSettings):
 
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
-        if len(self.workers) != 1:
+        if not self.workers:
             raise ValueError(
-                f"--workers (or RADIXMESH_WORKERS): name the one worker of the group, not {len(self.workers)}"
+                "--workers (or RADIXMESH_WORKERS): name the workers of the group in the order of their ranks"
             )
+        if len(set(self.workers)) != len(self.workers):
+            raise ValueError("--workers (or RADIXMESH_WORKERS) names a worker twice: each is one rank of the group")
         if self.depth != "auto" and not self.depth.isdigit():
             raise ValueError(f"--depth (or RADIXMESH_DEPTH) must be auto or a number >= 0, not {self.depth}")
         for name in _AT_LEAST_ONE:

@@ -136,6 +136,7 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         group_generation=caps.group_generation,
         instance_id=hello.hello.instance_id,
         predecessor_end=_PREDECESSOR_ENDS.get(hello.predecessor_end, PredecessorEnd.UNKNOWN),
+        weights_digest=caps.weights_digest,
     )
 
 

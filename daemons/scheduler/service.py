@@ -16,7 +16,6 @@ from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.cache.watch import watch_cache
 from radixmesh.daemons.scheduler.group.group_client import GroupState
-from radixmesh.daemons.scheduler.group.rendezvous import Joiner, Rendezvous
 from radixmesh.daemons.scheduler.messages import submission_from_proto
 from radixmesh.daemons.scheduler.results.outputs import Rejected
 from radixmesh.daemons.scheduler.routers.load_report import hello_of, load_of, state_of
@@ -39,12 +38,9 @@ MAX_CACHE_WATCHES = 32
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves one engine."""
 
-    def __init__(
-        self, engine: Engine, progress: Progress, rendezvous: Rendezvous, *, instance_id: str, drain_s: float
-    ) -> None:
+    def __init__(self, engine: Engine, progress: Progress, *, instance_id: str, drain_s: float) -> None:
         self._engine = engine
         self._progress = progress
-        self._rendezvous = rendezvous
         self._instance_id = instance_id
         self._drain_s = drain_s
         self._num_watches = 0
@@ -120,20 +116,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             planner.flush.withdraw(wish)
             self._engine.notify()
         return scheduler_pb2.FlushCacheResponse(flushed_pages=wish.flushed_pages)
-
-    async def JoinGroup(
-        self, request: scheduler_pb2.JoinGroupRequest, context: _Context
-    ) -> scheduler_pb2.JoinGroupResponse:
-        joiner = Joiner(
-            rank=request.rank,
-            instance_id=request.instance_id,
-            address=request.address,
-            last_group_generation=request.last_group_generation,
-        )
-        joined = await self._rendezvous.join(joiner, request.world_size)
-        return scheduler_pb2.JoinGroupResponse(
-            group_generation=joined.generation, addresses=joined.addresses, instance_ids=joined.instance_ids
-        )
 
     async def WatchCache(
         self, request: scheduler_pb2.WatchCacheRequest, context: _Context

@@ -22,11 +22,14 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.worker.epochs import EpochLedger
+from radixmesh.daemons.worker.group_formation import GroupFormation
+from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_recorder import PlanRecorder
 from radixmesh.daemons.worker.plans.plan_runner import Answer, PlanRunner
+from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
 from radixmesh.daemons.worker.step_queue import StepQueue
@@ -82,7 +85,9 @@ class WorkerCore:
         metrics: Metrics,
         on_failed: Callable[[BaseException], None],
         tracer: Tracer | None = None,
+        member: GroupMember | None = None,
     ) -> None:
+        self.member: GroupMember = member or UnconnectedMember()
         self._tracer = tracer or NoTracer()
         self.config = config
         self.ledger = EpochLedger()
@@ -100,8 +105,12 @@ class WorkerCore:
         self._holder: Holder | None = None
         self._in_flight: dict[tuple[int, int], worker_pb2.StepPlan] = {}
         self._num_in_flight = 0
+        self._retained = RetainedPlans(
+            max_plans=2 * config.max_plans_in_flight, keeps_completed=self.member.layout.world_size > 1
+        )
         self._answered_one = asyncio.Event()
         self._is_draining = False
+        self.formation = GroupFormation(self.ledger, self.member, lambda: self._queue.run(self._ready().reset))
 
     def attach(self, executor: StepExecutor, model: common_pb2.ModelIdentity) -> None:
         """The model is loaded: claims are taken from now on."""
@@ -109,7 +118,11 @@ class WorkerCore:
         self._profiler = make_profiler(self.config.dump_folder, self._hello.instance_id[:8])
         dump = PlanDump(self.config.dump_folder, self._hello.instance_id)
         self._runner = PlanRunner(
-            executor, dump, self._profiler.on_step, SlotTraces(self._tracer) if self._tracer.is_on else None
+            executor,
+            dump,
+            self._profiler.on_step,
+            SlotTraces(self._tracer) if self._tracer.is_on else None,
+            self.member.layout.dp_rank,
         )
         self._hello.model.CopyFrom(model)
         self._state = worker_pb2.WORKER_STATE_READY
@@ -122,17 +135,16 @@ class WorkerCore:
         """What a scheduler learns before it claims."""
         ledger = self.ledger
         epoch = ledger.highest_epoch
-        retained = [self._in_flight[key] for key in sorted(self._in_flight) if key[0] == epoch]
         return worker_pb2.WorkerHello(
             hello=self._hello,
             highest_epoch=epoch,
             holder_instance_id=ledger.holder_instance_id,
             is_holder_connected=ledger.is_holder_connected,
-            # With plans in flight it is the holder who waits for us, however long a step takes.
-            holder_silent_ms=0 if retained else ledger.holder_silent_ms,
+            # With unfinished plans it is the holder who waits for us, however long a step takes.
+            holder_silent_ms=0 if self._retained.has_unfinished else ledger.holder_silent_ms,
             last_received_step=ledger.last_received_step,
             last_completed_step=ledger.last_completed_step,
-            retained_plans=[worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in retained],
+            retained_plans=self._retained.encoded(),
             capabilities=self.capabilities(),
             predecessor_end=_PREDECESSOR_ENDS[self.config.predecessor_end],
         )
@@ -144,7 +156,11 @@ class WorkerCore:
             backend=self.config.backend,
             max_plans_in_flight=self.config.max_plans_in_flight,
             max_blob_bytes=self.config.max_blob_bytes,
-            world_size=1,
+            rank=self.member.layout.rank,
+            world_size=self.member.layout.world_size,
+            group_generation=self.ledger.group_generation,
+            layout=self.member.layout.to_proto(),
+            rendezvous=self.member.rendezvous,
         )
         if self._executor is not None:
             limits = self._executor.limits
@@ -155,9 +171,29 @@ class WorkerCore:
             capabilities.max_tokens_per_row = 1
             capabilities.is_deterministic = self._executor.runner.is_deterministic
             capabilities.weights_version = self._executor.weights_version
+            capabilities.weights_digest = self._hello.model.model_fingerprint
             capabilities.tasks.extend(TASK_TO_PROTO[task] for task in sorted(limits.tasks))
             capabilities.barrier_ops.append("flush_cache")
         return capabilities
+
+    def fence(self, holder: Holder, epoch: int, instance_id: str) -> None:
+        """Shuts every other scheduler out at once, whatever the step thread does.
+
+        Raises NOT_SERVING, or EPOCH_FENCED if another claim is higher.
+        """
+        self._progress.require_serving()
+        self._ready()
+        self.ledger.fence(epoch, instance_id)
+        self._taken_by(holder, epoch, instance_id)
+
+    def _taken_by(self, holder: Holder, epoch: int, instance_id: str) -> None:
+        """`holder` has won the worker; the one before it learns that it has lost it."""
+        former, self._holder = self._holder, holder
+        if former is not None and former is not holder:
+            log.warning("holder_fenced", epoch=epoch, instance=instance_id)
+            former.fail(self.ledger.fenced())
+        self._retained.begin_epoch()
+        self._metrics.epoch.set(epoch)
 
     async def claim(self, holder: Holder, claim: worker_pb2.Claim, instance_id: str) -> None:
         """Returns once the worker is drained, its slots are free and `holder` holds it.
@@ -167,11 +203,7 @@ class WorkerCore:
         self._progress.require_serving()
         runner = self._ready()
         self.ledger.claim(claim.epoch, instance_id, claim.group_generation)
-        former, self._holder = self._holder, holder
-        if former is not None:
-            log.warning("holder_fenced", epoch=claim.epoch, instance=instance_id)
-            former.fail(self.ledger.fenced())
-        self._metrics.epoch.set(claim.epoch)
+        self._taken_by(holder, claim.epoch, instance_id)
         await self._queue.run(lambda: runner.begin_epoch(claim.epoch, claim.group_generation))
         self.ledger.check_holder(claim.epoch, instance_id)
         log.info("claimed", epoch=claim.epoch, instance=instance_id)
@@ -202,6 +234,7 @@ class WorkerCore:
         if header.epoch == self.ledger.highest_epoch and header.step_id == self.ledger.last_received_step + 1:
             self.ledger.last_received_step = header.step_id
             self._in_flight[header.epoch, header.step_id] = plan
+            self._retained.received(plan)
         self._count_in_flight()
         assert self._executor is not None
         ready_ns = self._executor.runner.now_ns()
@@ -210,7 +243,9 @@ class WorkerCore:
         )
 
     def check_complete(self, plan: worker_pb2.StepPlan) -> None:
-        """Raises PROTOCOL_VIOLATION or STEP_GAP unless `plan` is the next one of the epoch that was held last."""
+        """Raises EPOCH_FENCED while the holder lives, PROTOCOL_VIOLATION or STEP_GAP unless `plan` is its next one."""
+        if not self.ledger.may_complete(has_unfinished=self._retained.has_unfinished):
+            raise self.ledger.fenced()
         expected = self.ledger.last_received_step + 1
         if plan.header.epoch != self.ledger.highest_epoch or self.ledger.highest_epoch == 0:
             message = f"complete carries epoch {plan.header.epoch}, the last one here is {self.ledger.highest_epoch}"
@@ -235,13 +270,7 @@ class WorkerCore:
         self._ready()
         profiler = self._profiler
         assert profiler is not None
-        if action == worker_pb2.PROFILE_ACTION_START:
-            await self._queue.run(lambda: profiler.start(num_steps))
-            return ""
-        if action == worker_pb2.PROFILE_ACTION_STOP:
-            return await self._queue.run(profiler.stop)
-        message = "action is unspecified: send START or STOP"
-        raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "action"})
+        return await self._queue.run(lambda: profiler.act(action, num_steps))
 
     async def drain(self) -> None:
         """Takes no more plans; returns when those in flight are answered. The holder's stream ends with NOT_SERVING."""
@@ -272,6 +301,7 @@ class WorkerCore:
         self._in_flight.pop((epoch, answer.step_id), None)
         self._num_in_flight -= 1
         if epoch == self.ledger.highest_epoch:
+            self._retained.completed(answer.step_id)
             self.ledger.heard()  # Its silence begins now: it has waited until here.
         if answer.result is not None:
             self._completed(epoch, answer)

@@ -1,8 +1,7 @@
-"""The scheduler's smaller parts: page pool, lookahead, estimates, frames that merge, rendezvous, remembered keys."""
+"""The scheduler's smaller parts: page pool, lookahead, estimates, frames that merge, remembered keys."""
 
 from __future__ import annotations
 
-import asyncio
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
-from radixmesh.daemons.scheduler.group.rendezvous import Joiner, Rendezvous
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
 from radixmesh.daemons.scheduler.planning.counters import check_pages
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
@@ -202,27 +200,6 @@ def test_a_router_that_never_reads_is_left_with_an_error_and_costs_no_more() -> 
     assert away.closed_by is not None and away.closed_by.reason == ErrorReason.ERROR_REASON_CLIENT_STALLED
     assert other.closed_by is None
     assert unpack_ints(other.outbox.take(1).tokens.counts, "").tolist() == [600]
-
-
-async def test_rendezvous_waits_for_all_and_answers_all_alike() -> None:
-    rendezvous = Rendezvous(3)
-
-    def joiner(rank: int, name: str, generation: int = 0) -> Joiner:
-        return Joiner(rank=rank, instance_id=name, address=f"{name}:1", last_group_generation=generation)
-
-    first = asyncio.ensure_future(rendezvous.join(joiner(0, "a"), 3))
-    gone = asyncio.ensure_future(rendezvous.join(joiner(1, "dead"), 3))
-    await asyncio.sleep(0)
-    gone.cancel()
-    third = asyncio.ensure_future(rendezvous.join(joiner(2, "c", 6), 3))
-    await asyncio.sleep(0.01)
-    assert not first.done() and not third.done()
-    joined = await rendezvous.join(joiner(1, "b"), 3)
-    assert joined == await first == await third
-    assert (joined.generation, joined.instance_ids) == (7, ("a", "b", "c"))
-    for rank, world_size, name in ((3, 3, "x"), (0, 2, "x"), (0, 3, "")):
-        with pytest.raises(MeshError):
-            await rendezvous.join(joiner(rank, name), world_size)
 
 
 def test_ended_keys_are_remembered_within_bounds() -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints
+from radixmesh.daemons.runtime.cache_namespace import split_cache_name
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.cache.feed import CacheEvent, CacheFeed, Evicted, Inserted, Reset, Split
 from radixmesh.daemons.scheduler.cache.observer import CacheContent
@@ -29,6 +30,8 @@ async def watch_cache(
     watched, NOT_SERVING if there is no worker group, hence no cache.
     """
     feed = engine.planner.cache_feed
+    group = engine.planner.group
+    digest = group.weights_digest if group is not None else ""
     if request.HasField("after_revision"):
         revision = request.after_revision
     else:
@@ -37,12 +40,16 @@ async def watch_cache(
         if content is None:
             raise _no_content(engine)
         async for message in _snapshot(content, revision):
+            _name_weights(message, digest)
+            digest = ""
             yield message
     while True:
         events = feed.events_after(revision, _MAX_EVENTS, _MAX_TOKENS)
         if events is None:
             raise _resnapshot(revision, feed)
         for message in change_messages(events, revision):
+            _name_weights(message, digest)
+            digest = ""
             yield message
         revision += len(events)
         if not events:
@@ -102,6 +109,11 @@ def change_messages(events: Iterable[CacheEvent], revision: int) -> Iterator[sch
         yield message
 
 
+def _name_weights(message: scheduler_pb2.WatchCacheResponse, digest: str) -> None:
+    if digest:
+        message.weights_digest = digest
+
+
 def _rank(event: CacheEvent) -> int:
     match event:
         case Reset():
@@ -115,11 +127,14 @@ def _rank(event: CacheEvent) -> int:
 
 
 def _insert(event: Inserted) -> scheduler_pb2.CacheInsert:
+    adapter, salt = split_cache_name(event.namespace.name)
     return scheduler_pb2.CacheInsert(
         node=event.node + _FIRST_NODE,
         parent=event.parent + _FIRST_NODE,
         ids=pack_ints(event.ids),
         cache_namespace=event.namespace.name,
+        adapter=adapter,
+        salt=salt,
         weights_version=event.namespace.weights_version,
     )
 

@@ -36,7 +36,7 @@ _Logprobs = dict[tuple[int, int], TokenLogprobs]
 class ResultReader:
     """finish: ends a request that is live."""
 
-    def __init__(self, finish: Callable[[Request, Ending], None], observer: RequestObserver) -> None:
+    def __init__(self, finish: Callable[[Request, Ending, MeshError | None], None], observer: RequestObserver) -> None:
         self._finish = finish
         self._observer = observer
 
@@ -59,6 +59,10 @@ class ResultReader:
         if len(step.rows):
             self._take_rows(state, step, result, watch, outputs)
         self._take_vectors(state, result, outputs)
+        for failed in result.slot_errors:
+            request = _live_request(state, failed.slot, failed.generation)
+            if request is not None:
+                self._finish(request, Ending(FinishReason.ERROR), failed.error)
 
     def _take_rows(
         self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
@@ -118,7 +122,7 @@ class ResultReader:
                 table.settle(slot)
                 ending = ending_of(request)
                 if ending is not None:
-                    self._finish(request, ending)
+                    self._finish(request, ending, None)
         for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
             request = table.requests[slot]
             if request is not None and table.live[slot] == generation:
@@ -157,7 +161,7 @@ class ResultReader:
                 rows_of([TokenRow(request.owner, request.handle, request.submission.attempt, first, row_ids, given)])
             )
         if ending is not None:
-            self._finish(request, ending)
+            self._finish(request, ending, None)
         elif is_running and not is_decode:
             state.pages.share(request)
 
@@ -166,7 +170,7 @@ class ResultReader:
             request = _live_request(state, entry.slot, entry.generation)
             if request is not None:
                 outputs.vectors.append(OutputVector(owner=request.owner, handle=request.handle, values=entry.values))
-                self._finish(request, Ending(FinishReason.STOP))
+                self._finish(request, Ending(FinishReason.STOP), None)
 
 
 def _occupant(table: SlotTable, slot: int) -> Request:

@@ -127,6 +127,13 @@ class StepExecutor:
         self.table.clear()
         self._epoch, self._group_generation, self._last_step = epoch, group_generation, 0
 
+    def reset(self) -> None:
+        """Empties slots, KV and page records: the group was formed anew. No step runs."""
+        assert not self._launched, "steps that were aborted have been finished"
+        self.table.clear()
+        self.records.reset()
+        self.runner.clear()
+
     def run(self, plan: StepPlan, *, ready_ns: int = 0) -> StepResult:
         """Launches one plan and waits for it."""
         return self.launch(plan, ready_ns=ready_ns).finish()
