@@ -43,7 +43,7 @@ async def idle_at(depth: str, running: int, window_s: float) -> dict[str, object
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder), "unix") as processes:
             await processes.start("worker", "worker", {**_worker(running, 400_000, STEP_US), "metrics_listen": metrics})
-            flags = {"workers": processes.address("worker"), "depth": depth}
+            flags = {"workers": processes.address("worker"), "pipeline_depth": depth}
             await processes.start("scheduler", "scheduler", flags)
             async with BulkStream(processes.address("scheduler"), "idle") as stream:
                 prompts = [rng.integers(10, 30_000, 32).astype(np.int32) for _ in range(running)]

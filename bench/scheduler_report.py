@@ -92,7 +92,7 @@ def _orders(report: Run) -> str:
                 run["workload"],
                 f"x{run['config']['speed']:g}",
                 f"{run['cache_tokens']:,} of {run['working_set_tokens']:,}",
-                run["policy"] + _ageing(run["config"]["planner"].get("overtaking")),
+                run["policy"] + _ageing(run["config"]["planner"]),
                 f"{run['hit_rate']:.3f}",
                 f"{run['saturated']['out_tok_s']:,.0f}",
                 f"{run['saturated']['out_tok_s'] / max(1.0, base['saturated']['out_tok_s']):.3f}",
@@ -111,10 +111,11 @@ def _orders(report: Run) -> str:
     return _table(head, rows)
 
 
-def _ageing(overtaking: str | None) -> str:
-    if overtaking is None:
+def _ageing(planner: dict[str, str]) -> str:
+    factor = planner.get("max_overtake_factor", planner.get("overtaking"))  # Older results have the old name.
+    if factor is None:
         return ""
-    return f" passing {overtaking} lines" if float(overtaking) < 1e6 else " without ageing"
+    return f" passing {factor} queue lengths" if float(factor) < 1e6 else " without ageing"
 
 
 def _gains(report: Run) -> str:

@@ -33,7 +33,7 @@ WORKING_SETS = {
     "none": 466_946,
     "mixed": 252_972,
 }
-NO_AGEING = ("--planner", "overtaking=1e9")
+NO_AGEING = ("--planner", "max_overtake_factor=1e9")
 
 
 def step_cost() -> list[list[object]]:

@@ -48,7 +48,7 @@ class AtRest:
             "leased_pages": self.state.leased_pages,
             "quarantined_pages": self.state.quarantined_pages,
             "free_pages_after_flush": self.flushed.load.free_pages,
-            "num_breaches": self.state.num_breaches,
+            "num_page_violations": self.state.num_page_violations,
             "journal_requests": self.journal_requests,
             "journal_bytes": self.journal_bytes,
             "detokenizer_entries": self.detokenizer_entries,
@@ -62,8 +62,8 @@ class AtRest:
             faults.append(f"{load.free_pages} free and {load.cached_pages} cached of {load.total_pages} pages")
         if self.flushed.load.free_pages != self.flushed.load.total_pages:
             faults.append(f"{self.flushed.load.free_pages} of {load.total_pages} pages free in an empty cache")
-        if self.state.num_breaches:
-            faults.append(f"{self.state.num_breaches} breaches of the page invariant")
+        if self.state.num_page_violations:
+            faults.append(f"{self.state.num_page_violations} violations of the page invariant")
         if self.journal_requests or self.detokenizer_entries:
             faults.append(
                 f"{self.journal_requests:g} requests in the router, {self.detokenizer_entries:g} in the detokenizer"

@@ -49,7 +49,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
             await processes.start("worker", "worker", worker)
             for depth in args.depths:
                 name = f"scheduler-{depth}"
-                flags = {"workers": processes.address("worker"), "depth": depth, "chunk_tokens": 8192}
+                flags = {"workers": processes.address("worker"), "pipeline_depth": depth, "chunk_tokens": 8192}
                 await processes.start(name, "scheduler", flags)
                 for num_rows in args.rows:
                     rows.append({"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows)})

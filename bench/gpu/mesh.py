@@ -45,7 +45,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             await processes.start("worker", "worker", _worker_flags(args, Path(folder), metrics))
             started = time.monotonic() - started
             log = (Path(folder) / "worker.log").read_text()
-            scheduler = {"workers": processes.address("worker"), "depth": args.depth, **_flags(args.scheduler)}
+            scheduler = {"workers": processes.address("worker"), "pipeline_depth": args.depth, **_flags(args.scheduler)}
             scheduler.setdefault("chunk_tokens", 8192)
             await processes.start("scheduler", "scheduler", scheduler)
             results: dict[str, object] = {}

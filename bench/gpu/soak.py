@@ -98,7 +98,7 @@ class Soak:
         )
         self._samples: list[Sample] = []
         self._quiet: list[QuietDecode] = []
-        self._breaches = 0
+        self._page_violations = 0
         self._problems: list[str] = []
         self._began = 0.0
 
@@ -152,7 +152,7 @@ class Soak:
                 break
             await asyncio.sleep(at - time.monotonic())
             with suppress(Exception):  # What is away at that moment cannot be asked; nobody has counted then either.
-                self._breaches += (await self.mesh.state()).num_breaches
+                self._page_violations += (await self.mesh.state()).num_page_violations
             try:
                 kill = asdict(await self.mesh.kill(service))
             except Exception as error:  # The run goes on: what becomes of its requests is the question.
@@ -225,8 +225,8 @@ class Soak:
         problems = self._problems + request_faults(counts, crowd.failures, crowd.num_open, crowd.oldest)
         if mismatches and self._is_deterministic:
             problems.append(f"{mismatches} answers to probes differ from others to the same")
-        if self._breaches:
-            problems.append(f"{self._breaches} breaches of the page invariant before kills")
+        if self._page_violations:
+            problems.append(f"{self._page_violations} violations of the page invariant before kills")
         problems += kill_faults(mesh.kills) + mesh_faults(mesh) + at_rest.faults()
         problems += growth_faults(lives, gpu, bounds) + drift_faults(drift, self._quiet, bounds)
         return {

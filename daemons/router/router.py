@@ -210,7 +210,7 @@ class Router:
         self._streams.remove(stream)
         self._times.left(stream.request, stream.span, "" if stream.error is None else str(stream.error))
         if stream.request is not None:
-            self._metrics.request_seconds.observe(self._clock() - stream.request.accepted)
+            self._metrics.e2e_request_latency_seconds.observe(self._clock() - stream.request.accepted)
             self._flow.release(stream.request)
 
     def _supersede(self, live: RequestStream, stream: RequestStream) -> None:

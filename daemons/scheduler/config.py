@@ -18,8 +18,8 @@ _AT_LEAST_ONE = (
     "max_running",
     "max_queue_tokens",
     "grant_ahead_tokens",
-    "growth_tokens",
-    "hold_tokens",
+    "decode_reserve_tokens",
+    "inflight_prefix_min_tokens",
 )
 
 
@@ -28,26 +28,42 @@ class SchedulerSettings(CommonSettings):
     """Queue, batches, KV pages and prefix cache of one worker group."""
 
     workers: tuple[str, ...] = setting((), "addresses of the group's workers by rank, host:port or unix:/path")
-    depth: str = setting("auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...")
+    pipeline_depth: str = setting(
+        "auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...", deprecated=("depth",)
+    )
     chunk_tokens: int = setting(512, "most prefill tokens of one request in one step")
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
     max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")
     max_queue: int = setting(10_000, "waiting requests before new ones are refused with OVERLOADED")
     grant_ahead_tokens: int = setting(16, "tokens that the pages granted to a decoding request at a time hold")
-    growth_tokens: int = setting(64, "first estimate of the tokens that a running request will still need")
+    decode_reserve_tokens: int = setting(
+        64,
+        "tokens for which admission keeps pages free per running request; the first estimate, which adapts",
+        deprecated=("growth-tokens",),
+    )
     max_queue_tokens: int | None = setting(None, "tokens of waiting requests before new ones are refused; none: any")
     cache: str = setting("radix", f"prefix cache: {', '.join(PREFIX_CACHES)}")
     eviction: str = setting("lru", f"which cached prefix goes first: {', '.join(EVICTION_POLICIES)}")
     queue_policy: str = setting("fcfs", f"order of waiting requests: {', '.join(QUEUE_POLICIES)}")
-    overtaking: float = setting(1.0, "later requests that may pass one by, as a multiple of the line; not of fcfs")
+    max_overtake_factor: float = setting(
+        1.0,
+        "most later requests admitted before an earlier one, as a multiple of the queue's length; not for fcfs",
+        deprecated=("overtaking",),
+    )
     queue_seed: int = setting(0, "seed of the random order")
     max_preemptions: int = setting(4, "times that one request gives way to higher priorities (queue policy priority)")
     priority_across_tenants: bool = setting(
         False, "priorities count before the turns of tenants, not within them: a higher one may starve other tenants"
     )
-    hold_tokens: int = setting(32, "a shared prefix of so many tokens that is being computed is waited for")
-    check_invariants: bool = setting(False, "verify every page after every step, and fail on a breach (tests)")
-    hang_s: float = setting(5.0, "seconds without a result after which a worker counts as dead, at least")
+    inflight_prefix_min_tokens: int = setting(
+        32,
+        "a request waits for a shared prefix of at least so many tokens that another is computing",
+        deprecated=("hold-tokens",),
+    )
+    check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
+    step_timeout_s: float = setting(
+        5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
+    )
 
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
@@ -57,14 +73,19 @@ class SchedulerSettings(CommonSettings):
             )
         if len(set(self.workers)) != len(self.workers):
             raise ValueError("--workers (or RADIXMESH_WORKERS) names a worker twice: each is one rank of the group")
-        if self.depth != "auto" and not self.depth.isdigit():
-            raise ValueError(f"--depth (or RADIXMESH_DEPTH) must be auto or a number >= 0, not {self.depth}")
+        depth = self.pipeline_depth
+        if depth != "auto" and not depth.isdigit():
+            raise ValueError(
+                f"--pipeline-depth (or RADIXMESH_PIPELINE_DEPTH) must be auto or a number >= 0, not {depth}"
+            )
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be >= 1, not {value}")
-        if min(self.max_queue, self.overtaking, self.max_preemptions) < 0 or self.hang_s <= 0:
-            raise ValueError("--max-queue, --overtaking and --max-preemptions must be >= 0 and --hang-s > 0")
+        if min(self.max_queue, self.max_overtake_factor, self.max_preemptions) < 0 or self.step_timeout_s <= 0:
+            raise ValueError(
+                "--max-queue, --max-overtake-factor and --max-preemptions must be >= 0 and --step-timeout-s > 0"
+            )
         choices: Iterable[str]
         for name, choices in (
             ("cache", PREFIX_CACHES),
@@ -79,7 +100,7 @@ class SchedulerSettings(CommonSettings):
     @property
     def fixed_depth(self) -> int | None:
         """None = by time."""
-        return None if self.depth == "auto" else int(self.depth)
+        return None if self.pipeline_depth == "auto" else int(self.pipeline_depth)
 
     def planner_settings(self) -> PlannerSettings:
         return PlannerSettings(
@@ -87,16 +108,16 @@ class SchedulerSettings(CommonSettings):
             max_tokens_per_step=self.max_tokens_per_step,
             max_running=self.max_running,
             grant_ahead_tokens=self.grant_ahead_tokens,
-            growth_tokens=self.growth_tokens,
+            decode_reserve_tokens=self.decode_reserve_tokens,
             max_queue=self.max_queue,
             max_queue_tokens=self.max_queue_tokens,
             cache=self.cache,
             eviction=self.eviction,
             queue_policy=self.queue_policy,
-            overtaking=self.overtaking,
+            max_overtake_factor=self.max_overtake_factor,
             queue_seed=self.queue_seed,
             max_preemptions=self.max_preemptions,
             priority_across_tenants=self.priority_across_tenants,
-            hold_tokens=self.hold_tokens,
+            inflight_prefix_min_tokens=self.inflight_prefix_min_tokens,
             check_invariants=self.check_invariants,
         )

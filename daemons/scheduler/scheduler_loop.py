@@ -72,7 +72,7 @@ class Engine:
         self._was_idle_at_send: set[int] = set()
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
-        self._patience_s = settings.hang_s
+        self._patience_s = settings.step_timeout_s
 
     @property
     def group(self) -> GroupClient:
@@ -221,7 +221,7 @@ class Engine:
     def _take(self, result: StepResult) -> None:
         now = time.monotonic()
         self._last_heard_s = now
-        self._patience_s = self._settings.hang_s
+        self._patience_s = self._settings.step_timeout_s
         state = self.planner.state
         oldest = state.in_flight.oldest if state is not None else None
         if oldest is not None and result.step_id in self._was_idle_at_send:
@@ -260,7 +260,7 @@ class Engine:
             await claimed.stream.send(plan)
 
     def _check_hang(self) -> None:
-        """A step is dead after 3 x its expected time, never before hang_s.
+        """A step is dead after 3 x its expected time, never before step_timeout_s.
 
         Nothing is expected before the first result: a worker whose steps are longer than that gets twice the time in
         each epoch, or no result of it would ever come.
@@ -272,7 +272,7 @@ class Engine:
         limit_s = self._limit_s()
         waited_s = time.monotonic() - max(self._last_heard_s, oldest.sent_s)
         if waited_s > limit_s:
-            self._patience_s = min(2 * limit_s, max(_MOST_PATIENCE_S, self._settings.hang_s))
+            self._patience_s = min(2 * limit_s, max(_MOST_PATIENCE_S, self._settings.step_timeout_s))
             message = f"step {oldest.plan.step_id} has no result after {waited_s:.1f} s: the worker counts as dead"
             raise MeshError(ErrorReason.ERROR_REASON_STEP_TIMEOUT, message)
 

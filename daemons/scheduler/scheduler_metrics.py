@@ -46,9 +46,9 @@ class SchedulerMetrics:
         metrics.requests_queued.set(planner.num_waiting)
         metrics.plans_in_flight.set(planner.num_in_flight)
         metrics.queued_tokens.set(planner.waiting_tokens)
-        metrics.requests_held.set(planner.num_held)
+        metrics.requests_waiting_for_prefix.set(planner.num_waiting_for_prefix)
         metrics.cache_hit_ratio.set(counters.hit_rate)
-        metrics.expected_growth_tokens.set(planner.expected_growth_tokens)
+        metrics.decode_reserve_tokens.set(planner.decode_reserve_tokens)
         self._add("steps", metrics.steps, counters.num_steps)
         self._add("prefill", metrics.step_tokens.labels("prefill"), counters.prefilled_tokens)
         self._add("decode", metrics.step_tokens.labels("decode"), counters.output_tokens)
@@ -58,10 +58,10 @@ class SchedulerMetrics:
         self._add("cached", metrics.cached_tokens, counters.cached_tokens)
         self._add("retracted", metrics.requests_retracted, counters.num_retracted)
         self._add("preempted", metrics.requests_preempted, counters.num_preempted)
-        self._add("held", metrics.requests_held_back, counters.num_held)
+        self._add("deduplications", metrics.prefix_deduplications, counters.num_prefix_deduplications)
         self._add("rejected", metrics.requests_rejected, counters.num_rejected)
         self._add("stale", metrics.stale_results, counters.stale_results)
-        self._add("breaches", metrics.page_breaches, counters.num_breaches)
+        self._add("violations", metrics.page_invariant_violations, counters.num_page_violations)
         for reason, num in list(counters.finished.items()):
             name = FinishReason(reason).name.lower()
             self._add(f"finished {name}", metrics.requests_finished.labels(name), num)
@@ -82,6 +82,7 @@ class SchedulerMetrics:
             evicted += state.pages.num_evicted
             for page_state, num in state.pages.pool.counts().items():
                 self._metrics.pages.labels(page_state.name.lower()).set(num)
+            self._metrics.kv_usage_ratio.set(1.0 - state.pages.num_available / state.pages.pool.num_pages)
         self._add("evicted", self._metrics.page_evictions, evicted)
 
     def _add(self, name: str, counter: Counter, total: float) -> None:

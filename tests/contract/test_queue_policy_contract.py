@@ -57,12 +57,14 @@ def drain(queue: WaitingQueue, probes: Probes, *, per_plan: int = 4) -> list[int
 
 
 @pytest.mark.parametrize("policy", ALL)
-@pytest.mark.parametrize("overtaking", [0.0, 2.0, ENDLESS])
+@pytest.mark.parametrize("max_overtake_factor", [0.0, 2.0, ENDLESS])
 @pytest.mark.parametrize("is_first", [False, True])
-def test_everyone_comes_out_once_whatever_happens(policy: str, overtaking: float, is_first: bool) -> None:
+def test_everyone_comes_out_once_whatever_happens(policy: str, max_overtake_factor: float, is_first: bool) -> None:
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        settings = QueueSettings(policy=policy, overtaking=overtaking, priority_across_tenants=is_first)
+        settings = QueueSettings(
+            policy=policy, max_overtake_factor=max_overtake_factor, priority_across_tenants=is_first
+        )
         queue = WaitingQueue(settings)
         probes, waiting, held = Probes(), set[Request](), set[Request]()
         for number in range(1, 400):
@@ -109,7 +111,7 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, overtaking: float
                     waiting.discard(head)
             assert len(queue) == len(waiting) + len(held) == len(list(queue))
             assert set(queue) == waiting | held
-            assert queue.waiting_tokens == 2 * len(queue) and queue.num_held == len(held)
+            assert queue.waiting_tokens == 2 * len(queue) and queue.num_waiting_for_prefix == len(held)
         queue.unhold_all()
         order = drain(queue, probes)
         assert sorted(order) == sorted(r.arrival for r in waiting | held)
@@ -118,7 +120,7 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, overtaking: float
 
 @pytest.mark.parametrize("policy", ALL)
 def test_lanes_of_one_priority_take_turns(policy: str) -> None:
-    queue, probes = WaitingQueue(QueueSettings(policy=policy, overtaking=ENDLESS)), Probes()
+    queue, probes = WaitingQueue(QueueSettings(policy=policy, max_overtake_factor=ENDLESS)), Probes()
     for number in range(1, 61):
         request = make(number, router="flood", max_tokens=40)
         probes.known[request] = Probe(30, (1,))
@@ -130,10 +132,10 @@ def test_lanes_of_one_priority_take_turns(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ALL)
-@pytest.mark.parametrize("overtaking", [0.0, 1.0, 2.0])
-def test_nobody_is_passed_by_more_than_some_multiple_of_the_line(policy: str, overtaking: float) -> None:
+@pytest.mark.parametrize("max_overtake_factor", [0.0, 1.0, 2.0])
+def test_nobody_is_passed_by_more_than_some_multiple_of_the_line(policy: str, max_overtake_factor: float) -> None:
     """The unlucky one has nothing cached and a short output, and ever new ones would go before it."""
-    queue, probes = WaitingQueue(QueueSettings(policy=policy, overtaking=overtaking)), Probes()
+    queue, probes = WaitingQueue(QueueSettings(policy=policy, max_overtake_factor=max_overtake_factor)), Probes()
     num_before, number, position = 50, 100, -1
     for before in range(1, num_before + 1):
         request = make(before, max_tokens=30)
@@ -158,7 +160,7 @@ def test_nobody_is_passed_by_more_than_some_multiple_of_the_line(policy: str, ov
                 position = num_admitted
         assert num_admitted < 2000, "starved"
     # Those that are due already, at most as many as were there before it, go before it.
-    assert position <= num_before + overtaking * (num_before + 2) + 2
+    assert position <= num_before + max_overtake_factor * (num_before + 2) + 2
 
 
 @pytest.mark.parametrize("policy", ALL)
@@ -177,7 +179,7 @@ def test_ten_thousand_waiting_cost_a_plan_no_more_than_a_few_probes(policy: str)
 
 def test_passing_grows_with_the_longest_line_lately_and_who_comes_back_is_due_soon() -> None:
     """Bursts of 100 and of 10: who comes when the line is short may be passed as often as a long line lately allows."""
-    queue, probes = WaitingQueue(QueueSettings(policy="lcfs", overtaking=1.0)), Probes()
+    queue, probes = WaitingQueue(QueueSettings(policy="lcfs", max_overtake_factor=1.0)), Probes()
     back = make(0)
     for number in range(1, 101):
         queue.push(make(number))
@@ -201,7 +203,7 @@ def test_passing_grows_with_the_longest_line_lately_and_who_comes_back_is_due_so
 
 
 def test_longest_prefix_goes_first_as_the_cache_is_now() -> None:
-    queue, probes = WaitingQueue(QueueSettings(policy="lpm", overtaking=ENDLESS)), Probes()
+    queue, probes = WaitingQueue(QueueSettings(policy="lpm", max_overtake_factor=ENDLESS)), Probes()
     requests = [make(number) for number in range(1, 7)]
     for request, num_pages in zip(requests, (0, 5, 90, 5, 40, 0), strict=True):
         probes.known[request] = Probe(num_pages, (1,))
@@ -214,7 +216,7 @@ def test_longest_prefix_goes_first_as_the_cache_is_now() -> None:
 
 
 def test_depth_first_finishes_the_part_that_most_belong_to() -> None:
-    queue, probes = WaitingQueue(QueueSettings(policy="dfs-weight", overtaking=ENDLESS)), Probes()
+    queue, probes = WaitingQueue(QueueSettings(policy="dfs-weight", max_overtake_factor=ENDLESS)), Probes()
     branches = {1: (7,), 2: (8, 81), 3: (8, 82), 4: (8, 82), 5: (7, 71), 6: (8, 82), 7: (), 8: (8,)}
     for number, branch in branches.items():
         request = make(number)
@@ -226,7 +228,7 @@ def test_depth_first_finishes_the_part_that_most_belong_to() -> None:
 
 def test_longest_output_first_random_by_seed_and_last_come() -> None:
     def order(**settings: object) -> list[int]:
-        queue = WaitingQueue(QueueSettings(overtaking=ENDLESS, **settings))  # type: ignore[arg-type]
+        queue = WaitingQueue(QueueSettings(max_overtake_factor=ENDLESS, **settings))  # type: ignore[arg-type]
         for number in range(1, 33):
             queue.push(make(number, max_tokens=(number * 7) % 32 + 1))
         return drain(queue, Probes())

@@ -23,7 +23,7 @@ async def test_recitations(attention: str, depth: str) -> None:
         pytest.importorskip("flashinfer")
     jobs = recitations("tiny-llama")
     worker = WORKER | {"attention_backend": attention}
-    async with running_mesh("cpu", worker=worker, scheduler={"depth": depth, "chunk_tokens": 7}) as mesh:
+    async with running_mesh("cpu", worker=worker, scheduler={"pipeline_depth": depth, "chunk_tokens": 7}) as mesh:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         wrong = [job.name for job, answers in zip(jobs, got, strict=True) if job.answers and answers != job.answers]
         assert wrong == []

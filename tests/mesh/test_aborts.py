@@ -54,7 +54,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     if request.param == "simulated":
         # A chunk of 8 tokens takes 24 ms: a long prompt is in the middle of its prefill for a second.
         worker |= {"simulated_base_us": 2000, "simulated_prefill_token_us": 3000}
-    scheduler = {"chunk_tokens": 8, "depth": 2}
+    scheduler = {"chunk_tokens": 8, "pipeline_depth": 2}
     async with observed_mesh(request.param, scale={"router": 2}, worker=worker, scheduler=scheduler) as mesh:
         if request.param == "simulated":
             yield Bench(mesh, known_job(40), continuation)
@@ -273,4 +273,4 @@ async def test_one_after_the_other_without_a_pause(bench: Bench) -> None:
             brief.check(bench, [40 + number, 41, 42])
     await next_is_right(bench)
     state = await bench.mesh.scheduler_state()
-    assert state.num_breaches == 0
+    assert state.num_page_violations == 0

@@ -73,7 +73,7 @@ async def run(
         settings = SchedulerSettings(
             workers=(worker.address,),
             check_invariants=True,
-            **{"chunk_tokens": 24, "grant_ahead_tokens": 1, "growth_tokens": 1, **choices},  # type: ignore[arg-type]
+            **{"chunk_tokens": 24, "grant_ahead_tokens": 1, "decode_reserve_tokens": 1, **choices},  # type: ignore[arg-type]
         )
         async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
             handles = [
@@ -106,7 +106,7 @@ async def undisturbed(model: str, wishes: list[Wish]) -> Run:
 def check_pressure(state: scheduler_pb2.GetStateResponse, *, is_cached: bool) -> None:
     """A run without pressure proves nothing."""
     assert state.num_retractions > 0
-    assert not state.num_breaches
+    assert not state.num_page_violations
     if is_cached:
         assert state.evicted_pages > 0 and state.prompt_cached_tokens > 0
     else:

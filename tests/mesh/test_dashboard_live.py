@@ -25,7 +25,7 @@ SEEN = [
     ("Step time", "device p50"),
     ("Step time", "round trip p50"),
     ("Tokens computed a second", "{{kind}}"),
-    ("Cache hit rate", "interval"),
+    ("Cache hit rate and KV usage", "hit rate, interval"),
     ("Pages", "{{state}}"),
     ("Batch", "mean"),
     ("Router waits for", "{{hop}}"),

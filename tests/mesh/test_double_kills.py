@@ -70,7 +70,7 @@ async def run_rounds(names: Sequence[str]) -> None:
         assert storm.failures == []
         assert storm.num_completed >= NUM_STREAMS
         state = await mesh.scheduler_state()
-        assert state.num_breaches == 0
+        assert state.num_page_violations == 0
         assert (state.owned_pages, state.load.num_running, state.load.num_waiting) == (0, 0, 0)
         assert mesh.bugs == []
 

@@ -30,7 +30,12 @@ async def recite_over_deaths(folder: Path, worker: Mapping[str, object]) -> None
         others = [line for line in mesh.bugs if not line.startswith("worker") or "died on demand" not in line]
         assert mesh.bugs and others == []
         state = await mesh.scheduler_state()
-        assert (state.num_breaches, state.owned_pages, state.load.num_running, state.load.num_waiting) == (0, 0, 0, 0)
+        assert (state.num_page_violations, state.owned_pages, state.load.num_running, state.load.num_waiting) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
 
 async def test_no_stream_notices_a_step_that_dies(tmp_path: Path) -> None:

@@ -31,4 +31,4 @@ async def test_node_client_against_a_live_mesh() -> None:
         # Reported as skipped is not tested.
         assert "# fail 0" in output and "# skipped 0" in output, output[-6000:]
         assert all(mesh.cluster.status("router", replica).restarts >= 1 for replica in (1, 2))
-        assert (await mesh.scheduler_state()).num_breaches == 0
+        assert (await mesh.scheduler_state()).num_page_violations == 0

@@ -138,8 +138,8 @@ async def test_every_daemon_counts_what_it_did(mesh: Mesh) -> None:
     await asyncio.sleep(0.8)  # The scheduler exports twice a second.
     seen = {name: await asyncio.to_thread(scrape, mesh, name) for name in SERVICES}
     router, scheduler, worker = seen["router"], seen["scheduler"], seen["worker"]
-    assert router["radixmesh_first_token_seconds_count"] >= 1
-    assert router["radixmesh_inter_token_seconds_count"] >= 1
+    assert router["radixmesh_time_to_first_token_seconds_count"] >= 1
+    assert router["radixmesh_inter_token_latency_seconds_count"] >= 1
     for hop in ("tokenizer", "scheduler", "detokenizer"):
         assert router[f'radixmesh_hop_seconds_count{{hop="{hop}"}}'] >= 1, hop
         assert 0 < router[f'radixmesh_hop_seconds_sum{{hop="{hop}"}}'] < 60, hop

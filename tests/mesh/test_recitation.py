@@ -114,11 +114,11 @@ async def check_configuration(
     greedy = recitations(model, with_sampled=False)
     jobs = greedy[:28] + sampled
     alone = [greedy[2], greedy[23], *sampled]
-    settings = {"depth": depth, "chunk_tokens": chunk}
+    settings = {"pipeline_depth": depth, "chunk_tokens": chunk}
     async with running_mesh("cpu", model=model, worker={"page_size": page_size}, scheduler=settings) as mesh:
         await check_all(mesh, jobs, alone=alone)
         state = await mesh.scheduler_state()
-        assert state.num_breaches == 0
+        assert state.num_page_violations == 0
         assert state.owned_pages == 0
 
 
@@ -155,11 +155,11 @@ async def test_retraction_changes_nothing(page_size: int, depth: int, sampled: l
     """32 requests that need some 12,000 tokens of KV share 2,400: most of them lose their pages on the way."""
     jobs = recitations(with_sampled=False)[:28] + sampled
     worker = {"page_size": page_size, "num_pages": 2400 // page_size}
-    async with running_mesh("cpu", worker=worker, scheduler={"depth": depth, "chunk_tokens": 64}) as mesh:
+    async with running_mesh("cpu", worker=worker, scheduler={"pipeline_depth": depth, "chunk_tokens": 64}) as mesh:
         await check_all(mesh, jobs, alone=[])
         state = await mesh.scheduler_state()
         assert state.num_retractions > 0
-        assert (state.num_breaches, state.owned_pages) == (0, 0)
+        assert (state.num_page_violations, state.owned_pages) == (0, 0)
 
 
 @pytest.mark.slow

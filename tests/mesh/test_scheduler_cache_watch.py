@@ -136,7 +136,7 @@ async def test_a_watcher_that_never_reads_costs_nobody_anything() -> None:
         state = await idle(stub)
         await watcher.until_at(state.cache_revision)
         assert len(watcher.mirror.prefixes()) == state.load.cached_pages
-        assert state.num_breaches == 0
+        assert state.num_page_violations == 0
         for call in silent:
             call.cancel()
         await watcher.stop()

@@ -117,7 +117,7 @@ async def test_output_is_the_oracles_and_nothing_is_left(depth: str) -> None:
         await client.until(lambda: client.loads[-1].submit_sequence == 30)
         state = await idle_state(address)
         load = state.load
-        assert (load.free_pages + load.cached_pages, state.owned_pages, state.num_breaches) == (4096, 0, 0)
+        assert (load.free_pages + load.cached_pages, state.owned_pages, state.num_page_violations) == (4096, 0, 0)
         assert state.prompt_cached_tokens > 0 and load.epoch == 1
 
 
@@ -256,13 +256,16 @@ async def test_fenced_scheduler_closes_its_streams_and_stands_by(tmp_path: Path)
 @pytest.mark.parametrize("fault", ["refuse@20", "duplicate@20", "reorder@20", "vanish@20", "hang@20:4000"])
 async def test_worker_faults_lose_and_repeat_nothing(fault: str) -> None:
     faulty = worker_settings(faults=(fault,))
-    async with running(WorkerDaemon, faulty) as worker, scheduler(worker.address, depth="2", hang_s=1.0) as address:
+    async with (
+        running(WorkerDaemon, faulty) as worker,
+        scheduler(worker.address, pipeline_depth="2", step_timeout_s=1.0) as address,
+    ):
         async with serve_client(address) as client:
             handles = [await client.submit(PROMPT[: 4 + i], max_tokens=60) for i in range(8)]
             for i, seen in enumerate(await client.over(*handles)):
                 assert seen.tokens == expected(PROMPT[: 4 + i], 60)
         state = await idle_state(address)
-        assert state.load.epoch >= 2 and state.num_breaches == 0
+        assert state.load.epoch >= 2 and state.num_page_violations == 0
 
 
 async def test_flush_and_drain() -> None:
@@ -427,7 +430,7 @@ async def test_steps_longer_than_a_hang_come_through_in_the_end() -> None:
     slow = worker_settings(simulated_base_us=900_000.0)
     async with (
         running(WorkerDaemon, slow) as worker,
-        scheduler(worker.address, hang_s=0.3) as address,
+        scheduler(worker.address, step_timeout_s=0.3) as address,
         serve_client(address) as client,
     ):
         handle = await client.submit(PROMPT, max_tokens=3)

@@ -53,7 +53,7 @@ async def left_behind(cluster: LocalCluster, fresh: Footprint) -> dict[str, floa
             found[f"{status.name}.owned_pages"] = state.owned_pages
             found[f"{status.name}.leased_pages"] = state.leased_pages
             found[f"{status.name}.quarantined_pages"] = state.quarantined_pages
-            found[f"{status.name}.breaches"] = state.num_breaches
+            found[f"{status.name}.page_violations"] = state.num_page_violations
             load = state.load
             found[f"{status.name}.lost_pages"] = load.total_pages - load.free_pages - load.cached_pages
     for name, number in (await footprint(cluster)).items():

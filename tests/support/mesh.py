@@ -23,7 +23,7 @@ BUGS = (
     "crashed",
     "handler_failed",
     "link_failed",
-    "page_invariant_broken",
+    "page_invariant_violation",
     "planner_failed",
     "step_died",
     "submit_failed",

@@ -50,7 +50,7 @@ class World:
         eos_rate: float = 0.05,
         max_queue: int = 1000,
         ahead: int = 4,
-        growth_tokens: int = 64,
+        decode_reserve_tokens: int = 64,
         runner_class: type[SimulatedRunner] = SimulatedRunner,
         **choices: object,
     ) -> None:
@@ -83,7 +83,7 @@ class World:
             check_invariants=True,
             max_queue=max_queue,
             grant_ahead_tokens=ahead,
-            growth_tokens=growth_tokens,
+            decode_reserve_tokens=decode_reserve_tokens,
         )
         self.planner = Planner(replace(settings, **choices))  # type: ignore[arg-type]
         self.records: dict[tuple[int, int], Record] = {}

@@ -55,7 +55,7 @@ class StormyHour:
             max_tokens_per_step=STEP_TOKENS,
             chunk_tokens=48,
             max_total_len=LONGEST,
-            growth_tokens=1,
+            decode_reserve_tokens=1,
             max_queue=60,
             queue_policy=storm.policy,
         )

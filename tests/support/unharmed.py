@@ -51,7 +51,7 @@ async def left_behind(mesh: Mesh) -> dict[str, float]:
         "scheduler.owned_pages": state.owned_pages,
         "scheduler.leased_pages": state.leased_pages,
         "scheduler.quarantined_pages": state.quarantined_pages,
-        "scheduler.breaches": state.num_breaches,
+        "scheduler.page_violations": state.num_page_violations,
         "scheduler.lost_pages": state.load.total_pages - state.load.free_pages - state.load.cached_pages,
     }
     for replica in range(1, len(mesh.routers) + 1):

@@ -72,7 +72,7 @@ def test_a_slot_that_changes_hands_keeps_both_requests_apart():
 
 def test_a_lagging_result_is_refused_nothing_by_its_successors():
     """Pages that a finished request leaves to the cache are named by the next one while steps still run."""
-    world = LaggingWorld(lag=2, num_slots=2, num_pages=128, eos_rate=0.0, hold_tokens=1)
+    world = LaggingWorld(lag=2, num_slots=2, num_pages=128, eos_rate=0.0, inflight_prefix_min_tokens=1)
     prompt = list(range(2, 30))
     first = world.submit(prompt, stop=Stop(max_tokens=6))
     world.run(depth=2)
@@ -88,7 +88,7 @@ def test_a_storm_over_steps_in_flight(lag):
     """Refusals, lost streams, flushes, aborts and retractions while tokens are not known yet."""
     hour = StormyHour(Storm(seconds=60.0, seed=lag, fault_rate=0.01, lag=lag))
     hour.run()
-    assert hour.num_steps > 400 and hour.world.planner.counters.num_breaches == 0
+    assert hour.num_steps > 400 and hour.world.planner.counters.num_page_violations == 0
     assert hour.counts["refuse"] and hour.counts["diverged"] and hour.counts["adopted_tokens"], hour.counts
 
 

@@ -29,7 +29,7 @@ def test_prints_one_object_with_the_promised_keys(capsys: pytest.CaptureFixture[
     assert report["num_finished"] == report["num_requests"] == 24
     assert report["out_tok_s"] == pytest.approx(report["output_tokens"] / report["makespan_s"], rel=1e-3)
     assert report["config"]["seed"] == 3 and report["config"]["policy"] == "lpm"
-    assert report["num_steps"] > 0 and report["invariant_breaches"] == 0
+    assert report["num_steps"] > 0 and report["invariant_violations"] == 0
 
 
 def test_all_but_the_costs_is_a_function_of_the_arguments() -> None:
@@ -57,7 +57,7 @@ def test_without_a_cache_there_are_no_hits_and_more_work() -> None:
 
 def test_too_little_memory_evicts_and_retracts_but_finishes() -> None:
     report = Replay(
-        replace(SMALL, num_requests=44, cache_tokens=4000, speed=50.0, planner=(("growth_tokens", "1"),))
+        replace(SMALL, num_requests=44, cache_tokens=4000, speed=50.0, planner=(("decode_reserve_tokens", "1"),))
     ).run()
     assert report["num_finished"] == report["num_requests"]
     assert _number(report["evicted_tokens"]) > 0 and _number(report["retractions"]) > 0

@@ -136,7 +136,7 @@ def test_revisions_that_never_were_and_other_epochs_are_gaps() -> None:
 
 
 def test_the_planners_cache_is_rebuilt_by_its_watcher_through_a_life() -> None:
-    world = World(num_pages=96, num_slots=4, growth_tokens=1)
+    world = World(num_pages=96, num_slots=4, decode_reserve_tokens=1)
     watcher = Watcher(world.planner.cache_feed, 1)
     for i in range(30):
         world.submit([2 + (i + j) % 9 for j in range(4 + i % 17)])

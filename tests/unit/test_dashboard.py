@@ -106,8 +106,8 @@ def test_queries_name_metrics_and_labels_that_daemons_serve():
 
 def test_what_an_operator_asks_for_is_there():
     asked = {
-        "output_tokens_total", "first_token_seconds", "inter_token_seconds", "device_busy_seconds_total",
-        "cached_tokens_total", "requests_queued", "pages", "hop_seconds",
+        "output_tokens_total", "time_to_first_token_seconds", "inter_token_latency_seconds", "kv_usage_ratio",
+        "device_busy_seconds_total", "cached_tokens_total", "requests_queued", "pages", "hop_seconds",
     }  # fmt: skip
     text = " ".join(expr for _, expr in EXPRS)
     assert {name for name in asked if f"radixmesh_{name}" not in text} == set()

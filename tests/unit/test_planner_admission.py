@@ -39,7 +39,7 @@ def test_higher_priority_takes_a_slot_at_once_and_nobody_loses_a_token(depth: in
 
 
 def test_higher_priority_takes_memory_of_the_lowest_and_youngest() -> None:
-    world = World(num_pages=64, num_slots=8, queue_policy="priority", eos_rate=0.0, growth_tokens=1)
+    world = World(num_pages=64, num_slots=8, queue_policy="priority", eos_rate=0.0, decode_reserve_tokens=1)
     first = world.submit([2] * 20, stop=Stop(max_tokens=4), priority=1)
     second = world.submit([3] * 20, stop=Stop(max_tokens=4))
     third = world.submit([4] * 18, stop=Stop(max_tokens=4))
@@ -160,7 +160,7 @@ def test_growth_doubles_once_a_shortage_and_decays() -> None:
 
 
 def test_the_estimate_of_growth_ends_thrashing() -> None:
-    world = World(num_pages=200, num_slots=16, eos_rate=0.0, growth_tokens=1, max_total_len=120)
+    world = World(num_pages=200, num_slots=16, eos_rate=0.0, decode_reserve_tokens=1, max_total_len=120)
     records = [world.submit([2 + i, 3, 4], stop=Stop(max_tokens=60)) for i in range(40)]
     world.run(2)
     for record in records:
@@ -246,7 +246,7 @@ def test_a_priority_takes_the_place_of_another_tenants_request_only_if_it_may(
 
 
 def test_who_gives_way_for_want_of_pages_is_of_the_tenant_that_came_last() -> None:
-    world = World(num_pages=128, num_slots=8, eos_rate=0.0, growth_tokens=1)
+    world = World(num_pages=128, num_slots=8, eos_rate=0.0, decode_reserve_tokens=1)
     stop = Stop(max_tokens=40)
     quiet = world.submit([2] * 20, tenant="b", stop=stop)
     loud = [world.submit([3 + i] * 20, tenant="a", priority=7, stop=stop) for i in range(4)]

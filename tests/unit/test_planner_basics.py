@@ -87,7 +87,7 @@ def test_undelivered_prompt_logprobs_cap_the_cached_length() -> None:
 
 
 def test_retraction_keeps_output_and_gives_way_to_the_oldest() -> None:
-    world = World(num_pages=48, eos_rate=0.0, num_slots=8, growth_tokens=1)
+    world = World(num_pages=48, eos_rate=0.0, num_slots=8, decode_reserve_tokens=1)
     records = [world.submit([2 + i] * 4, stop=Stop(max_tokens=24)) for i in range(6)]
     world.run(2)
     assert world.planner.counters.num_retracted > 0

@@ -86,12 +86,12 @@ def test_serving_goes_on_after_a_breach(
     breach(state)
     num_epochs += _steps(world, 2)
     counters = world.planner.counters
-    assert counters.num_breaches >= 1
-    assert logged and logged[0]["event"] == "page_invariant_broken"
+    assert counters.num_page_violations >= 1
+    assert logged and logged[0]["event"] == "page_invariant_violation"
     assert any("step" in plan for plan in logged[0]["last_plans"])  # type: ignore[attr-defined]
     records += [world.submit([20 + i, 3, 4], stop=Stop(max_tokens=10)) for i in range(6)]
     num_epochs += _steps(world, 400)
-    assert counters.num_breaches <= 3 and num_epochs <= 1
+    assert counters.num_page_violations <= 3 and num_epochs <= 1
     for record in records:
         assert record.finished is not None
     _check_untouched(world, records, breach)

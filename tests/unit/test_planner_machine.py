@@ -33,10 +33,10 @@ class PlannerMachine(RuleBasedStateMachine):
             [("radix", "lru"), ("radix", "priority"), ("radix", "lfu"), ("trie", "lru"), ("none", "lru")]
         ),
         queue_policy=st.sampled_from(sorted(QUEUE_POLICIES)),
-        hold_tokens=st.sampled_from([1, 4, 1000]),
-        overtaking=st.sampled_from([0.0, 2.0, 1e9]),
+        inflight_prefix_min_tokens=st.sampled_from([1, 4, 1000]),
+        max_overtake_factor=st.sampled_from([0.0, 2.0, 1e9]),
         depth=st.integers(0, 3),
-        growth_tokens=st.sampled_from([1, 32]),
+        decode_reserve_tokens=st.sampled_from([1, 32]),
     )
     def start(
         self,
@@ -46,10 +46,10 @@ class PlannerMachine(RuleBasedStateMachine):
         num_slots: int,
         cache: tuple[str, str],
         queue_policy: str,
-        hold_tokens: int,
-        overtaking: float,
+        inflight_prefix_min_tokens: int,
+        max_overtake_factor: float,
         depth: int,
-        growth_tokens: int,
+        decode_reserve_tokens: int,
     ) -> None:
         self.depth = depth
         self.world = World(
@@ -61,9 +61,9 @@ class PlannerMachine(RuleBasedStateMachine):
             cache=cache[0],
             eviction=cache[1],
             queue_policy=queue_policy,
-            hold_tokens=hold_tokens,
-            overtaking=overtaking,
-            growth_tokens=growth_tokens,
+            inflight_prefix_min_tokens=inflight_prefix_min_tokens,
+            max_overtake_factor=max_overtake_factor,
+            decode_reserve_tokens=decode_reserve_tokens,
             max_total_len=90,
         )
         self.cut: dict[tuple[int, int], int] = {}

@@ -15,7 +15,7 @@ SYSTEM = [2 + (7 * i) % 61 for i in range(48)]
 def check(world: World, records: list[Record]) -> None:
     for record in records:
         assert record.tokens == world.expected(record.submission)
-    assert world.planner.num_held == 0
+    assert world.planner.num_waiting_for_prefix == 0
     world.check_clean()
 
 
@@ -32,7 +32,7 @@ def test_n_outputs_of_a_prompt_compute_it_once(cache: str, page_size: int, chunk
     # The last token of each is computed; with larger pages, what the last whole page before it leaves.
     rest = len(SYSTEM) - (len(SYSTEM) - 1) // page_size * page_size
     assert counters.prefilled_tokens == len(SYSTEM) + 3 * rest
-    assert counters.num_held == 3
+    assert counters.num_prefix_deduplications == 3
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 64])
@@ -47,7 +47,7 @@ def test_a_burst_behind_one_system_prompt_waits_for_no_more_than_that(chunk_toke
         world.process()
         state = world.planner.state
         assert state is not None
-        if first_shared is None and world.planner.num_held == 0 and step > 0:
+        if first_shared is None and world.planner.num_waiting_for_prefix == 0 and step > 0:
             first_shared = step
             leader = state.table.requests[0]
             if chunk_tokens == 8:
@@ -59,13 +59,13 @@ def test_a_burst_behind_one_system_prompt_waits_for_no_more_than_that(chunk_toke
 
 
 def test_leader_that_is_aborted_lets_go_and_the_next_one_leads() -> None:
-    world = World(chunk_tokens=4, max_tokens_per_step=8, hold_tokens=8)
+    world = World(chunk_tokens=4, max_tokens_per_step=8, inflight_prefix_min_tokens=8)
     records = [world.submit(SYSTEM) for _ in range(4)]
     for _ in range(4):
         world.plan()
         world.execute()
         world.process()
-    assert world.planner.num_held == 3
+    assert world.planner.num_waiting_for_prefix == 3
     world.planner.abort("r1")
     world.collect()
     world.run(2)
@@ -74,7 +74,7 @@ def test_leader_that_is_aborted_lets_go_and_the_next_one_leads() -> None:
 
 
 def test_leader_that_is_retracted_lets_go() -> None:
-    world = World(num_pages=72, chunk_tokens=4, max_tokens_per_step=12, growth_tokens=1, eos_rate=0.0)
+    world = World(num_pages=72, chunk_tokens=4, max_tokens_per_step=12, decode_reserve_tokens=1, eos_rate=0.0)
     old = [world.submit([50 + i, 51, 52], stop=Stop(max_tokens=24)) for i in range(2)]
     for _ in range(4):
         world.plan()
@@ -90,7 +90,7 @@ def test_held_requests_can_be_aborted_expire_and_survive_an_epoch() -> None:
     leader, aborted, kept = (world.submit(SYSTEM) for _ in range(3))
     late = world.submit(SYSTEM, deadline_s=1.0)
     world.plan()
-    assert world.planner.num_held == 3
+    assert world.planner.num_waiting_for_prefix == 3
     world.planner.abort("r2")
     world.now = 2.0
     world.run()
@@ -99,9 +99,9 @@ def test_held_requests_can_be_aborted_expire_and_survive_an_epoch() -> None:
     check(world, [leader, kept])
     fresh = [world.submit([3, *SYSTEM]) for _ in range(3)]
     world.plan()
-    assert world.planner.num_held == 2
+    assert world.planner.num_waiting_for_prefix == 2
     world.begin_epoch()
-    assert world.planner.num_held == 0
+    assert world.planner.num_waiting_for_prefix == 0
     world.run()
     check(world, fresh)
 
@@ -115,7 +115,7 @@ def test_other_prefixes_salts_and_short_prompts_wait_for_nobody() -> None:
     world.submit(SYSTEM[5:25])
     world.submit(SYSTEM, sampling=Sampling(temperature=0.0, num_top_logprobs=0, prompt_logprobs=True))
     world.plan()
-    assert world.planner.num_running == 6 and world.planner.counters.num_held == 0
+    assert world.planner.num_running == 6 and world.planner.counters.num_prefix_deduplications == 0
 
 
 def test_many_held_are_bounded_and_cost_a_plan_little() -> None:
@@ -123,10 +123,10 @@ def test_many_held_are_bounded_and_cost_a_plan_little() -> None:
     records = [world.submit(SYSTEM, stop=Stop(max_tokens=1)) for _ in range(300)]
     most = 0
     for _ in range(6):
-        before = world.planner.counters.num_held
+        before = world.planner.counters.num_prefix_deduplications
         world.plan()
-        assert world.planner.counters.num_held - before <= 32
-        most = max(most, world.planner.num_held)
+        assert world.planner.counters.num_prefix_deduplications - before <= 32
+        most = max(most, world.planner.num_waiting_for_prefix)
         world.execute()
         world.process()
     assert 0 < most <= 8, "no more than could run"
@@ -142,7 +142,7 @@ def test_a_resumed_output_is_found_by_one_that_continues_it() -> None:
         world.submit(SYSTEM, resumed_output_ids=resumed, stop=Stop(max_tokens=12), cache_salt="x") for _ in range(2)
     ]
     world.plan()
-    assert world.planner.num_held == 1
+    assert world.planner.num_waiting_for_prefix == 1
     world.run()
     assert records[0].tokens == records[1].tokens
     assert world.planner.counters.prefilled_tokens == len(SYSTEM) + 8 + 1

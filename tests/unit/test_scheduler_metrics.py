@@ -25,7 +25,7 @@ def test_counters_and_gauges_are_those_of_a_life() -> None:
     world.plan()
     exported.planned(0.0004)
     exported.export(world.planner, 1.5)
-    assert (value("requests_running"), value("requests_queued"), value("requests_held")) == (1, 2, 2)
+    assert (value("requests_running"), value("requests_queued"), value("requests_waiting_for_prefix")) == (1, 2, 2)
     assert value("pages", state="owned") > 0 and value("queued_tokens") == 2 * 48  # type: ignore[operator]
     while world.execute():
         result = world.results[-1]
@@ -43,8 +43,12 @@ def test_counters_and_gauges_are_those_of_a_life() -> None:
     assert value("requests_finished_total", reason="length") == 4
     assert value("prompt_tokens_total") == 3 * 48 + 60 and value("cached_tokens_total") == 2 * 47
     assert 0 < value("cache_hit_ratio") < 1  # type: ignore[operator]
-    assert value("requests_held_back_total") == 2 and value("page_evictions_total") > 0  # type: ignore[operator]
-    assert (value("page_breaches_total"), value("requests_preempted_total"), value("requests_held")) == (0, 0, 0)
+    assert value("prefix_deduplications_total") == 2 and value("page_evictions_total") > 0  # type: ignore[operator]
+    assert (
+        value("page_invariant_violations_total"),
+        value("requests_preempted_total"),
+        value("requests_waiting_for_prefix"),
+    ) == (0, 0, 0)
     assert value("plan_seconds_count") == 1 and value("process_seconds_count") == value("step_seconds_count") > 0  # type: ignore[operator]
     assert value("tokens_per_second") == counters.output_tokens / 0.5 == 38.0
     idle_s = 0.5 - value("device_busy_seconds_total")  # type: ignore[operator]

@@ -180,7 +180,7 @@ class Replay:
             "retractions": counters.num_retracted,
             "evicted_tokens": state.pages.num_evicted * state.group.page_size,
             "prefilled_tokens": counters.prefilled_tokens,
-            "invariant_breaches": counters.num_breaches,
+            "invariant_violations": counters.num_page_violations,
         }
 
     def _saturated(self) -> dict[str, float]:

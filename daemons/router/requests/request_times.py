@@ -21,8 +21,8 @@ class RequestTimes:
         self._clock = clock
         self._metrics = metrics
         self.tracer = tracer or NoTracer()
-        self._first_token = metrics.first_token_seconds
-        self._inter_token = metrics.inter_token_seconds
+        self._first_token = metrics.time_to_first_token_seconds
+        self._inter_token = metrics.inter_token_latency_seconds
         self._tokenizer = metrics.hop_seconds.labels("tokenizer")
         self._scheduler = metrics.hop_seconds.labels("scheduler")
         self._detokenizer = metrics.hop_seconds.labels("detokenizer")

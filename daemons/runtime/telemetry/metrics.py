@@ -89,17 +89,26 @@ class Metrics:
         )
 
     def _make_latency_metrics(self, make: MetricMaker) -> None:
-        self.first_token_seconds = make.histogram(
-            "radixmesh_first_token_seconds",
+        self.time_to_first_token_seconds = make.histogram(
+            "radixmesh_time_to_first_token_seconds",
             "router",
             "Arrival of a request to the first output token that its client can be sent.",
             _LATENCY_S,
+            deprecated="radixmesh_first_token_seconds",
         )
-        self.inter_token_seconds = make.fast_histogram(
-            "radixmesh_inter_token_seconds", "router", "Time between two deltas of one output to its client.", _TOKEN_S
+        self.inter_token_latency_seconds = make.fast_histogram(
+            "radixmesh_inter_token_latency_seconds",
+            "router",
+            "Time between two deltas of one output to its client.",
+            _TOKEN_S,
+            deprecated="radixmesh_inter_token_seconds",
         )
-        self.request_seconds = make.histogram(
-            "radixmesh_request_seconds", "router", "Acceptance to the end of a request.", _LATENCY_S
+        self.e2e_request_latency_seconds = make.histogram(
+            "radixmesh_e2e_request_latency_seconds",
+            "router",
+            "Acceptance to the end of a request.",
+            _LATENCY_S,
+            deprecated="radixmesh_request_seconds",
         )
         self.hop_seconds = make.histogram(
             "radixmesh_hop_seconds",
@@ -131,15 +140,24 @@ class Metrics:
             "radixmesh_requests_preempted_total", by, "Times a request gave way to a higher priority."
         )
         self.requests_rejected = make.counter("radixmesh_requests_rejected_total", by, "Submits that were rejected.")
-        self.requests_held = make.gauge(
-            "radixmesh_requests_held", by, "Requests that wait for a prefix which another computes."
+        self.requests_waiting_for_prefix = make.gauge(
+            "radixmesh_requests_waiting_for_prefix",
+            by,
+            "Requests that wait for a prefix which another computes.",
+            deprecated="radixmesh_requests_held",
         )
-        self.requests_held_back = make.counter(
-            "radixmesh_requests_held_back_total", by, "Times a request was held for another's prefix."
+        self.prefix_deduplications = make.counter(
+            "radixmesh_prefix_deduplications_total",
+            by,
+            "Times a request waited for a prefix that another computed, instead of computing it too.",
+            deprecated="radixmesh_requests_held_back_total",
         )
         self.queued_tokens = make.gauge("radixmesh_queued_tokens", by, "Tokens of requests that wait.")
-        self.expected_growth_tokens = make.gauge(
-            "radixmesh_expected_growth_tokens", by, "Tokens that a running request may need still."
+        self.decode_reserve_tokens = make.gauge(
+            "radixmesh_decode_reserve_tokens",
+            by,
+            "Tokens for which admission keeps pages free, per running request.",
+            deprecated="radixmesh_expected_growth_tokens",
         )
 
     def _make_step_metrics(self, make: MetricMaker) -> None:
@@ -195,7 +213,17 @@ class Metrics:
             "radixmesh_pages", by, "KV pages by state: free, cached, owned, leased, quarantined.", ["state"]
         )
         self.page_evictions = make.counter("radixmesh_page_evictions_total", by, "Cached pages evicted.")
-        self.page_breaches = make.counter("radixmesh_page_breaches_total", by, "Breaches of the page invariant.")
+        self.page_invariant_violations = make.counter(
+            "radixmesh_page_invariant_violations_total",
+            by,
+            "Steps after which the states of the KV pages were inconsistent.",
+            deprecated="radixmesh_page_breaches_total",
+        )
+        self.kv_usage_ratio = make.gauge(
+            "radixmesh_kv_usage_ratio",
+            by,
+            "Share of KV pages that could not be granted now: neither free nor evictable.",
+        )
         self.readopted_tokens = make.counter(
             "radixmesh_readopted_tokens_total", by, "Tokens of KV taken over from a worker at a new epoch."
         )

@@ -41,7 +41,7 @@ class PagePool:
         self.num_pages = num_pages
         self.generations = np.zeros(num_pages, np.int32) if generations is None else np.array(generations, np.int32)
         assert len(self.generations) == num_pages, (len(self.generations), num_pages)
-        self.num_breaches = 0
+        self.num_page_violations = 0
         self._states: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
         self._counts = [num_pages, 0, 0, 0, 0]
         # A stack: pages are taken from its end, so that a page just freed is used again first.
@@ -133,7 +133,7 @@ class PagePool:
         right = self._states.take(pages) == old
         if np.count_nonzero(right) != len(pages):
             wrong, pages = pages[~right], pages[right]
-            self.num_breaches += len(wrong)
+            self.num_page_violations += len(wrong)
             self.quarantine(wrong)
         self._states[pages] = new
         self._counts[old] -= len(pages)

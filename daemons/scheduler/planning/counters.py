@@ -44,9 +44,9 @@ class PlannerCounters:
     """Times a running request gave up its pages and waited again, for whatever reason."""
     num_preempted: int = 0
     """Of them, for a higher priority."""
-    num_held: int = 0
-    """Times a request was held back for a prefix that another computed."""
-    num_breaches: int = 0
+    num_prefix_deduplications: int = 0
+    """Times a request waited for a prefix that another computed."""
+    num_page_violations: int = 0
     num_short_rows: int = 0
     """Decode rows that came back without a token."""
     finished: dict[int, int] = field(default_factory=dict)
@@ -84,16 +84,16 @@ def check_pages(
     pages = state.pages
     if is_strict:
         breach = find_deep_breach(pages.pool, pages.cache, state.table)
-        assert not breach and not pages.pool.num_breaches, (breach, pages.pool.num_breaches)
+        assert not breach and not pages.pool.num_page_violations, (breach, pages.pool.num_page_violations)
         return
     breach = find_breach(pages.pool, pages.cache, state.table)
-    if not breach and not pages.pool.num_breaches:
+    if not breach and not pages.pool.num_page_violations:
         return
-    counters.num_breaches += 1
-    pages.pool.num_breaches = 0
+    counters.num_page_violations += 1
+    pages.pool.num_page_violations = 0
     doubtful = quarantine_doubtful(pages.pool, state.table)
     log.error(
-        "page_invariant_broken",
+        "page_invariant_violation",
         breach=breach or "a page moved from a state that it was not in",
         quarantined=len(doubtful),
         epoch=state.epoch,

@@ -54,7 +54,7 @@ class Planner:
         self._queue = WaitingQueue(settings.queue_settings())
         self._limits = QueueLimits(settings.max_queue, settings.max_queue_tokens)
         self._submissions = Submissions()
-        self._growth = GrowthEstimate(settings.growth_tokens, settings.grant_ahead_tokens)
+        self._growth = GrowthEstimate(settings.decode_reserve_tokens, settings.grant_ahead_tokens)
         self._prefill: Prefill | None = None
         self._state: EpochState | None = None
         self._group: GroupInfo | None = None
@@ -106,9 +106,9 @@ class Planner:
         return self._queue.waiting_tokens
 
     @property
-    def num_held(self) -> int:
-        """Of the waiting requests, those that are held back for a prefix which another computes."""
-        return self._queue.num_held
+    def num_waiting_for_prefix(self) -> int:
+        """Of the waiting requests, those that wait for a prefix which another computes."""
+        return self._queue.num_waiting_for_prefix
 
     @property
     def cached_tokens(self) -> int:
@@ -121,8 +121,8 @@ class Planner:
         return self.counters.hit_rate
 
     @property
-    def expected_growth_tokens(self) -> int:
-        """Tokens that a running request is expected to need still."""
+    def decode_reserve_tokens(self) -> int:
+        """Tokens for which admission keeps pages free, per running request."""
         return int(self._growth.num_tokens)
 
     def owners(self) -> set[int]:

@@ -25,12 +25,12 @@ _MAX_HELD = 256
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLimits:
     """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots. ahead_pages: granted
-    beyond the prompt when its prefill finishes. hold_tokens: see HeldBack."""
+    beyond the prompt when its prefill finishes. inflight_prefix_min_tokens: see HeldBack."""
 
     chunk_tokens: int
     max_running: int
     ahead_pages: int
-    hold_tokens: int = 32
+    inflight_prefix_min_tokens: int = 32
 
 
 class Prefill:
@@ -50,7 +50,7 @@ class Prefill:
         self._growth = growth
         self._counters = counters
         self._held_back = HeldBack(
-            queue, counters, least_tokens=limits.hold_tokens, max_held=min(_MAX_HELD, limits.max_running)
+            queue, counters, least_tokens=limits.inflight_prefix_min_tokens, max_held=min(_MAX_HELD, limits.max_running)
         )
         self._num_reserved: int | None = None
         """Pages that running requests are expected to ask for; None = not counted in this plan."""

@@ -1,4 +1,4 @@
-"""What an operator may choose of planning."""
+"""The operator's choices for planning."""
 
 from __future__ import annotations
 
@@ -11,31 +11,40 @@ from radixmesh.daemons.scheduler.queue.policies import QueueSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerSettings:
-    """chunk_tokens: most tokens of one request a step. max_tokens_per_step, max_running: None = the worker's limit.
-    grant_ahead_tokens: pages granted at a time hold about so many. growth_tokens: first estimate of what a running
-    request will still need. max_queue, max_queue_tokens: waiting requests and tokens before OVERLOADED; None = no
-    bound. cache, eviction: names in PREFIX_CACHES and EVICTION_POLICIES. queue_policy: a name in QUEUE_POLICIES;
-    overtaking, queue_seed: see QueueSettings. max_preemptions: how often one request gives way to higher
-    priorities. priority_across_tenants: priorities count against other tenants' requests too. hold_tokens: a common
-    prefix of at least so many tokens, being computed for another, is waited for.
-    check_invariants: verify every page after every step and fail on a breach (tests)."""
+    """The planner's part of the scheduler's settings."""
 
     chunk_tokens: int = 512
+    """Most prefill tokens of one request in one step."""
     max_tokens_per_step: int | None = None
+    """None = the worker's limit."""
     max_running: int | None = None
+    """None = the worker's slots."""
     grant_ahead_tokens: int = 16
-    growth_tokens: int = 64
+    """Tokens that fit into the pages granted to a decoding request at a time."""
+    decode_reserve_tokens: int = 64
+    """First estimate of the tokens that a running request will still need."""
     max_queue: int = 10_000
+    """Waiting requests before OVERLOADED."""
     max_queue_tokens: int | None = None
+    """Waiting tokens before OVERLOADED; None = no bound."""
     cache: str = "radix"
+    """A name in PREFIX_CACHES."""
     eviction: str = "lru"
+    """A name in EVICTION_POLICIES."""
     queue_policy: str = "fcfs"
-    overtaking: float = 1.0
+    """A name in QUEUE_POLICIES."""
+    max_overtake_factor: float = 1.0
+    """See AgedSubQueue."""
     queue_seed: int = 0
+    """Seed of the random order."""
     max_preemptions: int = 4
+    """Times that one request gives way to higher priorities."""
     priority_across_tenants: bool = False
-    hold_tokens: int = 32
+    """Priorities also count against requests of other tenants."""
+    inflight_prefix_min_tokens: int = 32
+    """A request waits for a common prefix of at least so many tokens that another is computing."""
     check_invariants: bool = False
+    """Verifies every page after every step and fails on a violation (tests)."""
 
     def step_tokens(self, group: GroupInfo) -> int:
         """Most tokens of a step."""
@@ -50,13 +59,13 @@ class PlannerSettings:
             chunk_tokens=self.chunk_tokens,
             max_running=min(self.max_running or group.num_slots, self.step_tokens(group)),
             ahead_pages=self.ahead_pages(group),
-            hold_tokens=self.hold_tokens,
+            inflight_prefix_min_tokens=self.inflight_prefix_min_tokens,
         )
 
     def queue_settings(self) -> QueueSettings:
         return QueueSettings(
             policy=self.queue_policy,
-            overtaking=self.overtaking,
+            max_overtake_factor=self.max_overtake_factor,
             seed=self.queue_seed,
             priority_across_tenants=self.priority_across_tenants,
         )

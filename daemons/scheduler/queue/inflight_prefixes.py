@@ -98,11 +98,11 @@ class HeldBack:
     def hold(self, request: Request, ahead: Ahead) -> bool:
         """Holds a waiting request back; False if as many are held, or were in this plan, as may be: it keeps its
         turn."""
-        if self._queue.num_held >= self._max_held or self._num_held_now >= _MAX_HOLDS_A_PLAN:
+        if self._queue.num_waiting_for_prefix >= self._max_held or self._num_held_now >= _MAX_HOLDS_A_PLAN:
             return False
         self._num_held_now += 1
         request.num_holds += 1
-        self._counters.num_held += 1
+        self._counters.num_prefix_deduplications += 1
         self._leaders[ahead.leader].holds.append(_Hold(request, ahead.until))
         self._queue.hold(request)
         return True

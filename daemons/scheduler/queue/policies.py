@@ -14,13 +14,16 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSettings:
-    """policy: a name in QUEUE_POLICIES. overtaking: see AgedLane; of those that pass others over. seed: of the random
-    order. priority_across_tenants: see WaitingQueue."""
+    """The order of the queue."""
 
     policy: str = "fcfs"
-    overtaking: float = 1.0
+    """A name in QUEUE_POLICIES."""
+    max_overtake_factor: float = 1.0
+    """See AgedLane; for the policies that let later requests pass earlier ones."""
     seed: int = 0
+    """Seed of the random order."""
     priority_across_tenants: bool = False
+    """See WaitingQueue."""
 
     @property
     def may_preempt(self) -> bool:
@@ -77,7 +80,7 @@ def make_lanes(settings: QueueSettings) -> LaneFactory:
 
 
 def _aged(lane: Lane, settings: QueueSettings) -> Lane:
-    return AgedLane(lane, overtaking=settings.overtaking)
+    return AgedLane(lane, max_overtake_factor=settings.max_overtake_factor)
 
 
 def _last_come(request: Request) -> int:

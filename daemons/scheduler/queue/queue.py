@@ -40,7 +40,7 @@ class WaitingQueue:
         self.waiting_tokens = 0
 
     @property
-    def num_held(self) -> int:
+    def num_waiting_for_prefix(self) -> int:
         return len(self._held)
 
     def begin_plan(self, probe: ProbeRequest | None = None) -> None:

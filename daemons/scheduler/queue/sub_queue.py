@@ -151,17 +151,17 @@ class PriorityLane(Lane):
 class AgedLane(Lane):
     """Any order, with a bound on how often it may pass somebody over; the bound grows with the line.
 
-    A request that comes when n wait is due after n + overtaking * longest admissions, `longest` being the longest line
-    since it was last empty (what was long halves in 350 admissions; at least 8). Who is due goes first, whoever was due
-    earliest. First come, first served takes n admissions, and `longest` of them for its unluckiest: so the
-    unluckiest here wait 1 + overtaking times as long at any load, and seldom that long: not all are passed over that
-    are allowed to be. A bound in seconds would be none at little load, and at much load, with every line longer, the
-    order of arrival. Who comes back (retracted, held back, after a new epoch) is due as if nobody had been before it.
+    A request that arrives when n wait is due after n + max_overtake_factor * longest admissions. `longest` is the
+    longest recent queue: it decays by half in 350 admissions and is at least 8. Requests that are due go first, the
+    earliest due before the others. First come, first served takes n admissions, `longest` at worst, so the worst wait
+    here is 1 + max_overtake_factor times as long at any load, and seldom that long, since few requests are overtaken
+    as often as allowed. A bound in seconds would bound nothing at low load, and at high load it would give the order of
+    arrival. A request that returns (retracted, done waiting for a prefix, new epoch) is due as if it had come first.
     """
 
-    def __init__(self, inner: Lane, *, overtaking: float) -> None:
+    def __init__(self, inner: Lane, *, max_overtake_factor: float) -> None:
         self._inner = inner
-        self._overtaking = overtaking
+        self._overtaking = max_overtake_factor
         self._due: dict[Request, int] = {}
         self._by_due = SortedLane(lambda request: self._due[request])
         self._num_admitted = 0

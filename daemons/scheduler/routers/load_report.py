@@ -47,14 +47,14 @@ def state_of(engine: Engine, instance_id: str) -> scheduler_pb2.GetStateResponse
         hello=hello_of(engine, instance_id),
         load=load_of(engine),
         num_steps=counters.num_steps,
-        num_breaches=counters.num_breaches,
+        num_page_violations=counters.num_page_violations,
         num_retractions=counters.num_retracted,
         prefilled_tokens=counters.prefilled_tokens,
         prompt_cached_tokens=planner.cached_tokens,
         num_routers=len(engine.streams),
         num_preemptions=counters.num_preempted,
-        num_held_back=counters.num_held,
-        expected_growth_tokens=planner.expected_growth_tokens,
+        num_prefix_deduplications=counters.num_prefix_deduplications,
+        decode_reserve_tokens=planner.decode_reserve_tokens,
         cache_revision=planner.cache_feed.revision,
     )
     if planner.state is not None:

@@ -377,7 +377,7 @@ class GetStateRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStateResponse(_message.Message):
-    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_breaches", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_held_back", "evicted_pages", "expected_growth_tokens", "cache_revision")
+    __slots__ = ("hello", "load", "depth", "num_steps", "owned_pages", "leased_pages", "quarantined_pages", "num_page_violations", "num_retractions", "adopted_tokens", "prefilled_tokens", "prompt_cached_tokens", "num_routers", "num_preemptions", "num_prefix_deduplications", "evicted_pages", "decode_reserve_tokens", "cache_revision")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -385,16 +385,16 @@ class GetStateResponse(_message.Message):
     OWNED_PAGES_FIELD_NUMBER: _ClassVar[int]
     LEASED_PAGES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    NUM_BREACHES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PAGE_VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_RETRACTIONS_FIELD_NUMBER: _ClassVar[int]
     ADOPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_ROUTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
-    NUM_HELD_BACK_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFIX_DEDUPLICATIONS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_GROWTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_RESERVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_REVISION_FIELD_NUMBER: _ClassVar[int]
     hello: SchedulerHello
     load: Load
@@ -403,15 +403,15 @@ class GetStateResponse(_message.Message):
     owned_pages: int
     leased_pages: int
     quarantined_pages: int
-    num_breaches: int
+    num_page_violations: int
     num_retractions: int
     adopted_tokens: int
     prefilled_tokens: int
     prompt_cached_tokens: int
     num_routers: int
     num_preemptions: int
-    num_held_back: int
+    num_prefix_deduplications: int
     evicted_pages: int
-    expected_growth_tokens: int
+    decode_reserve_tokens: int
     cache_revision: int
-    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_breaches: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_held_back: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., expected_growth_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ...) -> None: ...
