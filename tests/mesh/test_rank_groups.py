@@ -1,4 +1,4 @@
-"""Schedulers on groups of two and four simulated ranks in lock-step: whatever befalls them, the outputs are the same."""
+"""Schedulers on groups of simulated ranks in lock-step: whatever befalls them, the outputs are the same."""
 
 from __future__ import annotations
 
@@ -157,6 +157,7 @@ async def test_every_one_of_200_seeds_ends_in_the_same_outputs(seed: int) -> Non
 async def test_of_two_schedulers_that_form_at_once_one_serves_and_the_other_takes_over() -> None:
     async with rank_group(2) as group, scheduler(group, "b", load=False) as b:
         loading = asyncio.ensure_future(b.daemon.load())
+        loading.add_done_callback(lambda _: b.runtime.progress.loaded())
         async with scheduler(group, "a") as a:
             await loading
             states = {name: d.daemon.engine for name, d in (("a", a), ("b", b))}

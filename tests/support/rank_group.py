@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from support.running_daemon import Running, running
-
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLayout
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
+from support.running_daemon import Running, running
 
 VOCAB_SIZE = 1000
 _STUCK_S = 60.0
