@@ -1,4 +1,4 @@
-"""Products of a few rows with big weights, at the speed of memory.
+"""GEMMs of a few rows with big weights, at the speed of memory.
 
 M rows, K features in, N features out, F mlp features.
 
@@ -24,17 +24,17 @@ import triton.language as tl
 from torch.nn import functional
 
 from radixmesh.kernels.hopper import has_gdc
+from radixmesh.kernels.inverse_rms import inverse_rms_reference
 from radixmesh.kernels.rms_norm import rms_norm_reference
-from radixmesh.kernels.row_scale import row_scale_reference
 
 MAX_ROWS = 8
-"""Most rows of x: beyond, a tensor core product is faster."""
+"""Most rows of x: beyond, a tensor core GEMM is faster."""
 _LANES = 32
 _LOAD_BYTES = 16
 
 
 class Shape(NamedTuple):
-    """What a tuned configuration is for: `num_out` rows of the weight a product (of gate or up alone if gated)."""
+    """What a tuned configuration is for: `num_out` rows of the weight a GEMM (of gate or up alone if gated)."""
 
     num_out: int
     num_in: int
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemvConfig:
-    """How a product is cut. A program takes `rows` outputs with `num_warps` warps side by side along K."""
+    """How a GEMM is cut. A program takes `rows` outputs with `num_warps` warps side by side along K."""
 
     rows: int
     num_warps: int
@@ -119,10 +119,10 @@ def _normed(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
 @triton.jit
 def _dots(tiles, x_chunks, CHUNKS: tl.constexpr):
     """float32 [BLOCK_N]: every row of the tiles times x."""
-    products = tiles[0].to(tl.float32) * x_chunks[0].to(tl.float32)
+    terms = tiles[0].to(tl.float32) * x_chunks[0].to(tl.float32)
     for chunk in tl.static_range(1, CHUNKS):
-        products += tiles[chunk].to(tl.float32) * x_chunks[chunk].to(tl.float32)
-    return tl.sum(products, axis=1)
+        terms += tiles[chunk].to(tl.float32) * x_chunks[chunk].to(tl.float32)
+    return tl.sum(terms, axis=1)
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def linear(
     RMS-normalised, and multiplied by `norm_weight` where there is one.
 
     All of one dtype (float32, float16, bfloat16) and contiguous; `out` may be float32, and may be the residual itself.
-    float32 sums; the product is rounded to the dtype before the residual is added. Rows times `norm_weight` are
+    float32 sums; the GEMM is rounded to the dtype before the residual is added. Rows times `norm_weight` are
     rounded as in `rms_norm`, without it they are not. `use_pdl` as in `rms_norm`, and weights, norm weight included,
     are read without waiting: no kernel ahead may be writing them. `config` overrides the tuned one.
     """
@@ -215,7 +215,7 @@ def gate_up_silu(
 ) -> torch.Tensor:
     """silu(x @ gate^T) x (x @ up^T), [T, F]; w holds the F rows of gate, then those of up. Otherwise as `linear`.
 
-    Both products, and silu of the first, are rounded to the dtype, as separate operations would.
+    Both GEMMs, and silu of the first, are rounded to the dtype, as separate operations would.
     """
     assert w_2FK.shape[0] % 2 == 0, w_2FK.shape
     _check(x_TK, w_2FK, norm_weight_K)
@@ -237,12 +237,12 @@ def linear_reference(
 ) -> torch.Tensor:
     """What `linear` computes, in torch."""
     if eps is not None and norm_weight_K is None:
-        product_TN = functional.linear(x_TK.float(), w_NK.float()) * row_scale_reference(x_TK, eps)
-        product_TN = (product_TN if bias_N is None else product_TN + bias_N).to(x_TK.dtype)
+        result_TN = functional.linear(x_TK.float(), w_NK.float()) * inverse_rms_reference(x_TK, eps)
+        result_TN = (result_TN if bias_N is None else result_TN + bias_N).to(x_TK.dtype)
     else:
         x_TK = x_TK if norm_weight_K is None or eps is None else rms_norm_reference(x_TK, norm_weight_K, eps)
-        product_TN = functional.linear(x_TK, w_NK, bias_N)
-    return product_TN if residual_TN is None else product_TN + residual_TN
+        result_TN = functional.linear(x_TK, w_NK, bias_N)
+    return result_TN if residual_TN is None else result_TN + residual_TN
 
 
 def gate_up_silu_reference(

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.row_scale import row_scale_reference
+from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 _MAX_FEATURES = 1 << 16  # One program holds a row.
 
@@ -57,7 +57,7 @@ def rms_norm(
 
 def rms_norm_reference(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
     """What `rms_norm` computes, in torch."""
-    return w_D * (x_TD * row_scale_reference(x_TD, eps)).to(x_TD.dtype)
+    return w_D * (x_TD * inverse_rms_reference(x_TD, eps)).to(x_TD.dtype)
 
 
 def _check(x_TD: torch.Tensor, w_D: torch.Tensor) -> None:

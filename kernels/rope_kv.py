@@ -1,7 +1,7 @@
 """Rotary position embedding of queries and keys, and the step's keys and values written to their pages, in one launch.
 
 T rows (tokens), H query heads, K key-value heads, d head_dim, S tokens of the pool, P positions of the angle table.
-Rotation: Su et al., RoFormer (2021), pairs (x[i], x[i + d/2]) as in checkpoints of Hugging Face format.
+RoPE: Su et al., RoFormer (2021), pairs (x[i], x[i + d/2]) as in checkpoints of Hugging Face format.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.row_scale import check_unnormed, row_scale, row_scale_reference
+from radixmesh.kernels.inverse_rms import check_norm_input, inverse_rms, inverse_rms_reference
 
 # Heads of one program: with 128 dims a warp holds four of them, 16 bytes of each half a thread. Fewer programs a row
 # would read its rows' factor less often, but leave too few to hide each other's waits.
@@ -18,9 +18,9 @@ _HEADS = 16
 
 
 @triton.jit
-def _finished(x, bias, scale, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr):
+def _finished(x, bias, scale, HAS_BIAS: tl.constexpr, HAS_DEFERRED_NORM: tl.constexpr):
     x = x.to(tl.float32)
-    if HAS_SCALE:
+    if HAS_DEFERRED_NORM:
         x *= scale
     if HAS_BIAS:
         x += bias.to(tl.float32)
@@ -40,11 +40,11 @@ def _normed(x, w, scale, dtype: tl.constexpr):
 
 @triton.jit
 def _rope_kv_kernel(
-    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr, unnormed_ptr,
-    q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
+    qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr,
+    norm_input_ptr, q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     STORED_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DEFERRED_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs of a row: blocks of query heads, then of keys and values.
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -77,11 +77,11 @@ def _rope_kv_kernel(
     page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
     a = tl.load(qkv_ptr + row * qkv_stride + at, mask=mask, other=0.0)
     b = tl.load(qkv_ptr + row * qkv_stride + HALF + at, mask=mask, other=0.0)
-    if HAS_SCALE:
-        scale = row_scale(unnormed_ptr, row, eps, D, BLOCK_D)
+    if HAS_DEFERRED_NORM:
+        scale = inverse_rms(norm_input_ptr, row, eps, D, BLOCK_D)
     dtype: tl.constexpr = a.dtype
-    a = _finished(a, bias_a, scale, HAS_BIAS, HAS_SCALE)
-    b = _finished(b, bias_b, scale, HAS_BIAS, HAS_SCALE)
+    a = _finished(a, bias_a, scale, HAS_BIAS, HAS_DEFERRED_NORM)
+    b = _finished(b, bias_b, scale, HAS_BIAS, HAS_DEFERRED_NORM)
     x, y = a, b
     if HAS_NORM:
         mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM
@@ -122,11 +122,11 @@ def rope_write_kv(
     eps: float = 1e-6,
     out: torch.Tensor | None = None,
     *,
-    unnormed_TD: torch.Tensor | None = None,
+    norm_input_TD: torch.Tensor | None = None,
     bias_X: torch.Tensor | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns the rotated queries [T, H, d]; writes rotated keys, and values, at each row's place in the pool.
+    """Returns the queries [T, H, d] with RoPE; writes keys with RoPE, and values, at each row's place in the pool.
 
     qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous). cos and sin float32 [P, d/2].
     Row t is position positions[t] of slot row_slots[t] (both int32): its place in the pool is
@@ -135,10 +135,10 @@ def rope_write_kv(
     of qkv's are rounded. Two rows may not share a place, but for those of a dummy slot, whose page then holds any of
     them.
 
-    `unnormed` [T, D], contiguous: the rows that qkv is the product of, where they went into it un-normed; qkv is first
+    `unnormed` [T, D], contiguous: the rows that qkv is the GEMM of, where they went into it un-normed; qkv is first
     multiplied by each row's factor, 1 / sqrt(mean(x^2) + eps). Then `bias` [(H + 2K) d] is added. With q_norm and
     k_norm ([d], together) every head of queries and keys is then RMS-normalised. float32 inside; rounded to the dtype
-    after the norm of heads and after the rotation.
+    after the norm of heads and after RoPE.
 
     `use_pdl` as in `rms_norm`, and all but qkv, `unnormed` and the page tables is read without waiting: the kernels
     ahead may not be writing it.
@@ -149,8 +149,8 @@ def rope_write_kv(
     assert positions_T.shape == row_slots_T.shape == (num_rows,) and page_tables.stride(1) == 1
     assert (q_norm_d is None) == (k_norm_d is None)
     assert bias_X is None or (bias_X.shape == qkv_TX.shape[1:] and bias_X.is_contiguous()), bias_X.shape
-    if unnormed_TD is not None:
-        check_unnormed(unnormed_TD, qkv_TX)
+    if norm_input_TD is not None:
+        check_norm_input(norm_input_TD, qkv_TX)
     out = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out is None else out
     assert out.shape == (num_rows, num_heads, head_dim) and out.is_contiguous() and out.dtype == qkv_TX.dtype
     if num_rows == 0:
@@ -159,16 +159,16 @@ def rope_write_kv(
     block_d2 = triton.next_power_of_2(head_dim // 2)
     num_parts = triton.cdiv(num_heads, block_h) + triton.cdiv(2 * num_kv_heads, block_h)
     num_warps = max(block_h * block_d2 // 256, 1)
-    num_features = 1 if unnormed_TD is None else unnormed_TD.shape[1]
+    num_features = 1 if norm_input_TD is None else norm_input_TD.shape[1]
     # Rows are the second axis of the grid, which holds 65,535.
     assert num_rows < 1 << 16, num_rows
     _rope_kv_kernel[(num_parts, num_rows)](
         qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2), _or(k_norm_d, cos_PD2),
-        _or(bias_X, cos_PD2), _or(unnormed_TD, qkv_TX), out, keys_SKd, values_SKd,
+        _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), out, keys_SKd, values_SKd,
         qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, STORED_DIM=keys_SKd.stride(1), BLOCK_H=block_h,
         BLOCK_D2=block_d2, BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None,
-        HAS_BIAS=bias_X is not None, HAS_SCALE=unnormed_TD is not None, PDL=use_pdl,
+        HAS_BIAS=bias_X is not None, HAS_DEFERRED_NORM=norm_input_TD is not None, PDL=use_pdl,
         num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
     return out
@@ -191,12 +191,12 @@ def rope_write_kv_reference(
     k_norm_d: torch.Tensor | None = None,
     eps: float = 1e-6,
     *,
-    unnormed_TD: torch.Tensor | None = None,
+    norm_input_TD: torch.Tensor | None = None,
     bias_X: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """What `rope_write_kv` computes, in torch."""
     positions, dtype = positions_T.long(), qkv_TX.dtype
-    qkv_TX = qkv_TX.float() if unnormed_TD is None else qkv_TX * row_scale_reference(unnormed_TD, eps)
+    qkv_TX = qkv_TX.float() if norm_input_TD is None else qkv_TX * inverse_rms_reference(norm_input_TD, eps)
     qkv_TX = qkv_TX if bias_X is None else qkv_TX + bias_X
     q_THd, k_TKd, v_TKd = qkv_TX.unflatten(1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     if q_norm_d is not None and k_norm_d is not None:
@@ -211,7 +211,7 @@ def rope_write_kv_reference(
 
 def _head_normed(x_THd: torch.Tensor, w_d: torch.Tensor, eps: float) -> torch.Tensor:
     """Of float32, rounded as the weight's dtype is."""
-    return (w_d * (x_THd * row_scale_reference(x_THd, eps)).to(w_d.dtype)).float()
+    return (w_d * (x_THd * inverse_rms_reference(x_THd, eps)).to(w_d.dtype)).float()
 
 
 def _turned(x_THd: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,9 @@ import pytest
 from _pytest.terminal import TerminalReporter
 from hypothesis import settings
 
+# Modules of support that hold tests: their assertions show values too. Before they are imported.
+pytest.register_assert_rewrite("support.runner_contract")
+
 # Two shared cores: a slow example says nothing about the code. pytest's own timeout catches a hang.
 settings.register_profile("mesh", deadline=None)
 settings.load_profile("mesh")

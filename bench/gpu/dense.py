@@ -77,7 +77,7 @@ LANES: dict[str, list[Command]] = {
         Command("fp8-numerics", "numerics.py", "--tokens 256 --quantization fp8 fp8-block", 240),
         *(Command(name, "steps.py", f"--quantization {name} {_FP8_STEPS}", 180) for name in ("fp8", "fp8-block")),
         Command("fp8-mesh", "mesh.py", "--workloads single-stream decode-256 --runs 2 --worker quantization=fp8", 180),
-        Command("fp8-products", "fp8_products.py", "", 300),
+        Command("fp8-gemm", "fp8_gemm.py", "", 300),
         Command("fp8-8b", "steps.py", f"--shape llama-3.1-8b --quantization fp8 {_FP8_STEPS}", 180),
     ],
     "replay": [

@@ -1,4 +1,4 @@
-"""Products of few rows on a GPU: every shape and configuration against torch, and all products of a decode step.
+"""GEMMs of few rows on a GPU: every shape and configuration against torch, and all GEMMs of a decode step.
 
     PYTHONPATH=src python bench/gpu/gemv.py --output bench/results/h200-gemv.json
 
@@ -37,7 +37,7 @@ _REPLAYS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class _Case:
     name: str
     shape: Shape
     is_normed: bool
@@ -50,22 +50,20 @@ def _configs(*pairs: tuple[int, int] | tuple[int, int, int]) -> tuple[GemvConfig
     return tuple(GemvConfig(rows=p[0], num_warps=p[1], max_registers=p[2] if len(p) > 2 else None) for p in pairs)
 
 
-_PRODUCTS = (
-    _Product(
-        "qkv", Shape(_QKV, _HIDDEN, False), True, False, False, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 4, 80))
-    ),
-    _Product("o", Shape(_HIDDEN, _HIDDEN, False), False, False, True, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 2))),
-    _Product(
+_CASES = (
+    _Case("qkv", Shape(_QKV, _HIDDEN, False), True, False, False, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 4, 80))),
+    _Case("o", Shape(_HIDDEN, _HIDDEN, False), False, False, True, _configs((4, 4), (2, 4), (8, 4), (2, 2), (4, 2))),
+    _Case(
         "gate_up", Shape(_MLP, _HIDDEN, True), True, False, False, _configs((2, 4), (1, 4), (4, 4), (1, 2), (2, 4, 96))
     ),
-    _Product("down", Shape(_HIDDEN, 8192, False), False, False, True, _configs((2, 8), (1, 4), (2, 4), (4, 8), (1, 8))),
-    _Product("lm_head", Shape(_VOCAB, _HIDDEN, False), True, True, False, _configs((4, 4), (2, 4), (8, 4), (4, 2))),
+    _Case("down", Shape(_HIDDEN, 8192, False), False, False, True, _configs((2, 8), (1, 4), (2, 4), (4, 8), (1, 8))),
+    _Case("lm_head", Shape(_VOCAB, _HIDDEN, False), True, True, False, _configs((4, 4), (2, 4), (8, 4), (4, 2))),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Operands:
-    """Of one product at M rows: a weight a layer, and what is fused."""
+    """Of one GEMM at M rows: a weight a layer, and what is fused."""
 
     x: torch.Tensor
     weights: list[torch.Tensor]
@@ -77,18 +75,18 @@ class _Operands:
 def main() -> None:
     args = _arguments()
     started = time.monotonic()
-    layers = {product.name: _weights(product, args.layers) for product in _PRODUCTS}
+    layers = {case.name: _weights(case, args.layers) for case in _CASES}
     results = []
-    for product in _PRODUCTS:
+    for case in _CASES:
         for num_rows in args.rows:
-            results.append(_measure(product, layers[product.name], num_rows))
+            results.append(_measure(case, layers[case.name], num_rows))
             print(json.dumps(results[-1]), file=sys.stderr)
     report = {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda},
         "command": " ".join(sys.argv),
         "layers": args.layers,
-        "products": results,
+        "gemm": results,
         "step": _measure_step(layers),
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -107,56 +105,56 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _measure(product: _Product, weights: list[torch.Tensor], num_rows: int) -> dict[str, object]:
-    operands = _operands(product, weights, num_rows)
+def _measure(case: _Case, weights: list[torch.Tensor], num_rows: int) -> dict[str, object]:
+    operands = _operands(case, weights, num_rows)
     num_bytes = weights[0].numel() * weights[0].element_size()
 
     def figures(run: Callable[[int], object]) -> dict[str, float]:
         micros = _micros(run, len(weights))
         return {"us": round(micros, 2), "tb_s": round(num_bytes / micros / 1e6, 3)}
 
-    default = default_config(product.shape, 2)
-    configs = product.configs if num_rows == 1 else (default,)
-    rows = [{**_named(config), **figures(_ours(product, operands, config, False))} for config in configs]
+    default = default_config(case.shape, 2)
+    configs = case.configs if num_rows == 1 else (default,)
+    rows = [{**_named(config), **figures(_ours(case, operands, config, False))} for config in configs]
     best = min(range(len(rows)), key=lambda index: rows[index]["us"])
     return {
-        "name": product.name,
+        "name": case.name,
         "rows": num_rows,
-        "max_error": _error(product, operands, default),
-        "torch_product_alone": figures(lambda layer: functional.linear(operands.x, weights[layer])),
+        "max_error": _error(case, operands, default),
+        "torch_gemm_alone": figures(lambda layer: functional.linear(operands.x, weights[layer])),
         "configs": rows,
         "best": _named(configs[best]),
-        "best_with_pdl": figures(_ours(product, operands, configs[best], True)),
+        "best_with_pdl": figures(_ours(case, operands, configs[best], True)),
     }
 
 
-def _ours(product: _Product, operands: _Operands, config: GemvConfig, use_pdl: bool) -> Callable[[int], object]:
+def _ours(case: _Case, operands: _Operands, config: GemvConfig, use_pdl: bool) -> Callable[[int], object]:
     def run(layer: int) -> object:
         x, weight, norm, out = operands.x, operands.weights[layer], operands.norm, operands.out
-        if product.shape.is_gated:
+        if case.shape.is_gated:
             return gate_up_silu(x, weight, norm, _EPS, out=out, use_pdl=use_pdl, config=config)
-        residual, eps = operands.residual, _EPS if product.is_normed else None
+        residual, eps = operands.residual, _EPS if case.is_normed else None
         return linear(x, weight, None, residual, norm, eps, out=out, use_pdl=use_pdl, config=config)
 
     return run
 
 
-def _error(product: _Product, operands: _Operands, config: GemvConfig) -> float:
+def _error(case: _Case, operands: _Operands, config: GemvConfig) -> float:
     """Largest difference from torch in units of the result's largest value."""
     actual = torch.empty_like(operands.out)
     x, weight, norm = operands.x, operands.weights[0], operands.norm
-    if product.shape.is_gated:
+    if case.shape.is_gated:
         gate_up_silu(x, weight, norm, _EPS, out=actual, config=config)
         expected = gate_up_silu_reference(x, weight, norm, _EPS)
     else:
-        eps = _EPS if product.is_normed else None
+        eps = _EPS if case.is_normed else None
         linear(x, weight, None, operands.residual, norm, eps, out=actual, config=config)
         expected = linear_reference(x, weight, None, operands.residual, norm, eps)
     return round(float((actual.float() - expected.float()).abs().max() / expected.float().abs().max()), 5)
 
 
 def _measure_step(layers: dict[str, list[torch.Tensor]]) -> dict[str, float]:
-    """Milliseconds of all products of a decode step of one row, norms and gates included, attention not."""
+    """Milliseconds of all GEMMs of a decode step of one row, norms and gates included, attention not."""
     x = torch.randn(1, _HIDDEN, device="cuda", dtype=torch.bfloat16)
     norm = torch.ones(_HIDDEN, device="cuda", dtype=torch.bfloat16)
     num_layers = len(layers["qkv"])
@@ -215,25 +213,25 @@ def _micros(run: Callable[[int], object], num_layers: int) -> float:
     return min(times)
 
 
-def _weights(product: _Product, num_layers: int) -> list[torch.Tensor]:
+def _weights(case: _Case, num_layers: int) -> list[torch.Tensor]:
     # One lm_head is larger than any cache.
-    count = 2 if product.name == "lm_head" else num_layers
-    num_out = product.shape.num_out * (1 + product.shape.is_gated)
-    shape = (num_out, product.shape.num_in)
-    scale = product.shape.num_in**-0.5
+    count = 2 if case.name == "lm_head" else num_layers
+    num_out = case.shape.num_out * (1 + case.shape.is_gated)
+    shape = (num_out, case.shape.num_in)
+    scale = case.shape.num_in**-0.5
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(scale) for _ in range(count)]
 
 
-def _operands(product: _Product, weights: list[torch.Tensor], num_rows: int) -> _Operands:
+def _operands(case: _Case, weights: list[torch.Tensor], num_rows: int) -> _Operands:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
-    shape = product.shape
+    shape = case.shape
     return _Operands(
         x=random(num_rows, shape.num_in),
         weights=weights,
-        norm=random(shape.num_in) if product.has_norm_weight else None,
-        residual=random(num_rows, shape.num_out) if product.has_residual else None,
+        norm=random(shape.num_in) if case.has_norm_weight else None,
+        residual=random(num_rows, shape.num_out) if case.has_residual else None,
         out=random(num_rows, shape.num_out),
     )
 

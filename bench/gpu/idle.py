@@ -96,7 +96,9 @@ def _read(path: Path) -> dict[str, object]:
         if last > end:
             end, before = last, name
     # A step begins when the device fetches its numbers.
-    starts = sorted(float(e["ts"]) for e in events if e.get("cat") == "kernel" and "_receive_kernel" in e["name"])
+    starts = sorted(
+        float(e["ts"]) for e in events if e.get("cat") == "kernel" and "_fetch_step_inputs_kernel" in e["name"]
+    )
     period = float(np.median(np.diff(starts))) if len(starts) > 2 else 0.0
     num_steps = max(1.0, (end - start) / period) if period else 1.0
     largest = sorted(gaps.items(), key=lambda gap: -gap[1])[:8]

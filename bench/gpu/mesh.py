@@ -34,7 +34,7 @@ from hop_ladder.processes import Processes, cpu_s
 from radixmesh.cli.bench.workloads import make_workload
 
 _START_S = 240.0
-_START_EVENTS = ("weights_loaded", "products_tuned", "products_streamed", "memory_sized", "graphs_captured")
+_START_EVENTS = ("weights_loaded", "gemm_tuned", "gemm_pdl_tuned", "memory_sized", "graphs_captured")
 
 
 async def measure(args: argparse.Namespace) -> dict[str, object]:

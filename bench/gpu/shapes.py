@@ -102,8 +102,8 @@ def kv_bytes_per_token(name: str) -> int:
 
 
 def roofline_s(name: str, *, rows: int, context: int, quantization: str = "none") -> float:
-    """Least seconds of a decode step: weights or products (whichever is longer), and the KV of all rows."""
-    return _products_s(name, rows, quantization) + rows * context * kv_bytes_per_token(name) / _BYTES_S
+    """Least seconds of a decode step: weights or GEMMs (whichever is longer), and the KV of all rows."""
+    return _gemm_s(name, rows, quantization) + rows * context * kv_bytes_per_token(name) / _BYTES_S
 
 
 def workload_roofline_s(
@@ -120,20 +120,20 @@ def workload_roofline_s(
         shared_lens[members] = _shared_len([prompts[i] for i in members])
     own_lens = prompt_lens - shared_lens
     num_computed = sum(int(shared_lens[m[0]]) + int(own_lens[m].sum()) for m in groups.values())
-    seconds = num_computed * _product_s_a_row(name, quantization)
+    seconds = num_computed * _gemm_s_a_row(name, quantization)
     for step in range(int(out_lens.max())):
         runs = out_lens > step
         num_read = int((own_lens[runs] + step).sum())
         num_read += sum(int(shared_lens[m[0]]) for m in groups.values() if runs[m].any())
-        seconds += _products_s(name, int(runs.sum()), quantization) + num_read * kv_bytes_per_token(name) / _BYTES_S
+        seconds += _gemm_s(name, int(runs.sum()), quantization) + num_read * kv_bytes_per_token(name) / _BYTES_S
     return seconds
 
 
-def _products_s(name: str, rows: int, quantization: str) -> float:
-    return max(weight_bytes(name, quantization) / _BYTES_S, _product_s_a_row(name, quantization) * rows)
+def _gemm_s(name: str, rows: int, quantization: str) -> float:
+    return max(weight_bytes(name, quantization) / _BYTES_S, _gemm_s_a_row(name, quantization) * rows)
 
 
-def _product_s_a_row(name: str, quantization: str) -> float:
+def _gemm_s_a_row(name: str, quantization: str) -> float:
     """2 FLOP a weight."""
     layers, head = _num_weights(name)
     return 2 * layers / (_FLOPS if quantization == "none" else _FP8_FLOPS) + 2 * head / _FLOPS

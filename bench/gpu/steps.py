@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--trace", type=int, default=0, metavar="N")
     parser.add_argument("--no-pdl", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
-    parser.add_argument("--no-tuning", action="store_true", help="products as cuBLAS chooses")
+    parser.add_argument("--no-tuning", action="store_true", help="GEMMs as cuBLAS chooses")
     parser.add_argument("--kernels", default="triton", help="triton, compiled (torch.compile) or torch")
     parser.add_argument("--quantization", default="none", help="of weights: none, fp8 or fp8-block")
     args = parser.parse_args()
@@ -198,7 +198,7 @@ def main() -> None:
             cuda_graphs=not args.no_graphs,
             use_pdl=not args.no_pdl,
             deterministic=args.deterministic,
-            tune_products=not args.no_tuning,
+            tune_gemm=not args.no_tuning,
             kernels=args.kernels,
             quantization=args.quantization,
         )

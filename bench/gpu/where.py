@@ -6,7 +6,7 @@ The workloads run through a scheduler and a worker as processes over gRPC, as in
 then once while the worker's Profile verb traces windows of `--window-s`, one every `--every-s` (0: one after the
 other). A window ends by itself with the most steps that a trace may have. Time that several kernels share is that of
 the first of them: what kinds of kernels take, and idle (none runs), is all there is. Steps are told by their copies of
-tokens to the host: one that draws none counts as part of the next. What a traced run takes more than the other is the
+tokens to the host: one that samples none counts as part of the next. What a traced run takes more than the other is the
 profiler's.
 """
 
@@ -37,12 +37,12 @@ from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 KINDS = {
     "attention of decodes": r"_split_attention_kernel|BatchDecode",
     "attention of prompts": r"_extend_kernel|BatchPrefill|PrefillWithKV",
-    "rotation and KV write": r"_rope_kv",
-    "SiLU and product": r"_silu_",
+    "RoPE and KV write": r"_rope_kv",
+    "SiLU and multiply": r"_silu_",
     "norms, rows made FP8": r"_rms_norm|_quantize_rows",
-    "drawing": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
-    "a step's numbers": r"_receive|_begin_step|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
-    "products": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear|product",
+    "sampling": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
+    "a step's numbers": r"_fetch_step|_scatter_embed|_plan_kernel|Mem(cpy|set)|[Ii]ndex|embedding|elementwise|CatArray",
+    "gemm": r"nvjet|gemm|gemv|cublas|splitK|cutlass|xmma|_linear",
 }
 _GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 class Spent(NamedTuple):
-    """Microseconds by kind of work; what kernels of no kind took, by name; the steps that ended: each draws once."""
+    """Microseconds by kind of work; what kernels of no kind took, by name; the steps that ended: each samples once."""
 
     by_kind: dict[str, float]
     others: dict[str, float]

@@ -17,6 +17,11 @@ class FrontSettings(CommonSettings):
     http_front: str | None = setting(None, "host:port where clients' HTTP connections come in")
     http_routers: tuple[str, ...] = setting((), "HTTP addresses of routers, comma-separated")
     connect_wait_s: float = setting(10.0, "seconds that a connection waits for a router that serves")
+    connections: int = setting(
+        16_384,
+        "connections of clients at once, at both doors together; further ones are closed at once; at most what the "
+        "limit of open files allows, which is raised as far as it may be",
+    )
     probe_s: float = setting(1.0, "seconds between two questions to a router whether it serves")
 
     def __post_init__(self) -> None:
@@ -29,6 +34,6 @@ class FrontSettings(CommonSettings):
         ):
             if door and not routers:
                 raise ValueError(f"--{name}-front needs --{name}-routers: nobody would take its connections")
-        for name in ("connect_wait_s", "probe_s"):
+        for name in ("connect_wait_s", "probe_s", "connections"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")

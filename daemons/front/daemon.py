@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.front.backend_pool import BackendPool, Probe
 from radixmesh.daemons.front.config import FrontSettings
 from radixmesh.daemons.front.door import Door
 from radixmesh.daemons.front.probes import grpc_probe, http_probe
+from radixmesh.daemons.front.room import Room, places_within_files
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.rpc.lookup import look_up
 from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
@@ -16,6 +19,8 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 log = get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
+# Counted, never sent: a connection says what is wrong by its end.
+_NO_PLACE = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, "no place for a connection: raise --connections")
 
 
 class FrontDaemon(Daemon):
@@ -24,6 +29,7 @@ class FrontDaemon(Daemon):
     def __init__(self, runtime: Runtime, settings: FrontSettings) -> None:
         self._settings = settings
         self._runtime = runtime
+        self._room = Room(places_within_files(settings.connections), lambda: runtime.metrics.count_error(_NO_PLACE))
         self._doors: list[Door] = []
         self._pools: list[BackendPool] = []
         self._watching: list[asyncio.Task[None]] = []
@@ -51,7 +57,7 @@ class FrontDaemon(Daemon):
 
     async def _open(self, address: str, routers: tuple[str, ...], probe: Probe) -> None:
         pool = BackendPool(probe, self._settings.probe_s)
-        door = Door(pool, self._settings.connect_wait_s)
+        door = Door(pool, self._settings.connect_wait_s, self._room)
         watch = NameWatch(routers, pool, look_up)
         watch.start()
         self._pools.append(pool)

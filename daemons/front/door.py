@@ -7,6 +7,7 @@ import time
 
 from radixmesh.daemons.front.backend_pool import Backend, BackendPool
 from radixmesh.daemons.front.connection_end import ConnectionEnd
+from radixmesh.daemons.front.room import Room
 from radixmesh.daemons.runtime.addresses import parse_address, split_host_port
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
@@ -14,12 +15,15 @@ log = get_logger(__name__)
 
 _CONNECT_S = 1.0
 _PAUSE_S = 0.05
+_LOG_EVERY_S = 60.0
 
 
 class Door:
-    """open(), then close(). wait_s: how long a connection waits for a router that serves."""
+    """open(), then close(). wait_s: how long a connection waits for a router that serves. room: None = no bound."""
 
-    def __init__(self, pool: BackendPool, wait_s: float) -> None:
+    def __init__(self, pool: BackendPool, wait_s: float, room: Room | None = None) -> None:
+        self._room = room
+        self._last_refusal_s = -_LOG_EVERY_S
         self._pool = pool
         self._wait_s = wait_s
         self._server: asyncio.Server | None = None
@@ -51,14 +55,30 @@ class Door:
             end.close()
 
     def _new_client(self) -> ConnectionEnd:
-        client = ConnectionEnd(on_lost=lambda: self._ends.discard(client), on_made=lambda: self._on_client(client))
+        client = ConnectionEnd(on_lost=lambda: self._on_lost(client), on_made=lambda: self._on_client(client))
         return client
 
+    def _on_lost(self, client: ConnectionEnd) -> None:
+        if client in self._ends:
+            self._ends.discard(client)
+            if self._room is not None:
+                self._room.give_back()
+
     def _on_client(self, client: ConnectionEnd) -> None:
+        if self._room is not None and not self._room.take():
+            self._say_refused(self._room)
+            client.close()
+            return
         self._ends.add(client)
         task = asyncio.get_running_loop().create_task(self._connect(client))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
+
+    def _say_refused(self, room: Room) -> None:
+        now = time.monotonic()
+        if now - self._last_refusal_s >= _LOG_EVERY_S:
+            self._last_refusal_s = now
+            log.warning("connections_refused", max=room.num_places, refused_so_far=room.num_refused)
 
     async def _connect(self, client: ConnectionEnd) -> None:
         until = time.monotonic() + self._wait_s

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.runtime.lifecycle import Runtime, run_daemon
+from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
 
 
@@ -17,7 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def build(runtime: Runtime) -> RouterDaemon:
         return RouterDaemon(runtime, settings)
 
-    return run_daemon("router", settings, build)
+    limits = UnaryLimits(
+        max_message_bytes=settings.grpc_message_bytes,
+        max_bytes=4 * settings.grpc_message_bytes,
+        patience_s=settings.grpc_message_s,
+        num_sending=2,
+    )
+    return run_daemon("router", settings, build, limits)
 
 
 if __name__ == "__main__":

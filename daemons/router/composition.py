@@ -61,7 +61,7 @@ def make_router(
 
     def make_schedulers(flow: OutputFlow) -> SchedulerPool:
         return SchedulerPool(
-            lambda address: SchedulerLink(address, peers.dial_scheduler, settings.silence_s, hello, flow, clock),
+            lambda address: SchedulerLink(address, peers.dial_scheduler, settings.peer_timeout_s, hello, flow, clock),
             LinkPlacement(
                 Placement(make_policy(settings.policy), view_bytes=settings.view_bytes, now=clock),
                 open_watch=peers.watch_cache,
@@ -75,7 +75,9 @@ def make_router(
 
     def make_detokenizers(flow: OutputFlow) -> DetokenizerPool:
         return DetokenizerPool(
-            lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.silence_s, hello, flow, clock),
+            lambda address: DetokenizerLink(
+                address, peers.dial_detokenizer, settings.peer_timeout_s, hello, flow, clock
+            ),
             settings.detokenizer_wait_s,
             clock=clock,
         )

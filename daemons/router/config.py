@@ -7,7 +7,10 @@ from pathlib import Path
 
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.memory import share
 from radixmesh.daemons.runtime.settings import setting
+
+_BODIES_BYTES = share(8, 128 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +23,27 @@ class RouterSettings(CommonSettings):
     policy: str = setting("cache_aware", "how a scheduler is chosen: cache_aware, cache_threshold, least_load, "
         "power_of_two, prefix_hash, random or round_robin")  # fmt: skip
     view_bytes: int = setting(
-        128 << 20, "bytes of what is known of all schedulers' prefix caches; what is beyond is guessed"
+        share(16, 128 << 20),
+        "bytes of what is known of all schedulers' prefix caches; what is beyond is guessed; by default a 16th of the "
+        "memory that the process may have, 128 MiB at most",
     )
     model_aliases: tuple[str, ...] = setting((), "further names that clients may ask for: ALIAS=NAME of a served model")
-    journal_bytes: int = setting(1 << 30, "bytes of requests kept; past it new requests get JOURNAL_FULL")
+    journal_bytes: int = setting(
+        share(4, 1 << 30),
+        "bytes of requests kept; past it new requests get JOURNAL_FULL; by default a quarter of the memory that the "
+        "process may have, 1 GiB at most",
+    )
+    grpc_message_bytes: int = setting(
+        share(32, 64 << 20),
+        "bytes of one gRPC message of a client; by default a 32nd of the memory that the process may have, "
+        "64 MiB at most",
+    )
+    grpc_message_s: float = setting(60.0, "seconds that a gRPC message of a client may take to arrive")
     client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
-    silence_s: float = setting(
-        5.0, "seconds without a frame, or with an answer owed, after which a peer counts as dead"
+    peer_timeout_s: float = setting(
+        5.0,
+        "seconds without a frame, or with an answer owed, after which a peer counts as dead",
+        deprecated=("silence-s",),
     )
     scheduler_wait_s: float = setting(120.0, "seconds that a request waits for a scheduler that can take it")
     detokenizer_wait_s: float = setting(120.0, "seconds that text waits for a detokenizer")
@@ -41,8 +58,15 @@ class RouterSettings(CommonSettings):
         False, "prefixes are cached for all tenants together: faster, and who times answers learns what others sent"
     )
     http_listen: str | None = setting(None, "host:port that serves HTTP: OpenAI's API and /generate")
-    http_body_bytes: int = setting(16 << 20, "bytes of one HTTP request body; more is refused unread")
-    http_bodies_bytes: int = setting(128 << 20, "bytes of all HTTP request bodies that are read at once; more gets 503")
+    http_body_bytes: int = setting(
+        min(16 << 20, _BODIES_BYTES * 3 // 4),
+        "bytes of one HTTP request body, at most three quarters of --http-bodies-bytes; more is refused unread",
+    )
+    http_bodies_bytes: int = setting(
+        _BODIES_BYTES,
+        "bytes of all HTTP request bodies that are read at once; more gets 503; by default an eighth of the memory "
+        "that the process may have, 128 MiB at most",
+    )
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
     http_min_body_rate: int = setting(8_192, "least bytes a second of an HTTP request body, after its first 5 s")
     http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
@@ -67,6 +91,8 @@ class RouterSettings(CommonSettings):
         if self.view_bytes < 0:
             raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
         for name in (
+            "grpc_message_bytes",
+            "grpc_message_s",
             "http_body_bytes",
             "http_bodies_bytes",
             "http_body_s",
@@ -77,6 +103,13 @@ class RouterSettings(CommonSettings):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
-        for name in ("client_stall_s", "silence_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
+        if self.http_body_bytes > self.http_bodies_bytes * 3 // 4:
+            raise ValueError(
+                f"--http-body-bytes {self.http_body_bytes} is more than three quarters of --http-bodies-bytes "
+                f"{self.http_bodies_bytes}, which is what large bodies share: one so large would never be read. Set "
+                f"--http-bodies-bytes {-(-self.http_body_bytes * 4 // 3)} or more, or --http-body-bytes "
+                f"{self.http_bodies_bytes * 3 // 4} or less"
+            )
+        for name in ("client_stall_s", "peer_timeout_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")

@@ -29,6 +29,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health import HealthService
 from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.rpc.server import MeshServer
+from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.telemetry.logs import configure_logging, get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.metrics_server import MetricsServer, serve_metrics
@@ -104,16 +105,22 @@ class Runtime:
             self.fail(error)
 
 
-def run_daemon(name: str, settings: CommonSettings, build: Callable[[Runtime], Awaitable[Daemon]]) -> int:
+def run_daemon(
+    name: str,
+    settings: CommonSettings,
+    build: Callable[[Runtime], Awaitable[Daemon]],
+    unary_limits: UnaryLimits | None = None,
+) -> int:
     """Runs a daemon until it is told to leave. Returns the exit code for sys.exit().
 
-    build makes the daemon and registers its services (runtime.server.add); it does nothing slow.
+    build makes the daemon and registers its services (runtime.server.add); it does nothing slow. unary_limits: of its
+    server.
     """
     instance_id = uuid4().hex
     configure_logging(settings.log_level, name, instance_id)
     assert_upb()
     try:
-        return int(uvloop.run(_live(name, instance_id, settings, build)))
+        return int(uvloop.run(_live(name, instance_id, settings, build, unary_limits)))
     except KeyboardInterrupt:
         return int(ExitCode.SECOND_SIGNAL)
 
@@ -127,7 +134,11 @@ def assert_upb() -> None:
 
 
 async def _live(
-    name: str, instance_id: str, settings: CommonSettings, build: Callable[[Runtime], Awaitable[Daemon]]
+    name: str,
+    instance_id: str,
+    settings: CommonSettings,
+    build: Callable[[Runtime], Awaitable[Daemon]],
+    unary_limits: UnaryLimits | None,
 ) -> ExitCode:
     asked_to_leave = _leave_on_signals()
     try:
@@ -144,7 +155,13 @@ async def _live(
         instance_id=instance_id,
         progress=progress,
         metrics=metrics,
-        server=MeshServer(HealthService(progress), metrics.count_error, settings.tls, follows_traces=tracer.is_on),
+        server=MeshServer(
+            HealthService(progress),
+            metrics.count_error,
+            settings.tls,
+            follows_traces=tracer.is_on,
+            unary_limits=unary_limits,
+        ),
         tracer=tracer,
         _failed=asyncio.get_running_loop().create_future(),
     )

@@ -6,9 +6,14 @@ import sys
 from collections.abc import Sequence
 
 from radixmesh.daemons.runtime.lifecycle import Runtime, run_daemon
+from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
+from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.tokenizer.config import TokenizerSettings
 from radixmesh.daemons.tokenizer.daemon import TokenizerDaemon
+
+# The largest that a router sends: all the texts of one call, and what is around them.
+MAX_MESSAGE_BYTES = MAX_TEXT_BYTES + (1 << 20)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def build(runtime: Runtime) -> TokenizerDaemon:
         return TokenizerDaemon(runtime, settings)
 
-    return run_daemon("tokenizer", settings, build)
+    limits = UnaryLimits(max_message_bytes=MAX_MESSAGE_BYTES, max_bytes=settings.max_queued_bytes)
+    return run_daemon("tokenizer", settings, build, limits)
 
 
 if __name__ == "__main__":

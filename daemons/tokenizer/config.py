@@ -20,7 +20,8 @@ class TokenizerSettings(CommonSettings):
     num_threads: int = setting(2, "batches that are worked on at once")
     max_queued: int = setting(1024, "calls that wait or run at once before others are refused")
     max_queued_bytes: int = setting(
-        48 << 20, "bytes of the calls that wait or run at once; one call may have more alone"
+        32 << 20,
+        "bytes of calls that wait, run or are answered at once before others are refused; at least one is taken",
     )
 
     def __post_init__(self) -> None:

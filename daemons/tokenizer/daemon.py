@@ -24,7 +24,6 @@ class TokenizerDaemon(Daemon):
             runtime.progress,
             num_threads=settings.num_threads,
             max_queued=settings.max_queued,
-            max_bytes=settings.max_queued_bytes,
         )
         runtime.server.add(
             tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,

@@ -42,9 +42,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         context: grpc.aio.ServicerContext[tokenizer_pb2.EncodeRequest, tokenizer_pb2.EncodeResponse],
     ) -> tokenizer_pb2.EncodeResponse:
         since_s, context_of_caller = time.monotonic(), current_context()
-        answer = await self._queue.run(
-            _encode(self._codec, request), tenant=request.tenant, num_bytes=request.ByteSize()
-        )
+        answer = await self._queue.run(_encode(self._codec, request), tenant=request.tenant)
         end_s, num_tokens = time.monotonic(), sum(len(item.ids) for item in answer.items) // 4
         self._metrics.encode_seconds.observe(end_s - since_s)
         self._metrics.encoded_tokens.inc(num_tokens)
@@ -58,8 +56,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         request: tokenizer_pb2.DecodeRequest,
         context: grpc.aio.ServicerContext[tokenizer_pb2.DecodeRequest, tokenizer_pb2.DecodeResponse],
     ) -> tokenizer_pb2.DecodeResponse:
-        work = in_one_step(lambda: _decode(self._codec(), request))
-        return await self._queue.run(work, tenant=request.tenant, num_bytes=request.ByteSize())
+        return await self._queue.run(_decode(self._codec, request), tenant=request.tenant)
 
     async def CompileGrammar(
         self,
@@ -87,16 +84,23 @@ def _encode(
     codec.check_num_items(len(request.items))
     # Read one by one as they are encoded: a chat's objects are gone before the next one's are made.
     encoded = yield from codec.encode_steps(map(_read_item, request.items), request.max_tokens)
-    return tokenizer_pb2.EncodeResponse(
-        items=[_encoded_item(item) for item in encoded],
-        tokenizer_fingerprint=codec.vocabulary.fingerprint,
-    )
+    answer = tokenizer_pb2.EncodeResponse(tokenizer_fingerprint=codec.vocabulary.fingerprint)
+    # Ids may be four times the text: each item's arrays are let go before the next one's bytes are made.
+    encoded.reverse()
+    while encoded:
+        _add_encoded(answer, encoded.pop())
+    return answer
 
 
-def _decode(codec: TextCodec, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
+def _decode(
+    codec_of: Callable[[], TextCodec], request: tokenizer_pb2.DecodeRequest
+) -> Steps[tokenizer_pb2.DecodeResponse]:
+    codec = codec_of()
     codec.check_num_items(len(request.ids))
     batch = [unpack_ints(ids, f"ids[{item}]") for item, ids in enumerate(request.ids)]
     skip_special_tokens = not request.HasField("skip_special_tokens") or request.skip_special_tokens
+    # Bytes of memory that a text takes for each of its ids are some times those of the ids.
+    yield request.ByteSize()
     return tokenizer_pb2.DecodeResponse(texts=codec.decode(batch, skip_special_tokens))
 
 
@@ -147,7 +151,8 @@ def _json_texts(chat: tokenizer_pb2.ChatInput) -> Iterator[str]:
         yield message.extra_json
 
 
-def _encoded_item(encoded: Encoded) -> tokenizer_pb2.EncodedItem:
+def _add_encoded(answer: tokenizer_pb2.EncodeResponse, encoded: Encoded) -> None:
     if encoded.error is not None:
-        return tokenizer_pb2.EncodedItem(error=encoded.error.to_proto())
-    return tokenizer_pb2.EncodedItem(ids=pack_ints(encoded.ids), rendered=encoded.rendered)
+        answer.items.add(error=encoded.error.to_proto())
+    else:
+        answer.items.add(ids=pack_ints(encoded.ids), rendered=encoded.rendered)

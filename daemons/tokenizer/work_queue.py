@@ -31,7 +31,6 @@ class _Call:
 
     steps: Generator[int, None, object]
     tenant: str
-    num_bytes: int
     number: int
     future: asyncio.Future[object]
     served_s: float = 0.0
@@ -48,13 +47,12 @@ class _Tenant:
 
 
 class WorkQueue:
-    """Runs generators in threads, step by step. max_queued, max_bytes: of all calls at once."""
+    """Runs generators in threads, step by step. max_queued: calls at once."""
 
-    def __init__(self, progress: Progress, *, num_threads: int, max_queued: int, max_bytes: int = 1 << 62) -> None:
+    def __init__(self, progress: Progress, *, num_threads: int, max_queued: int) -> None:
         self._progress = progress
         self._max_queued = max_queued
-        self._max_bytes = max_bytes
-        self._num_queued = self._num_bytes = 0
+        self._num_queued = 0
         self._num_running = self._num_heavy = 0
         self._num_threads = num_threads
         self._tenants: dict[str, _Tenant] = {}
@@ -63,21 +61,20 @@ class WorkQueue:
         self._is_idle.set()
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
 
-    async def run(self, steps: Generator[int, None, _T], *, tenant: str = "", num_bytes: int = 0) -> _T:
+    async def run(self, steps: Generator[int, None, _T], *, tenant: str = "") -> _T:
         """The generator's result, or what it raises. Raises MeshError OVERLOADED when too much waits, NOT_SERVING.
 
         Cancelled: the step that runs is the last one.
         """
         try:
             self._progress.require_serving()
-            self._require_room(num_bytes)
+            self._require_room()
         except MeshError:
             steps.close()
             raise
         call = _Call(
             steps=cast("Generator[int, None, object]", steps),
             tenant=tenant,
-            num_bytes=num_bytes,
             number=next(self._numbers),
             future=asyncio.get_running_loop().create_future(),
         )
@@ -98,11 +95,9 @@ class WorkQueue:
         """Takes no more work and does not wait for what runs."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _require_room(self, num_bytes: int) -> None:
-        is_full = self._num_queued >= self._max_queued
-        if is_full or (self._num_queued and self._num_bytes + num_bytes > self._max_bytes):
-            waiting = f"{self._num_queued} calls of {self._num_bytes} bytes wait already"
-            message = f"{waiting}: retry later, or on another replica"
+    def _require_room(self) -> None:
+        if self._num_queued >= self._max_queued:
+            message = f"{self._num_queued} calls wait already: retry later, or on another replica"
             raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
 
     def _enter(self, call: _Call) -> None:
@@ -114,7 +109,6 @@ class WorkQueue:
         tenant.num_calls += 1
         tenant.calls.append(call)
         self._num_queued += 1
-        self._num_bytes += call.num_bytes
         self._progress.work_pending(self._num_queued)
         self._is_idle.clear()
 
@@ -128,7 +122,6 @@ class WorkQueue:
         if not tenant.num_calls:
             del self._tenants[call.tenant]
         self._num_queued -= 1
-        self._num_bytes -= call.num_bytes
         self._progress.work_pending(self._num_queued)
         if not self._num_queued:
             self._is_idle.set()

@@ -91,7 +91,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             cuda_graphs=settings.cuda_graphs,
             use_pdl=settings.cuda_pdl,
             deterministic=settings.deterministic is True,
-            tune_products=settings.tune_products,
+            tune_gemm=settings.tune_gemm,
             kernels=settings.kernels,
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,
@@ -142,10 +142,10 @@ def _load_simulated(settings: WorkerSettings) -> LoadedModel:
         clock=make_clock(settings.simulated_time),
     )
     # Its tokens are its own: no other worker may continue what it began, whatever folder that one serves.
-    drawn = f"{model.vocab_size}/{model.eos_ids}/{settings.simulated_eos_rate}"
+    options = f"{model.vocab_size}/{model.eos_ids}/{settings.simulated_eos_rate}"
     identity = identity_to_proto(
         model,
-        model_fingerprint=hashlib.sha256(f"simulated/{drawn}".encode()).hexdigest(),
+        model_fingerprint=hashlib.sha256(f"simulated/{options}".encode()).hexdigest(),
         tokenizer_fingerprint=_tokenizer_fingerprint(settings.model),
         sampler_version=SAMPLER_VERSION,
     )

@@ -54,9 +54,10 @@ class WorkerSettings(CommonSettings):
     mem_fraction: float = setting(0.88, "CUDA: share of the GPU's memory for weights, work space and KV together")
     cuda_graphs: bool = setting(True, "CUDA: decode steps are captured and replayed")
     cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
-    tune_products: bool = setting(True, "CUDA: products of captured steps take the fastest of cuBLAS's algorithms, not "
-        "its first, or on Hopper of this project's kernels, as measured at the start")  # fmt: skip
-    kernels: str = setting("triton", "CUDA: what computes norms, rotation and SwiGLU between products: triton (this "
+    tune_gemm: bool = setting(True, "CUDA: GEMMs of captured steps take the fastest of cuBLASLt's algorithms, not "
+        "its first, or on Hopper of this project's kernels, as measured at the start",
+        deprecated=("tune-products",))  # fmt: skip
+    kernels: str = setting("triton", "CUDA: what computes norms, RoPE and SwiGLU between GEMMs: triton (this "
         "project's kernels), compiled (torch.compile) or torch")  # fmt: skip
     load_format: str = setting("auto", "auto: weights from the folder; dummy: random ones of its config's shapes")
     quantization: str = setting("auto", "of weights: auto (what the checkpoint says), none (FP8 ones are dequantised "

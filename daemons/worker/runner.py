@@ -21,7 +21,7 @@ from radixmesh.daemons.runtime.steps.step import Admit, Task, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleInput:
-    """What drawing one token needs beside its logits.
+    """The inputs of sampling one token, beside its logits.
 
     `position` is the token's index in prompt + output, the counter of the noise. `output_ids` are those before it.
     """
@@ -31,7 +31,7 @@ class SampleInput:
     output_ids: IntArray
     position: int
     suppressed_ids: IntArray = field(default_factory=empty_ints)
-    """Ids that may not be drawn here (min_tokens is not reached yet)."""
+    """Ids that may not be sampled here (min_tokens is not reached yet)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Segment:
     start: int
     pages: IntArray
     sample: SampleInput | None = None
-    """Draw the token after the last one; None: the prompt is not complete yet."""
+    """Sample the token after the last one; None: the prompt is not complete yet."""
     prompt_logprobs: range | None = None
     """Prompt positions whose logprobs are wanted, each predicted by a token of this segment: a subset of
     [start + 1, start + length]; with `num_top` of `prompt_num_top`."""
@@ -73,11 +73,11 @@ class SegmentOutput:
 class DecodeRows:
     """Decodes of one token each as arrays [rows], for runners whose `can_batch` took the slots' sampling.
 
-    Row i computes token `ids[i]` at `positions[i]` of slot `slots[i]` and draws the one after it, at positions[i] + 1.
+    Row i computes token `ids[i]` at `positions[i]` of slot `slots[i]` and samples the one at positions[i] + 1.
     `page_tables` int32 [num_slots, max_pages] of all slots: position p lives in page_tables[slot, p // page_size];
     `num_pages` int32 [num_slots]: how many of them a slot has. `seeds` uint64 and `is_sampled` bool (temperature > 0)
-    say how. All are valid until step() or launch() returns. A runner that is asynchronous has drawn the ids itself and
-    may not have told them yet: where it has not, `ids` hold anything.
+    say how. All are valid until step() or launch() returns. An asynchronous runner has sampled the ids itself and may
+    not have told them yet: where it has not, `ids` hold anything.
     """
 
     slots: IntArray

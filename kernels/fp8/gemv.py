@@ -1,8 +1,8 @@
-"""Products of a few rows with FP8 weights, at the speed of memory. Rows stay in the model's dtype.
+"""GEMMs of a few rows with FP8 weights, at the speed of memory. Rows stay in the model's dtype.
 
 M rows, K features in, N features out, F mlp features.
 
-Cut as the products in `gemv.py` are. A thread's 16 bytes are 16 numbers of a row of the weight, next to each other: it
+Cut as the GEMMs in `gemv.py` are. A thread's 16 bytes are 16 numbers of a row of the weight, next to each other: it
 sums them itself, and the sum is multiplied by the scale of the group that they lie in, if that is not the whole row's.
 """
 
@@ -18,7 +18,7 @@ import triton.language as tl
 from radixmesh.kernels.fp8.quantized import GROUP, QuantizedMatrix
 from radixmesh.kernels.gemv import MAX_ROWS, GemvConfig, Shape, weight_tiles
 from radixmesh.kernels.hopper import has_gdc
-from radixmesh.kernels.row_scale import row_scale_reference
+from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 _LANES = 32
 _THREAD_BYTES = 16  # Of a load of a weight, and so many numbers.
@@ -88,10 +88,10 @@ def _norm_factor(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _times(x_chunks, norm_chunks, CHUNKS: tl.constexpr):
-    products = ()
+    terms = ()
     for chunk in tl.static_range(CHUNKS):
-        products = products + (x_chunks[chunk] * norm_chunks[chunk],)
-    return products
+        terms = terms + (x_chunks[chunk] * norm_chunks[chunk],)
+    return terms
 
 
 @triton.jit
@@ -102,8 +102,8 @@ def _dots(
     """float32 [BLOCK_N]: every row of the tiles times x."""
     sums = tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32)
     for chunk in tl.static_range(CHUNKS):
-        products = tiles[chunk].to(tl.float32) * x_chunks[chunk]
-        runs = tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // RUN, RUN]), axis=2)
+        terms = tiles[chunk].to(tl.float32) * x_chunks[chunk]
+        runs = tl.sum(tl.reshape(terms, [BLOCK_N, BLOCK_K // RUN, RUN]), axis=2)
         if IS_GROUPED:
             runs *= scale_tiles[chunk]
         sums += runs
@@ -170,7 +170,7 @@ def _fp8_gemv_kernel(
         tl.store(out_ptr + m * N + rows, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def fp8_linear_few(
+def fp8_gemv(
     x_TK: torch.Tensor,
     w: QuantizedMatrix,
     bias_N: torch.Tensor | None = None,
@@ -209,7 +209,7 @@ def fp8_gate_up_silu(
     use_pdl: bool = False,
     config: GemvConfig | None = None,
 ) -> torch.Tensor:
-    """silu(x @ gate^T) x (x @ up^T), [T, F]; w holds the F rows of gate, then those of up. As `fp8_linear_few`."""
+    """silu(x @ gate^T) x (x @ up^T), [T, F]; w holds the F rows of gate, then those of up. As `fp8_gemv`."""
     assert w.shape[0] % 2 == 0, w.shape
     num_out = w.shape[0] // 2
     out = x_TK.new_empty(x_TK.shape[0], num_out) if out is None else out
@@ -217,7 +217,7 @@ def fp8_gate_up_silu(
     return out
 
 
-def fp8_linear_few_reference(
+def fp8_gemv_reference(
     x_TK: torch.Tensor,
     w: QuantizedMatrix,
     bias_N: torch.Tensor | None = None,
@@ -225,21 +225,21 @@ def fp8_linear_few_reference(
     norm_weight_K: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """What `fp8_linear_few` computes, in torch, before it is rounded: float32."""
+    """What `fp8_gemv` computes, in torch, before it is rounded: float32."""
     normed_TK = x_TK.float() if norm_weight_K is None else x_TK.float() * norm_weight_K
-    product_TN = normed_TK @ w.dequantized().t()
+    result_TN = normed_TK @ w.dequantized().t()
     if eps is not None:
-        product_TN *= row_scale_reference(x_TK, eps)
+        result_TN *= inverse_rms_reference(x_TK, eps)
     for other in (bias_N, residual_TN):
-        product_TN = product_TN if other is None else product_TN + other
-    return product_TN
+        result_TN = result_TN if other is None else result_TN + other
+    return result_TN
 
 
 def fp8_gate_up_silu_reference(
     x_TK: torch.Tensor, w: QuantizedMatrix, norm_weight_K: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
     """What `fp8_gate_up_silu` computes, in torch, before it is rounded: float32."""
-    gate_TF, up_TF = fp8_linear_few_reference(x_TK, w, None, None, norm_weight_K, eps).chunk(2, dim=-1)
+    gate_TF, up_TF = fp8_gemv_reference(x_TK, w, None, None, norm_weight_K, eps).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TF) * up_TF
 
 

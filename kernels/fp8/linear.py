@@ -1,8 +1,8 @@
-"""Products of FP8 rows with FP8 weights on the tensor cores. T rows, N features out, K features in.
+"""GEMMs of FP8 rows with FP8 weights on the tensor cores. T rows, N features out, K features in.
 
 Groups of 128 features in are summed apart, in float32, which tensor cores do not do by themselves; those that have
 scales of their own are multiplied by them, whole rows have theirs applied in the end.
-In the way of the block-scaled products of DeepSeek-V3 (2024), section 3.3.
+In the way of the block-scaled GEMMs of DeepSeek-V3 (2024), section 3.3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows made FP8 for a product with FP8 weights: as they are, RMS-normed, or normed after a product was added to them.
+"""Rows made FP8 for a GEMM with FP8 weights: as they are, RMS-normed, or normed after a GEMM was added to them.
 
 T rows, D features. Each row, or each 128 features of it, by its own largest number: nothing is known beforehand.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.fp8.quantized import FP8, GROUP, QuantizedRows, quantize_rows_reference
-from radixmesh.kernels.row_scale import row_scale_reference
+from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 _MAX_FEATURES = 1 << 16  # One program holds a row.
 # Libraries take columns of scales that begin at multiples of 16 bytes.
@@ -44,8 +44,8 @@ def store_quantized(
 # How many rows there are is not compiled in.
 @triton.jit(do_not_specialize=["scales_stride"])
 def _quantize_rows_kernel(
-    x_ptr, product_ptr, bias_ptr, norm_ptr, data_ptr, scales_ptr, x_stride, scales_stride, eps, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, IS_GROUPED: tl.constexpr, HAS_PRODUCT: tl.constexpr,
+    x_ptr, delta_ptr, bias_ptr, norm_ptr, data_ptr, scales_ptr, x_stride, scales_stride, eps, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, GROUP: tl.constexpr, IS_GROUPED: tl.constexpr, HAS_DELTA: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -60,11 +60,11 @@ def _quantize_rows_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(x_ptr + row * x_stride + features, mask=mask, other=0.0)
     y = x.to(tl.float32)
-    if HAS_PRODUCT:
-        product = tl.load(product_ptr + row * D + features, mask=mask, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        delta = tl.load(delta_ptr + row * D + features, mask=mask, other=0.0).to(tl.float32)
         if HAS_BIAS:
-            product += bias
-        added = (y + product).to(x.dtype)
+            delta += bias
+        added = (y + delta).to(x.dtype)
         tl.store(x_ptr + row * x_stride + features, added, mask=mask)
         # What is normed is the sum as it will be read again.
         y = added.to(tl.float32)
@@ -83,16 +83,16 @@ def norm_quantize(
     w_D: torch.Tensor,
     eps: float,
     *,
-    product_TD: torch.Tensor | None = None,
+    delta_TD: torch.Tensor | None = None,
     bias_D: torch.Tensor | None = None,
     is_grouped: bool,
     use_pdl: bool = False,
 ) -> QuantizedRows:
-    """x / sqrt(mean(x^2) + eps) * w as FP8, in float32 until then. First `product` [T, D], contiguous, and `bias` [D]
+    """x / sqrt(mean(x^2) + eps) * w as FP8, in float32 until then. First `delta` [T, D], contiguous, and `bias` [D]
     are added to x in place, and the sum rounded to its dtype. `use_pdl` as in `rms_norm`; norm and bias are read
     without waiting."""
     assert w_D.shape == x_TD.shape[1:] and w_D.is_contiguous(), (w_D.shape, x_TD.shape)
-    return _launch(x_TD, product_TD, bias_D, w_D, eps, is_grouped, use_pdl)
+    return _launch(x_TD, delta_TD, bias_D, w_D, eps, is_grouped, use_pdl)
 
 
 def norm_quantize_reference(
@@ -100,14 +100,14 @@ def norm_quantize_reference(
     w_D: torch.Tensor,
     eps: float,
     *,
-    product_TD: torch.Tensor | None = None,
+    delta_TD: torch.Tensor | None = None,
     bias_D: torch.Tensor | None = None,
     is_grouped: bool,
 ) -> QuantizedRows:
     """What `norm_quantize` does and returns, in torch."""
-    if product_TD is not None:
-        x_TD += product_TD.float() if bias_D is None else product_TD.float() + bias_D
-    return quantize_rows_reference(x_TD.float() * row_scale_reference(x_TD, eps) * w_D, is_grouped=is_grouped)
+    if delta_TD is not None:
+        x_TD += delta_TD.float() if bias_D is None else delta_TD.float() + bias_D
+    return quantize_rows_reference(x_TD.float() * inverse_rms_reference(x_TD, eps) * w_D, is_grouped=is_grouped)
 
 
 def new_quantized(num_rows: int, num_features: int, device: torch.device, *, is_grouped: bool) -> QuantizedRows:
@@ -122,7 +122,7 @@ def new_quantized(num_rows: int, num_features: int, device: torch.device, *, is_
 
 def _launch(
     x_TD: torch.Tensor,
-    product_TD: torch.Tensor | None,
+    delta_TD: torch.Tensor | None,
     bias_D: torch.Tensor | None,
     norm_D: torch.Tensor | None,
     eps: float,
@@ -131,15 +131,15 @@ def _launch(
 ) -> QuantizedRows:
     num_rows, num_features = x_TD.shape
     assert x_TD.stride(1) == 1 and num_features <= _MAX_FEATURES, (x_TD.shape, x_TD.stride())
-    assert product_TD is None or (product_TD.shape == x_TD.shape and product_TD.is_contiguous()), product_TD.shape
-    assert bias_D is None or (product_TD is not None and bias_D.shape == x_TD.shape[1:]), bias_D.shape
+    assert delta_TD is None or (delta_TD.shape == x_TD.shape and delta_TD.is_contiguous()), delta_TD.shape
+    assert bias_D is None or (delta_TD is not None and bias_D.shape == x_TD.shape[1:]), bias_D.shape
     out = new_quantized(num_rows, num_features, x_TD.device, is_grouped=is_grouped)
     if num_rows:
         block = max(triton.next_power_of_2(num_features), GROUP)
         _quantize_rows_kernel[(num_rows,)](
-            x_TD, x_TD if product_TD is None else product_TD, x_TD if bias_D is None else bias_D,
+            x_TD, x_TD if delta_TD is None else delta_TD, x_TD if bias_D is None else bias_D,
             x_TD if norm_D is None else norm_D, out.data_PK, out.scales_PG, x_TD.stride(0), out.scales_PG.stride(1),
-            eps, D=num_features, BLOCK_D=block, GROUP=GROUP, IS_GROUPED=is_grouped, HAS_PRODUCT=product_TD is not None,
+            eps, D=num_features, BLOCK_D=block, GROUP=GROUP, IS_GROUPED=is_grouped, HAS_DELTA=delta_TD is not None,
             HAS_BIAS=bias_D is not None, HAS_NORM=norm_D is not None, PDL=use_pdl,
             num_warps=min(max(block // 512, 1), 16), launch_pdl=use_pdl,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The gate of a SwiGLU block (Shazeer 2020), made FP8 for the product behind it. T rows, F mlp features."""
+"""The gate of a SwiGLU block (Shazeer 2020), made FP8 for the GEMM behind it. T rows, F mlp features."""
 
 from __future__ import annotations
 

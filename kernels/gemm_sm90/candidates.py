@@ -1,4 +1,4 @@
-"""How products of few rows might be cut: the likely fastest of what the kernels can do, to be measured."""
+"""How GEMMs of few rows might be cut: the likely fastest of what the kernels can do, to be measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixmesh.kernels.gemm_sm90.variants import (
     MAX_SUMS,
     SHARED_BYTES,
     TILE_K,
-    ProductConfig,
+    GemmConfig,
     variant_of,
 )
 
@@ -30,9 +30,7 @@ _TILES, _COLUMNS, _ROW_TILES = (64, 128, 256), (48, 64, 80, 96, 112, 128, 160, 1
 _MAX_FEW_ROWS = 64
 
 
-def candidates(
-    num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False, count: int = 8
-) -> list[ProductConfig]:
+def candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False, count: int = 8) -> list[GemmConfig]:
     """Configurations worth measuring, `count` of each kernel, its likely fastest first; `num_out` of gate or up alone.
 
     By a model whose figures come from measurements on one H200: a CTA's k blocks follow each other as fast as its
@@ -49,35 +47,35 @@ def candidates(
     return few[:count] + many[:count]
 
 
-def cache_bytes(config: ProductConfig, num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> float:
+def cache_bytes(config: GemmConfig, num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> float:
     """Read from the L2 cache: what is shared, once for those that share it. `num_out` as for `candidates`."""
     variant = variant_of(config, num_rows, is_gated, torch.bfloat16)
     tile, rows = float(config.tile), float(variant.rows)
     if config.row_tile is None:
-        rows /= config.shared
+        rows /= config.multicast
     else:
-        tile /= config.shared
-    return variant.num_ctas(num_rows, num_out) / config.split * (tile + rows) * num_in * 2
+        tile /= config.multicast
+    return variant.num_ctas(num_rows, num_out) / config.split_k * (tile + rows) * num_in * 2
 
 
-def _possible(num_rows: int, num_in: int, is_gated: bool) -> Iterator[ProductConfig]:
-    for tile, shared, split in itertools.product(_TILES, (1, 2, 4), (1, 2, 4, 8)):
-        if shared * split <= MAX_CLUSTER and split <= math.ceil(num_in / TILE_K):
-            yield from _with_stages(tile, split, shared, None, num_rows, is_gated)
+def _possible(num_rows: int, num_in: int, is_gated: bool) -> Iterator[GemmConfig]:
+    for tile, multicast, split_k in itertools.product(_TILES, (1, 2, 4), (1, 2, 4, 8)):
+        if multicast * split_k <= MAX_CLUSTER and split_k <= math.ceil(num_in / TILE_K):
+            yield from _with_stages(tile, split_k, multicast, None, num_rows, is_gated)
     if is_gated or num_rows <= _MAX_FEW_ROWS:
         return
-    for columns, row_tile, shared in itertools.product(_COLUMNS, _ROW_TILES, (1, 2, 4)):
-        if columns % (8 * shared) == 0 and math.ceil(num_rows / row_tile) % shared == 0:
-            yield from _with_stages(columns, 1, shared, row_tile, num_rows, is_gated)
+    for columns, row_tile, multicast in itertools.product(_COLUMNS, _ROW_TILES, (1, 2, 4)):
+        if columns % (8 * multicast) == 0 and math.ceil(num_rows / row_tile) % multicast == 0:
+            yield from _with_stages(columns, 1, multicast, row_tile, num_rows, is_gated)
 
 
 def _with_stages(
-    tile: int, split: int, shared: int, row_tile: int | None, num_rows: int, is_gated: bool
-) -> Iterator[ProductConfig]:
+    tile: int, split_k: int, multicast: int, row_tile: int | None, num_rows: int, is_gated: bool
+) -> Iterator[GemmConfig]:
     """With as many stages as two CTAs of a multiprocessor find room for, and one; 3 at least and 10 at most."""
     for num_ctas, limit in ((2, HALF_BYTES), (1, SHARED_BYTES)):
         for stages in range(10 if row_tile else 8, 2, -1):
-            config = ProductConfig(tile=tile, split=split, stages=stages, shared=shared, row_tile=row_tile)
+            config = GemmConfig(tile=tile, split_k=split_k, stages=stages, multicast=multicast, row_tile=row_tile)
             variant = variant_of(config, num_rows, is_gated, torch.bfloat16)
             if variant.shared_bytes <= limit:
                 if variant.a_multiprocessor == num_ctas and variant.sums_a_thread <= MAX_SUMS:
@@ -85,13 +83,13 @@ def _with_stages(
                 break
 
 
-def _model_micros(config: ProductConfig, num_rows: int, num_out: int, num_in: int, is_gated: bool) -> float:
+def _model_micros(config: GemmConfig, num_rows: int, num_out: int, num_in: int, is_gated: bool) -> float:
     variant = variant_of(config, num_rows, is_gated, torch.bfloat16)
     rows = variant.rows
     num_ctas = variant.num_ctas(num_rows, num_out)
     waves = math.ceil(num_ctas / (variant.a_multiprocessor * _CTAS_AT_ONCE[config.cluster]))
     at_once = min(variant.a_multiprocessor, math.ceil(num_ctas / 132))
-    block_bytes, num_blocks = at_once * variant.stage_bytes, math.ceil(num_in / TILE_K / config.split)
+    block_bytes, num_blocks = at_once * variant.stage_bytes, math.ceil(num_in / TILE_K / config.split_k)
     block_micros = max(
         block_bytes / min(_SM_BYTES_US, block_bytes * config.stages / _LATENCY_US),
         at_once * 2 * config.tile * rows * TILE_K / _SM_FLOP_US,
@@ -103,7 +101,7 @@ def _model_micros(config: ProductConfig, num_rows: int, num_out: int, num_in: in
         cache_bytes(config, num_rows, num_out, num_in, is_gated=is_gated) / _CACHE_BYTES_US,
     )
     sums_bytes = config.tile * rows * 4
-    sent = 0.5 + sums_bytes * (1 - 1 / config.split) / _SENT_BYTES_US if config.split > 1 else 0.0
+    sent = 0.5 + sums_bytes * (1 - 1 / config.split_k) / _SENT_BYTES_US if config.split_k > 1 else 0.0
     # Where the next kernel finds no room beside this one, it begins later.
     behind = 0.6 if variant.a_multiprocessor == 1 else 0.0
-    return loop + sent + sums_bytes / config.split / _STORED_BYTES_US + behind
+    return loop + sent + sums_bytes / config.split_k / _STORED_BYTES_US + behind

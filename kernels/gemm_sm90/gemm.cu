@@ -1,7 +1,7 @@
-// Products of few rows with big weights on Hopper (sm_90a): out[t, n] = sum_k x[t, k] w[n, k], optionally onto a residual,
+// GEMMs of few rows with big weights on Hopper (sm_90a): out[t, n] = sum_k x[t, k] w[n, k], optionally onto a residual,
 // optionally silu(gate) x up. Weights are wgmma's A operand (64 of their rows an instruction), rows of x its B operand.
 //
-// One tile of kTileN weight rows a cluster, or kShared neighbouring tiles; kParts CTAs share a tile's K. In a CTA one
+// One tile of kTileN weight rows a cluster, or kMulticast neighbouring tiles; kSplitK CTAs share a tile's K. In a CTA one
 // thread asks for tiles (TMA), one or two warpgroups multiply. Weights never change: what fills the ring of them is asked
 // for before griddepcontrol.wait, while the kernel ahead still runs. All that reads or writes activations is behind the
 // wait, and so is launch_dependents: a kernel that this one lets begin sees all but this one over, as behind a usual
@@ -12,8 +12,8 @@
 // bands of 8 rows of x. Each owns some bands: the others' sums of these come to it by asynchronous stores that a barrier of
 // the owner counts, once all say that their rings are no longer read. They are added in the order of the CTAs.
 //
-// Neighbouring tiles can share rows of x: kShared CTAs of a cluster that work at the same k blocks each ask for a part of
-// the rows, which the copy engine writes to all of them. A cluster's ranks are part * kShared + tile.
+// Neighbouring tiles can share rows of x: kMulticast CTAs of a cluster that work at the same k blocks each ask for a part of
+// the rows, which the copy engine writes to all of them. A cluster's ranks are part * kMulticast + tile.
 //
 // Gate and up lie in turns of 8 rows in shared memory, so that a thread's sums of both are of the same features. For the
 // norm of x's rows, what computed x can leave sums of squares of each of its tiles, which are added while the first tiles
@@ -21,7 +21,7 @@
 // and sent to all of the cluster; that takes a tenth longer.
 //
 // Set by who compiles: kTileN (64, 128, 256), kRows (8 to 256, a multiple of 8: rows of x padded), kStages, kIsGated,
-// kIsHalf, kMinCtas, kParts, kShared (1, 2, 4; kRows a multiple of 8 times as many), kMaxTurns; `wgmma` for kRows.
+// kIsHalf, kMinCtas, kSplitK, kMulticast (1, 2, 4; kRows a multiple of 8 times as many), kMaxTurns; `wgmma` for kRows.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -33,7 +33,7 @@ constexpr int kBlocks = kTileN / (64 * kGroups);     // Blocks of 64 weight rows
 constexpr int kConsumers = 128 * kGroups;            // Threads.
 constexpr int kThreads = kConsumers + 32;
 constexpr int kColumns = kIsGated ? kTileN / 2 : kTileN;  // Features out of a tile.
-constexpr int kClusterCtas = kParts * kShared;
+constexpr int kClusterCtas = kSplitK * kMulticast;
 constexpr u32 kWeightBytes = kTileN * kTileK * 2;
 constexpr u32 kRowBytes = kRows * kTileK * 2;
 constexpr u32 kStageBytes = kWeightBytes + kRowBytes;
@@ -41,35 +41,35 @@ constexpr u32 kRingBytes = kStages * kStageBytes;
 
 // Sums in shared memory: [band][block][warp][lane] of 4 float32. 64 bytes between warps: the 8 lanes that read at once read
 // those of two warps, from other banks.
-constexpr int kBands = kRows / 8, kMaxBands = (kBands + kParts - 1) / kParts;  // Of one CTA.
+constexpr int kBands = kRows / 8, kMaxBands = (kBands + kSplitK - 1) / kSplitK;  // Of one CTA.
 constexpr u32 kWarpBytes = 32 * 16 + 64, kBlockBytes = kConsumers / 32 * kWarpBytes, kBandBytes = kBlocks * kBlockBytes;
 constexpr u32 kOthersAt = kBands * kBandBytes;  // Others' sums of own bands: [CTA][band].
-constexpr u32 kFinishBytes = kOthersAt + (kParts - 1) * kMaxBands * kBandBytes;
+constexpr u32 kFinishBytes = kOthersAt + (kSplitK - 1) * kMaxBands * kBandBytes;
 
 // Behind the ring: sums of squares of rows of x [part of K][kRows], or of pieces of results [own row][piece], and barriers.
 constexpr int kRowPieces = kColumns / 8;
-constexpr u32 kSquaresAt = kRingBytes > kFinishBytes ? kRingBytes : kFinishBytes;
-constexpr u32 kBarriersAt = kSquaresAt + (kIsGated ? kParts * kRows : kMaxBands * 8 * kRowPieces) * 4;
+constexpr u32 kSquareSumsAt = kRingBytes > kFinishBytes ? kRingBytes : kFinishBytes;
+constexpr u32 kBarriersAt = kSquareSumsAt + (kIsGated ? kSplitK * kRows : kMaxBands * 8 * kRowPieces) * 4;
 // A CTA sums squares of so many rows; 8 threads a row, each of 16 bytes of it; so many rows a thread.
-constexpr int kSharedRows = kRows / kShared;
-constexpr int kSquareRows = (kSharedRows + kConsumers / 8 - 1) / (kConsumers / 8);
+constexpr int kMulticastRows = kRows / kMulticast;
+constexpr int kSquareRows = (kMulticastRows + kConsumers / 8 - 1) / (kConsumers / 8);
 
 // ptx.cuh stands here.
 
-// eps: less than 0: rows are not to be normed. squares: of x's rows [num_squares][num_rows], or null. squares_out: of the
+// eps: less than 0: rows are not to be normed. squares: of x's rows [num_square_sums][num_rows], or null. square_sums_out: of the
 // results' [tile][num_rows], or null.
 struct Sizes {
   int num_rows, num_out, num_in;
   float eps;
-  const float* squares;
-  int num_squares;
-  float* squares_out;
+  const float* square_sums;
+  int num_square_sums;
+  float* square_sums_out;
 };
 
 // Whether squares are to be taken on the way.
-DEVICE bool is_squaring(const Sizes& sizes) { return kIsGated && sizes.eps >= 0.0f && !sizes.squares; }
+DEVICE bool sums_squares(const Sizes& sizes) { return kIsGated && sizes.eps >= 0.0f && !sizes.square_sums; }
 
-// One CTA's place, and its k blocks. part: of kParts of K; neighbour: of kShared tiles.
+// One CTA's place, and its k blocks. part: of kSplitK of K; neighbour: of kMulticast tiles.
 struct Share {
   u32 base;
   int part, neighbour, tile, first_block, num_blocks;
@@ -83,8 +83,8 @@ DEVICE u32 free_barrier(const Share& share) { return share.base + kBarriersAt + 
 DEVICE u32 sent_barrier(const Share& share) { return share.base + kBarriersAt + (2 * kStages + 1) * 8; }
 
 // The bands of results that a part's CTA owns; and who owns a band.
-DEVICE int first_band(int part) { return kBands * part / kParts; }
-DEVICE int owner_of(int band) { return ((band + 1) * kParts - 1) / kBands; }
+DEVICE int first_band(int part) { return kBands * part / kSplitK; }
+DEVICE int owner_of(int band) { return ((band + 1) * kSplitK - 1) / kBands; }
 
 // Weight rows [num_out, K] of a tile, or gate's and those of up. What lies outside is zeros, and is not stored.
 DEVICE void load_weights(const Share& share, const TensorMap* map, int index, int stage) {
@@ -100,11 +100,11 @@ DEVICE void load_weights(const Share& share, const TensorMap* map, int index, in
 DEVICE void load_rows(const Share& share, const TensorMap* map, int index, int stage) {
   const int column = (share.first_block + index) * kTileK;
   const u32 to = stage_at(share, stage) + kWeightBytes, barrier = full_barrier(share, stage);
-  if (kShared == 1) {
+  if (kMulticast == 1) {
     load_box(to, map, column, 0, barrier, kEvictLast);
   } else {
-    const u16 ctas = (u16)(((1u << kShared) - 1) << share.part * kShared);
-    load_shared_box(to + share.neighbour * kSharedRows * kTileK * 2, map, column, share.neighbour * kSharedRows, barrier,
+    const u16 ctas = (u16)(((1u << kMulticast) - 1) << share.part * kMulticast);
+    load_multicast_box(to + share.neighbour * kMulticastRows * kTileK * 2, map, column, share.neighbour * kMulticastRows, barrier,
                     kEvictLast, ctas);
   }
 }
@@ -112,8 +112,8 @@ DEVICE void load_rows(const Share& share, const TensorMap* map, int index, int s
 // Bytes that others of the cluster send to this CTA.
 DEVICE u32 sent_bytes(const Share& share, const Sizes& sizes) {
   const int num_bands = first_band(share.part + 1) - first_band(share.part);
-  u32 bytes = (kParts - 1) * num_bands * kBlocks * kConsumers * 16;
-  if (is_squaring(sizes)) bytes += (kClusterCtas - 1) * kSharedRows * 4;
+  u32 bytes = (kSplitK - 1) * num_bands * kBlocks * kConsumers * 16;
+  if (sums_squares(sizes)) bytes += (kClusterCtas - 1) * kMulticastRows * 4;
   return bytes;
 }
 
@@ -123,9 +123,9 @@ DEVICE int begin(const Share& share, const Sizes& sizes, const TensorMap* w_map,
   prefetch_map(x_map);
   for (int stage = 0; stage < kStages; ++stage) {
     barrier_init(full_barrier(share, stage), 1);
-    barrier_init(empty_barrier(share, stage), kConsumers / 32 * kShared);
+    barrier_init(empty_barrier(share, stage), kConsumers / 32 * kMulticast);
   }
-  barrier_init(free_barrier(share), kParts);
+  barrier_init(free_barrier(share), kSplitK);
   barrier_init(sent_barrier(share), 1);
   barrier_init_fence();
   const int early = share.num_blocks < kStages ? share.num_blocks : kStages;
@@ -155,15 +155,15 @@ DEVICE void produce(const Share& share, const TensorMap* w_map, const TensorMap*
   }
 }
 
-// A warp's products that read the stage are over: with all warps' arrivals it is free.
+// A warp's wgmmas that read the stage are over: with all warps' arrivals it is free.
 DEVICE void release(const Share& share, int stage) {
   const int lane = thread_index() % 32;
   sync_warp();
-  if (kShared == 1) {
+  if (kMulticast == 1) {
     if (lane == 0) barrier_arrive(empty_barrier(share, stage));
-  } else if (lane < kShared) {
+  } else if (lane < kMulticast) {
     // Neighbours write rows into this CTA's stage too: each has to know that it is free.
-    barrier_arrive_at(of_cta(empty_barrier(share, stage), share.part * kShared + lane));
+    barrier_arrive_at(of_cta(empty_barrier(share, stage), share.part * kMulticast + lane));
   }
 }
 
@@ -171,15 +171,15 @@ DEVICE void release(const Share& share, int stage) {
 // 8 j + lane % 4 * 2 + c: of band j.
 typedef float Sums[kBlocks][kRows / 2];
 
-// The CTA's k blocks. row_squares: of the rows thread / 8, + kConsumers / 8, ... of the CTA's share, 16 bytes in 128 each.
-DEVICE void multiply(const Share& share, const Sizes& sizes, Sums& sums, float (&row_squares)[kSquareRows]) {
+// The CTA's k blocks. row_square_sums: of the rows thread / 8, + kConsumers / 8, ... of the CTA's share, 16 bytes in 128 each.
+DEVICE void multiply(const Share& share, const Sizes& sizes, Sums& sums, float (&row_square_sums)[kSquareRows]) {
   const int thread = thread_index(), group = thread / 128;
 #pragma unroll
   for (int block = 0; block < kBlocks; ++block)
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) sums[block][i] = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kSquareRows; ++i) row_squares[i] = 0.0f;
+  for (int i = 0; i < kSquareRows; ++i) row_square_sums[i] = 0.0f;
   int stage = 0, before = kStages - 1;
   u32 parity = 0;
 #pragma unroll
@@ -197,18 +197,18 @@ DEVICE void multiply(const Share& share, const Sizes& sizes, Sums& sums, float (
       for (int block = 0; block < kBlocks; ++block)
         wgmma(sums[block], descriptor(weights + block * 64 * kTileK * 2 + k * 32), descriptor(rows + k * 32));
     wgmma_end();
-    if (is_squaring(sizes)) {
+    if (sums_squares(sizes)) {
       // The swizzle moves 16 bytes about within a row, which a sum over the row does not see.
 #pragma unroll
       for (int i = 0; i < kSquareRows; ++i) {
         const int row = thread / 8 + i * (kConsumers / 8);
-        if (row < kSharedRows) {
-          const uint4 x = load_shared(rows + (share.neighbour * kSharedRows + row) * kTileK * 2 + thread % 8 * 16);
-          row_squares[i] += squares(x.x) + squares(x.y) + squares(x.z) + squares(x.w);
+        if (row < kMulticastRows) {
+          const uint4 x = load_shared(rows + (share.neighbour * kMulticastRows + row) * kTileK * 2 + thread % 8 * 16);
+          row_square_sums[i] += sum_of_squares(x.x) + sum_of_squares(x.y) + sum_of_squares(x.z) + sum_of_squares(x.w);
         }
       }
     }
-    // The products before these are over. Nobody waits for stages that are not filled again.
+    // The wgmmas before these are over. Nobody waits for stages that are not filled again.
     wgmma_wait<1>();
     if (index > 0 && index - 1 + kStages < share.num_blocks) release(share, before);
     before = stage;
@@ -225,16 +225,16 @@ DEVICE void multiply(const Share& share, const Sizes& sizes, Sums& sums, float (
 }
 
 // To all of the cluster.
-DEVICE void send_squares(const Share& share, float (&row_squares)[kSquareRows]) {
-  const int thread = thread_index(), own = share.part * kShared + share.neighbour;
+DEVICE void send_square_sums(const Share& share, float (&row_square_sums)[kSquareRows]) {
+  const int thread = thread_index(), own = share.part * kMulticast + share.neighbour;
 #pragma unroll
   for (int i = 0; i < kSquareRows; ++i) {
-    float sum = row_squares[i];
+    float sum = row_square_sums[i];
     for (int mask = 1; mask < 8; mask *= 2) sum += shuffle_xor(sum, mask);
     const int row = thread / 8 + i * (kConsumers / 8), rank = thread % 8;
     // The threads that have the sum take a CTA each.
-    if (row >= kSharedRows || rank >= kClusterCtas) continue;
-    const u32 to = share.base + kSquaresAt + (share.part * kRows + share.neighbour * kSharedRows + row) * 4;
+    if (row >= kMulticastRows || rank >= kClusterCtas) continue;
+    const u32 to = share.base + kSquareSumsAt + (share.part * kRows + share.neighbour * kMulticastRows + row) * 4;
     if (rank == own) {
       store_shared(to, sum);
     } else {
@@ -267,7 +267,7 @@ DEVICE void send_sums(const Share& share) {
   const u32 at = share.base + sums_at(thread_index());
 #pragma unroll 4
   for (int index = 0; index < kBands * kBlocks; ++index) {
-    const int band = index / kBlocks, owner = owner_of(band), rank = owner * kShared + share.neighbour;
+    const int band = index / kBlocks, owner = owner_of(band), rank = owner * kMulticast + share.neighbour;
     if (owner == share.part) continue;
     const u32 to = at + others_at(owner, share.part) + (band - first_band(owner)) * kBandBytes;
     const u32 block_offset = index % kBlocks * kBlockBytes;
@@ -332,7 +332,7 @@ DEVICE void whole_sums(const Share& share, const Piece& piece, float4 (&sums)[4]
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] = float4{0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+  for (int part = 0; part < kSplitK; ++part) {
     u32 from = share.base + piece.from;
     if (part == share.part) {
       from += piece.band * kBandBytes;
@@ -350,24 +350,24 @@ DEVICE void whole_sums(const Share& share, const Piece& piece, float4 (&sums)[4]
 // Sums of squares that were left, of the rows thread, thread + kConsumers, ...
 constexpr int kGivenRows = (kRows + kConsumers - 1) / kConsumers;
 
-DEVICE void load_squares(const Sizes& sizes, float (&given)[kGivenRows]) {
+DEVICE void load_square_sums(const Sizes& sizes, float (&given)[kGivenRows]) {
 #pragma unroll
   for (int i = 0; i < kGivenRows; ++i) {
     const int row = thread_index() + i * kConsumers, nearest = row < sizes.num_rows ? row : 0;
     float sum = 0.0f;
 #pragma unroll 8
-    for (int index = 0; index < sizes.num_squares; ++index) sum += sizes.squares[index * sizes.num_rows + nearest];
+    for (int index = 0; index < sizes.num_square_sums; ++index) sum += sizes.square_sums[index * sizes.num_rows + nearest];
     given[i] = sum;
   }
 }
 
 // 1 / sqrt(mean(x^2) + eps) of a row.
-DEVICE float row_factor(const Share& share, const Sizes& sizes, int row) {
+DEVICE float inverse_rms(const Share& share, const Sizes& sizes, int row) {
   if (sizes.eps < 0.0f) return 1.0f;
-  float sum = load_one(share.base + kSquaresAt + row * 4);
-  if (!sizes.squares)
+  float sum = load_one(share.base + kSquareSumsAt + row * 4);
+  if (!sizes.square_sums)
 #pragma unroll
-    for (int part = 1; part < kParts; ++part) sum += load_one(share.base + kSquaresAt + (part * kRows + row) * 4);
+    for (int part = 1; part < kSplitK; ++part) sum += load_one(share.base + kSquareSumsAt + (part * kRows + row) * 4);
   return reciprocal_root(sum * (1.0f / sizes.num_in) + sizes.eps);
 }
 
@@ -387,7 +387,7 @@ DEVICE void store_gated(const Share& share, const Sizes& sizes, u16* out) {
       pieces[i].is_column[0] &= own <= last;
       whole_sums(share, pieces[i], sums[i]);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) factors[i][c] = row_factor(share, sizes, pieces[i].row + c);
+      for (int c = 0; c < 2; ++c) factors[i][c] = inverse_rms(share, sizes, pieces[i].row + c);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -416,7 +416,7 @@ DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* r
     whole_sums(share, piece, sums);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      float row_squares = 0.0f;
+      float row_square_sums = 0.0f;
 #pragma unroll
       for (int group = 0; group < 2; ++group) {
         const uint2 before = befores.at[c][group];
@@ -428,12 +428,12 @@ DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* r
                                    numbers[3] + high(before.y));
         if (!piece.is_column[group] || piece.row + c >= sizes.num_rows) continue;
         *(uint2*)(out + at_of(share, sizes, piece, c, group)) = packed;
-        row_squares += squares(packed.x) + squares(packed.y);
+        row_square_sums += sum_of_squares(packed.x) + sum_of_squares(packed.y);
       }
       // Of 8 columns of a row, of which each lane has its place.
-      if (sizes.squares_out) {
+      if (sizes.square_sums_out) {
         const int row = piece.row + c - first_band(share.part) * 8, lane = thread_index() % 32;
-        store_shared(share.base + kSquaresAt + (row * kRowPieces + turn % kBandTurns * 8 + lane / 4) * 4, row_squares);
+        store_shared(share.base + kSquareSumsAt + (row * kRowPieces + turn % kBandTurns * 8 + lane / 4) * 4, row_square_sums);
       }
     }
     befores = nexts;
@@ -441,42 +441,42 @@ DEVICE void store(const Share& share, const Sizes& sizes, u16* out, const u16* r
 }
 
 // Of the tile's columns, of own rows.
-DEVICE void store_squares(const Share& share, const Sizes& sizes) {
+DEVICE void store_square_sums(const Share& share, const Sizes& sizes) {
   const int first = first_band(share.part) * 8, end = first_band(share.part + 1) * 8;
   for (int row = first + thread_index(); row < end && row < sizes.num_rows; row += kConsumers) {
     float sum = 0.0f;
 #pragma unroll
     for (int piece = 0; piece < kRowPieces; ++piece)
-      sum += load_one(share.base + kSquaresAt + ((row - first) * kRowPieces + piece) * 4);
-    sizes.squares_out[share.tile * sizes.num_rows + row] = sum;
+      sum += load_one(share.base + kSquareSumsAt + ((row - first) * kRowPieces + piece) * 4);
+    sizes.square_sums_out[share.tile * sizes.num_rows + row] = sum;
   }
 }
 
 // What the warpgroups do behind the wait.
 DEVICE void consume(const Share& share, const Sizes& sizes, u16* out, const u16* residual) {
   Sums sums;
-  float row_squares[kSquareRows], given[kGivenRows];
-  const bool is_given = kIsGated && sizes.squares;
-  if (is_given) load_squares(sizes, given);
-  multiply(share, sizes, sums, row_squares);
+  float row_square_sums[kSquareRows], given[kGivenRows];
+  const bool is_given = kIsGated && sizes.square_sums;
+  if (is_given) load_square_sums(sizes, given);
+  multiply(share, sizes, sums, row_square_sums);
   Befores befores;
   if (!kIsGated) befores = load_residual(share, sizes, residual, thread_index() / 32);
-  if (is_squaring(sizes)) send_squares(share, row_squares);
+  if (sums_squares(sizes)) send_square_sums(share, row_square_sums);
   if (is_given)
 #pragma unroll
     for (int i = 0; i < kGivenRows; ++i)
       if (thread_index() + i * kConsumers < kRows)
-        store_shared(share.base + kSquaresAt + (thread_index() + i * kConsumers) * 4, given[i]);
+        store_shared(share.base + kSquareSumsAt + (thread_index() + i * kConsumers) * 4, given[i]);
   // The ring is no longer read.
   sync_consumers();
   const int part = thread_index();
-  if (kParts > 1 && part < kParts) barrier_arrive_at(of_cta(free_barrier(share), part * kShared + share.neighbour));
+  if (kSplitK > 1 && part < kSplitK) barrier_arrive_at(of_cta(free_barrier(share), part * kMulticast + share.neighbour));
   leave_sums(share, sums);
-  if (kParts > 1) {
+  if (kSplitK > 1) {
     barrier_wait(free_barrier(share), 0);
     send_sums(share);
   }
-  if (kParts > 1 || (kShared > 1 && is_squaring(sizes))) barrier_wait(sent_barrier(share), 0);
+  if (kSplitK > 1 || (kMulticast > 1 && sums_squares(sizes))) barrier_wait(sent_barrier(share), 0);
   // Own sums and squares are there.
   sync_consumers();
   if (kIsGated) {
@@ -484,31 +484,31 @@ DEVICE void consume(const Share& share, const Sizes& sizes, u16* out, const u16*
     return;
   }
   store(share, sizes, out, residual, befores);
-  if (sizes.squares_out) {
+  if (sizes.square_sums_out) {
     sync_consumers();
-    store_squares(share, sizes);
+    store_square_sums(share, sizes);
   }
 }
 
-// Grid: cdiv(num_out, kColumns), to a multiple of kShared, x kParts, in clusters of kClusterCtas, at most 8; kParts at most
+// Grid: cdiv(num_out, kColumns), to a multiple of kMulticast, x kSplitK, in clusters of kClusterCtas, at most 8; kSplitK at most
 // the k blocks. w [num_out, num_in] in boxes [kTileN, kTileK], or gate and up [2 num_out, num_in] as load_gated_box says,
-// in boxes of kTileN / 16 groups; x [num_rows, num_in] in boxes [kSharedRows, kTileK]; both swizzled by 128 bytes. out and
+// in boxes of kTileN / 16 groups; x [num_rows, num_in] in boxes [kMulticastRows, kTileK]; both swizzled by 128 bytes. out and
 // residual (or null, or out itself; null where gated) [num_rows, num_out]. Of gated ones eps: of the norm of x's rows, and
-// squares (or null): what was left of x. squares_out (or null): where others leave theirs.
-KERNEL product90(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* residual, int num_rows, int num_out,
-                 int num_in, int num_squares, float eps, const float* squares, float* squares_out) {
+// squares (or null): what was left of x. square_sums_out (or null): where others leave theirs.
+KERNEL gemm_sm90(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* residual, int num_rows, int num_out,
+                 int num_in, int num_square_sums, float eps, const float* square_sums, float* square_sums_out) {
   // A CTA's number in its cluster is %cluster_ctarank too: clusters are consecutive CTAs of one axis.
   const int block = block_index(), rank = block % kClusterCtas, num_blocks = (num_in + kTileK - 1) / kTileK;
   Share share;
   share.base = (shared_base() + 1023) / 1024 * 1024;
-  share.part = rank / kShared;
-  share.neighbour = rank % kShared;
-  share.tile = block / kClusterCtas * kShared + share.neighbour;
-  share.first_block = num_blocks * share.part / kParts;
-  share.num_blocks = num_blocks * (share.part + 1) / kParts - share.first_block;
+  share.part = rank / kMulticast;
+  share.neighbour = rank % kMulticast;
+  share.tile = block / kClusterCtas * kMulticast + share.neighbour;
+  share.first_block = num_blocks * share.part / kSplitK;
+  share.num_blocks = num_blocks * (share.part + 1) / kSplitK - share.first_block;
   // Tiles that only fill a cluster are beyond the result.
-  if (share.tile * kColumns >= num_out) squares_out = nullptr;
-  const Sizes sizes = {num_rows, num_out, num_in, eps, squares, num_squares, squares_out};
+  if (share.tile * kColumns >= num_out) square_sums_out = nullptr;
+  const Sizes sizes = {num_rows, num_out, num_in, eps, square_sums, num_square_sums, square_sums_out};
 
   const bool is_producer = thread_index() == kConsumers;
   int early = 0;
@@ -516,8 +516,8 @@ KERNEL product90(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* re
   // Barriers are there for all that arrive at them.
   if (kClusterCtas > 1) cluster_arrive();
   sync_threads();
-  wait_for_kernels_ahead();
-  let_next_kernel_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (kClusterCtas > 1) cluster_wait();
   if (is_producer) produce(share, &w_map, &x_map, early);
   if (thread_index() < kConsumers) consume(share, sizes, out, residual);

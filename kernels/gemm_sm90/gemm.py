@@ -1,4 +1,4 @@
-"""Products of few rows with big weights on Hopper, whose weights come while the kernel ahead still runs.
+"""GEMMs of few rows with big weights on Hopper, whose weights come while the kernel ahead still runs.
 
 T rows, N features out, K features in, F mlp features. The kernels and how they work: gemm.cu, and for more rows
 gemm_row_tiled.cu. They are compiled by NVRTC when they are first needed, once for each variant, and launched through
@@ -15,8 +15,8 @@ import torch
 from torch.nn import functional
 
 from radixmesh.kernels.gemm_sm90.cuda_driver import BoxOf, CudaDriver, Kernel, Launch
-from radixmesh.kernels.gemm_sm90.variants import MAX_CLUSTER, TILE_K, ProductConfig, Variant, variant_of
-from radixmesh.kernels.row_scale import row_scale_reference
+from radixmesh.kernels.gemm_sm90.variants import MAX_CLUSTER, TILE_K, GemmConfig, Variant, variant_of
+from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 MAX_ROWS = 256
 DTYPES = (torch.bfloat16, torch.float16)
@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 _NUM_COMPILERS = 8  # Threads.
 
 
-class Product90:
+class GemmSm90:
     """Launches, on the current stream. compiled: a source's machine code; use_pdl: beside the end of the kernel ahead.
     What does not compile, load or launch raises what `compiled` and the driver raise."""
 
@@ -51,23 +51,24 @@ class Product90:
         self,
         x_TK: torch.Tensor,
         w_NK: torch.Tensor,
-        config: ProductConfig,
+        config: GemmConfig,
         *,
         residual_TN: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        squares_out: torch.Tensor | None = None,
+        square_sums_out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x @ w^T, [T, N], of 1 to MAX_ROWS rows, added to the residual in float32 if there is one.
 
-        squares_out: as `new_squares` makes it, for sums of squares of the result's rows, one for each tile of columns.
+        square_sums_out: made by `new_square_sums`; receives partial sums of squares of the result's rows, one for each
+        tile of columns.
         bfloat16 or float16, contiguous; `out` may be the residual. Sums are float32, and are the same from run to run.
         No kernel ahead in the stream may be writing the weight.
         """
         out = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0]) if out is None else out
-        self._launch(x_TK, w_NK, config, out, residual_TN, False, -1.0, None, squares_out)
+        self._launch(x_TK, w_NK, config, out, residual_TN, False, -1.0, None, square_sums_out)
         return out
 
-    def new_squares(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: ProductConfig) -> torch.Tensor:
+    def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         """For `linear`: float32 [tiles, T]."""
         variant = variant_of(config, x_TK.shape[0], False, x_TK.dtype)
         return x_TK.new_empty(variant.num_tiles(w_NK.shape[0]), x_TK.shape[0], dtype=torch.float32)
@@ -76,30 +77,30 @@ class Product90:
         self,
         x_TK: torch.Tensor,
         w_2FK: torch.Tensor,
-        config: ProductConfig,
+        config: GemmConfig,
         *,
         eps: float | None = None,
         out: torch.Tensor | None = None,
-        squares: torch.Tensor | None = None,
+        square_sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """silu(x @ gate^T) x (x @ up^T), [T, F]; w holds the F rows of gate, then those of up. With `eps` both
-        products are first multiplied by each row's 1 / sqrt(mean(x^2) + eps), which takes less time with `squares`,
+        GEMMs are first multiplied by each row's 1 / sqrt(mean(x^2) + eps), which takes less time with `squares`,
         float32 [any, T] whose sums are those of x's rows. Rounded once, at the end; otherwise as `linear`."""
         out = x_TK.new_empty(x_TK.shape[0], w_2FK.shape[0] // 2) if out is None else out
-        self._launch(x_TK, w_2FK, config, out, None, True, -1.0 if eps is None else eps, squares, None)
+        self._launch(x_TK, w_2FK, config, out, None, True, -1.0 if eps is None else eps, square_sums, None)
         return out
 
     def _launch(
         self,
         x_TK: torch.Tensor,
         w_NK: torch.Tensor,
-        config: ProductConfig,
+        config: GemmConfig,
         out: torch.Tensor,
         residual: torch.Tensor | None,
         is_gated: bool,
         eps: float,
-        squares: torch.Tensor | None,
-        squares_out: torch.Tensor | None,
+        square_sums: torch.Tensor | None,
+        square_sums_out: torch.Tensor | None,
     ) -> None:
         (num_rows, num_in), num_out = x_TK.shape, out.shape[1]
         assert accepts(x_TK, w_NK, out, is_gated), (x_TK.shape, w_NK.shape, out.shape, x_TK.dtype)
@@ -107,10 +108,14 @@ class Product90:
             residual.shape
         )
         variant = variant_of(config, num_rows, is_gated, x_TK.dtype)
-        assert config.split <= math.ceil(num_in / TILE_K) and config.cluster <= MAX_CLUSTER, (config, num_in)
-        num_squares = 0 if squares is None else len(squares)
-        assert squares is None or (squares.shape[1] == num_rows and squares.is_contiguous()), squares.shape
-        assert squares_out is None or squares_out.shape == (variant.num_tiles(num_out), num_rows), squares_out.shape
+        assert config.split_k <= math.ceil(num_in / TILE_K) and config.cluster <= MAX_CLUSTER, (config, num_in)
+        num_square_sums = 0 if square_sums is None else len(square_sums)
+        assert square_sums is None or (square_sums.shape[1] == num_rows and square_sums.is_contiguous()), (
+            square_sums.shape
+        )
+        assert square_sums_out is None or square_sums_out.shape == (variant.num_tiles(num_out), num_rows), (
+            square_sums_out.shape
+        )
         self._driver.launch(
             self._kernel(variant),
             Launch(
@@ -124,9 +129,9 @@ class Product90:
             BoxOf(w_NK, TILE_K, variant.weight_rows, in_turns=is_gated),
             BoxOf(x_TK, TILE_K, variant.activation_rows),
             (out.data_ptr(), _address(residual)),
-            (num_rows, num_out, num_in, num_squares),
+            (num_rows, num_out, num_in, num_square_sums),
             eps,
-            (_address(squares), _address(squares_out)),
+            (_address(square_sums), _address(square_sums_out)),
         )
 
     def _kernel(self, variant: Variant) -> Kernel:
@@ -139,7 +144,7 @@ class Product90:
 
 
 def accepts(x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
-    """Whether a kernel can compute a product of such tensors."""
+    """Whether a kernel can compute a GEMM of such tensors."""
     num_rows, num_in = x_TK.shape
     return (
         1 <= num_rows <= MAX_ROWS
@@ -157,16 +162,16 @@ def accepts(x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated:
 
 def linear_reference(x_TK: torch.Tensor, w_NK: torch.Tensor, residual_TN: torch.Tensor | None = None) -> torch.Tensor:
     """What `linear` computes, in torch."""
-    product_TN = functional.linear(x_TK.float(), w_NK.float())
-    return (product_TN if residual_TN is None else product_TN + residual_TN).to(x_TK.dtype)
+    result_TN = functional.linear(x_TK.float(), w_NK.float())
+    return (result_TN if residual_TN is None else result_TN + residual_TN).to(x_TK.dtype)
 
 
 def gate_up_silu_reference(x_TK: torch.Tensor, w_2FK: torch.Tensor, eps: float | None = None) -> torch.Tensor:
     """What `gate_up_silu` computes, in torch."""
-    products_T2F = functional.linear(x_TK.float(), w_2FK.float())
+    result_T2F = functional.linear(x_TK.float(), w_2FK.float())
     if eps is not None:
-        products_T2F = products_T2F * row_scale_reference(x_TK, eps)
-    gate_TF, up_TF = products_T2F.chunk(2, dim=-1)
+        result_T2F = result_T2F * inverse_rms_reference(x_TK, eps)
+    gate_TF, up_TF = result_T2F.chunk(2, dim=-1)
     return (functional.silu(gate_TF) * up_TF).to(x_TK.dtype)
 
 

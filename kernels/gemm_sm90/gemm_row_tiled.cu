@@ -1,13 +1,13 @@
-// Products of more rows than gemm.cu's, on Hopper (sm_90a): out[t, n] = sum_k x[t, k] w[n, k], optionally onto a
+// GEMMs of more rows than gemm.cu's, on Hopper (sm_90a): out[t, n] = sum_k x[t, k] w[n, k], optionally onto a
 // residual. Rows of x are wgmma's A operand (64 of them a warpgroup), weights its B operand: a tile's columns are any
 // multiple of 8, so that tiles are about as many as multiprocessors, and none has to share K.
 //
-// One tile of kTileRows rows and kTileN columns a CTA; kShared CTAs of a cluster have the same columns and neighbouring
+// One tile of kTileRows rows and kTileN columns a CTA; kMulticast CTAs of a cluster have the same columns and neighbouring
 // rows. Each asks for a part of the columns' weights, which the copy engine writes to all of them. As in gemm.cu
 // weights are asked for before the wait, activations behind it, and so is launch_dependents.
 //
-// Set by who compiles: kTileN (a multiple of 8 x kShared to 256), kGroups (1, 2: warpgroups, of 64 rows each),
-// kStages, kIsHalf, kMinCtas, kShared (1, 2, 4), kMaxTurns; `wgmma` for kTileN.
+// Set by who compiles: kTileN (a multiple of 8 x kMulticast to 256), kGroups (1, 2: warpgroups, of 64 rows each),
+// kStages, kIsHalf, kMinCtas, kMulticast (1, 2, 4), kMaxTurns; `wgmma` for kTileN.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -16,7 +16,7 @@ typedef unsigned long long u64;
 constexpr int kTileK = 64;  // Numbers: 128 bytes, a row of the swizzle atom.
 constexpr int kTileRows = 64 * kGroups;
 constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 32, kWarps = kConsumers / 32;
-constexpr int kSharedColumns = kTileN / kShared;
+constexpr int kMulticastColumns = kTileN / kMulticast;
 constexpr u32 kWeightBytes = kTileN * kTileK * 2;
 constexpr u32 kRowBytes = kTileRows * kTileK * 2;
 constexpr u32 kStageBytes = kRowBytes + kWeightBytes;  // Multiples of 1024, the swizzle's atom.
@@ -26,18 +26,18 @@ constexpr u32 kRingBytes = kStages * kStageBytes;
 constexpr int kPitch = kTileN + (40 - kTileN % 32) % 32;
 // Behind them come sums of squares of pieces of 8 columns [kTileRows][piece].
 constexpr int kRowPieces = kTileN / 8;
-constexpr u32 kSquaresAt = kTileRows * kPitch * 4, kFinishBytes = kSquaresAt + kTileRows * kRowPieces * 4;
+constexpr u32 kSquareSumsAt = kTileRows * kPitch * 4, kFinishBytes = kSquareSumsAt + kTileRows * kRowPieces * 4;
 constexpr u32 kBarriersAt = kRingBytes > kFinishBytes ? kRingBytes : kFinishBytes;
 
 // ptx.cuh stands here.
 
-// squares_out: of the results' rows [tile of columns][num_rows], or null.
+// square_sums_out: of the results' rows [tile of columns][num_rows], or null.
 struct Sizes {
   int num_rows, num_out, num_blocks;
-  float* squares_out;
+  float* square_sums_out;
 };
 
-// One CTA's place. neighbour: of kShared tiles of rows; row, column: the tile's first.
+// One CTA's place. neighbour: of kMulticast tiles of rows; row, column: the tile's first.
 struct Place {
   u32 base;
   int neighbour, row, column;
@@ -50,12 +50,12 @@ DEVICE u32 empty_barrier(const Place& place, int stage) { return place.base + kB
 
 // What lies outside of the matrices is zeros, and is not stored.
 DEVICE void load_weights(const Place& place, const TensorMap* map, int index, int stage) {
-  const int first = place.neighbour * kSharedColumns;
+  const int first = place.neighbour * kMulticastColumns;
   const u32 to = weights_at(place, stage) + first * kTileK * 2, barrier = full_barrier(place, stage);
-  if (kShared == 1) {
+  if (kMulticast == 1) {
     load_box(to, map, index * kTileK, place.column, barrier, kEvictFirst);
   } else {
-    load_shared_box(to, map, index * kTileK, place.column + first, barrier, kEvictFirst, (u16)((1u << kShared) - 1));
+    load_multicast_box(to, map, index * kTileK, place.column + first, barrier, kEvictFirst, (u16)((1u << kMulticast) - 1));
   }
 }
 
@@ -69,7 +69,7 @@ DEVICE void begin(const Place& place, const TensorMap* w_map, const TensorMap* x
   prefetch_map(x_map);
   for (int stage = 0; stage < kStages; ++stage) {
     barrier_init(full_barrier(place, stage), 1);
-    barrier_init(empty_barrier(place, stage), kWarps * kShared);
+    barrier_init(empty_barrier(place, stage), kWarps * kMulticast);
   }
   barrier_init_fence();
 }
@@ -102,13 +102,13 @@ DEVICE void produce(const Place& place, const Sizes& sizes, const TensorMap* w_m
   }
 }
 
-// A warp's products that read the stage are over: with all warps' arrivals it is free.
+// A warp's wgmmas that read the stage are over: with all warps' arrivals it is free.
 DEVICE void release(const Place& place, int stage) {
   const int lane = thread_index() % 32;
   sync_warp();
-  if (kShared == 1) {
+  if (kMulticast == 1) {
     if (lane == 0) barrier_arrive(empty_barrier(place, stage));
-  } else if (lane < kShared) {
+  } else if (lane < kMulticast) {
     // Neighbours write weights into this CTA's stage too: each has to know that it is free.
     barrier_arrive_at(of_cta(empty_barrier(place, stage), lane));
   }
@@ -133,7 +133,7 @@ DEVICE void multiply(const Place& place, const Sizes& sizes, Sums& sums) {
 #pragma unroll
     for (int k = 0; k < kTileK / 16; ++k) wgmma(sums, descriptor(rows + k * 32), descriptor(weights + k * 32));
     wgmma_end();
-    // The products before these are over. Nobody waits for stages that are not filled again.
+    // The wgmmas before these are over. Nobody waits for stages that are not filled again.
     wgmma_wait<1>();
     if (index > 0 && index - 1 + kStages < sizes.num_blocks) release(place, before);
     before = stage;
@@ -208,9 +208,9 @@ DEVICE void store(const Place& place, const Sizes& sizes, u16* out, const u16* r
                             pack(b.x + low(before.z), b.y + high(before.z)), pack(b.z + low(before.w), b.w + high(before.w))};
       if (pieces[i].is_there) *(uint4*)(out + pieces[i].to) = packed;
       const int index = (turn + i) * kConsumers + thread_index();
-      if (sizes.squares_out && index < kPieces) {
-        const float sum = squares(packed.x) + squares(packed.y) + squares(packed.z) + squares(packed.w);
-        store_shared(place.base + kSquaresAt + index * 4, pieces[i].is_there ? sum : 0.0f);
+      if (sizes.square_sums_out && index < kPieces) {
+        const float sum = sum_of_squares(packed.x) + sum_of_squares(packed.y) + sum_of_squares(packed.z) + sum_of_squares(packed.w);
+        store_shared(place.base + kSquareSumsAt + index * 4, pieces[i].is_there ? sum : 0.0f);
       }
     }
     befores = nexts;
@@ -218,43 +218,43 @@ DEVICE void store(const Place& place, const Sizes& sizes, u16* out, const u16* r
 }
 
 // Of the tile's columns.
-DEVICE void store_squares(const Place& place, const Sizes& sizes) {
+DEVICE void store_square_sums(const Place& place, const Sizes& sizes) {
   const int row = thread_index();
   if (row >= kTileRows || place.row + row >= sizes.num_rows) return;
   float sum = 0.0f;
 #pragma unroll
   for (int piece = 0; piece < kRowPieces; ++piece)
-    sum += load_one(place.base + kSquaresAt + (row * kRowPieces + piece) * 4);
-  sizes.squares_out[place.column / kTileN * sizes.num_rows + place.row + row] = sum;
+    sum += load_one(place.base + kSquareSumsAt + (row * kRowPieces + piece) * 4);
+  sizes.square_sums_out[place.column / kTileN * sizes.num_rows + place.row + row] = sum;
 }
 
-// Grid: cdiv(num_out, kTileN) x cdiv(num_rows, kTileRows) to a multiple of kShared, tiles of rows next to each other, in
-// clusters of kShared. w [num_out, num_in] in boxes [kSharedColumns, kTileK]; x [num_rows, num_in] in boxes
-// [kTileRows, kTileK]; both swizzled by 128 bytes. out and residual (or null, or out itself) [num_rows, num_out]. squares_out:
+// Grid: cdiv(num_out, kTileN) x cdiv(num_rows, kTileRows) to a multiple of kMulticast, tiles of rows next to each other, in
+// clusters of kMulticast. w [num_out, num_in] in boxes [kMulticastColumns, kTileK]; x [num_rows, num_in] in boxes
+// [kTileRows, kTileK]; both swizzled by 128 bytes. out and residual (or null, or out itself) [num_rows, num_out]. square_sums_out:
 // as in gemm.cu, which also says what eps and squares are, that this one has none of.
-KERNEL product90_wide(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* residual, int num_rows, int num_out,
-                      int num_in, int num_squares, float eps, const float* squares, float* squares_out) {
-  const Sizes sizes = {num_rows, num_out, (num_in + kTileK - 1) / kTileK, squares_out};
-  const int num_row_tiles = ((num_rows + kTileRows - 1) / kTileRows + kShared - 1) / kShared * kShared;
+KERNEL gemm_sm90_row_tiled(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* residual, int num_rows, int num_out,
+                      int num_in, int num_square_sums, float eps, const float* square_sums, float* square_sums_out) {
+  const Sizes sizes = {num_rows, num_out, (num_in + kTileK - 1) / kTileK, square_sums_out};
+  const int num_row_tiles = ((num_rows + kTileRows - 1) / kTileRows + kMulticast - 1) / kMulticast * kMulticast;
   // A CTA's number in its cluster is %cluster_ctarank too: clusters are consecutive CTAs of one axis.
   const int block = block_index();
   Place place;
   place.base = (shared_base() + 1023) / 1024 * 1024;
-  place.neighbour = block % kShared;
+  place.neighbour = block % kMulticast;
   place.row = block % num_row_tiles * kTileRows;
   place.column = block / num_row_tiles * kTileN;
 
   const bool is_producer = thread_index() == kConsumers;
   if (is_producer) begin(place, &w_map, &x_map);
   // Barriers are there for all that arrive at them, neighbours' boxes too.
-  if (kShared > 1) {
+  if (kMulticast > 1) {
     cluster_arrive();
     cluster_wait();
   }
   sync_threads();
   const int early = is_producer ? load_early(place, sizes, &w_map) : 0;
-  wait_for_kernels_ahead();
-  let_next_kernel_begin();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (is_producer) produce(place, sizes, &w_map, &x_map, early);
   if (thread_index() >= kConsumers) return;
   Sums sums;
@@ -265,8 +265,8 @@ KERNEL product90_wide(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u1
   leave_sums(place, sums);
   sync_consumers();
   store(place, sizes, out, residual, befores);
-  if (sizes.squares_out) {
+  if (sizes.square_sums_out) {
     sync_consumers();
-    store_squares(place, sizes);
+    store_square_sums(place, sizes);
   }
 }

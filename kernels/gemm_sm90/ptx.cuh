@@ -1,4 +1,4 @@
-// What the products of few rows for Hopper (gemm.cu, gemm_row_tiled.cu) ask of the hardware, in inline PTX.
+// What the GEMMs of few rows for Hopper (gemm.cu, gemm_row_tiled.cu) ask of the hardware, in inline PTX.
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" (shared memory matrix layout, matrix descriptor,
 // register fragments of D), "cp.async.bulk.tensor", "Tensors: swizzling modes", "mbarrier", "st.async",
@@ -93,7 +93,7 @@ DEVICE void load_gated_box(u32 to, const TensorMap* map, int column, int group, 
 }
 
 // As load_box, to the same place in all CTAs of the mask, each of whose barriers at the same place gets the bytes.
-DEVICE void load_shared_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy, u16 ctas) {
+DEVICE void load_multicast_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy, u16 ctas) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
       ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
@@ -101,7 +101,7 @@ DEVICE void load_shared_box(u32 to, const TensorMap* map, int column, int row, u
       : "memory");
 }
 
-// At the barrier of another CTA, by its address in the cluster. What it orders are a warpgroup's own products that are
+// At the barrier of another CTA, by its address in the cluster. What it orders are a warpgroup's own wgmmas that are
 // over, not writes: with .release.cluster it would wait for all of them (MEMBAR.GPU).
 DEVICE void barrier_arrive_at(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -109,8 +109,8 @@ DEVICE void barrier_arrive_at(u32 barrier) {
 
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
-DEVICE void wait_for_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE void griddepcontrol_launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 DEVICE void wgmma_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -209,7 +209,7 @@ DEVICE float silu(float value) { return __fdividef(value, 1.0f + __expf(-value))
 DEVICE float low(u32 packed) { return kIsHalf ? half_to_float((u16)packed) : bits_to_float(packed << 16); }
 DEVICE float high(u32 packed) { return kIsHalf ? half_to_float((u16)(packed >> 16)) : bits_to_float(packed & 0xffff0000u); }
 
-DEVICE float squares(u32 packed) { return low(packed) * low(packed) + high(packed) * high(packed); }
+DEVICE float sum_of_squares(u32 packed) { return low(packed) * low(packed) + high(packed) * high(packed); }
 
 // Matrix descriptor of a K-major operand in 128-byte swizzle: bits 0-13 start address / 16; 16-29 leading byte offset,
 // which this layout does not use (1); 32-45 stride byte offset / 16: from 8 rows of 128 bytes to the next, 1024; 49-51

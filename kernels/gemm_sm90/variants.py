@@ -21,27 +21,27 @@ _ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProductConfig:
-    """How a product is cut. tile: weight rows of a CTA; split: CTAs that share K; stages: tiles of the ring; shared: so
+class GemmConfig:
+    """How a GEMM is cut. tile: weight rows of a CTA; split: CTAs that share K; stages: tiles of the ring; shared: so
     many CTAs of a cluster read from the L2 cache once (1, 2, 4): rows of x, for neighbouring tiles, or, with row_tile,
     the tile's weights. row_tile: None, where a CTA has all rows, or those that it has (64, 128)."""
 
     tile: int
-    split: int
+    split_k: int
     stages: int
-    shared: int = 1
+    multicast: int = 1
     row_tile: int | None = None
 
     @property
     def cluster(self) -> int:
         """CTAs, MAX_CLUSTER at most."""
-        return self.split * self.shared
+        return self.split_k * self.multicast
 
     def __str__(self) -> str:
         """tile[:row_tile][xshared]/split/stages."""
         row_tile = f":{self.row_tile}" if self.row_tile else ""
-        shared = f"x{self.shared}" if self.shared > 1 else ""
-        return f"{self.tile}{row_tile}{shared}/{self.split}/{self.stages}"
+        multicast = f"x{self.multicast}" if self.multicast > 1 else ""
+        return f"{self.tile}{row_tile}{multicast}/{self.split_k}/{self.stages}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Variant(ABC):
     rows: int
     stages: int
     is_half: bool
-    shared: int
+    multicast: int
 
     @property
     def stage_bytes(self) -> int:
@@ -125,14 +125,14 @@ class Variant(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FewRows(Variant):
+class SmallM(Variant):
     """gemm.cu. rows: all of x's; parts: CTAs that share K."""
 
-    entry: ClassVar[str] = "product90"
+    entry: ClassVar[str] = "gemm_sm90"
     source_file: ClassVar[str] = "gemm.cu"
 
     is_gated: bool
-    parts: int
+    split_k: int
 
     @property
     def weight_rows(self) -> int:
@@ -140,7 +140,7 @@ class FewRows(Variant):
 
     @property
     def activation_rows(self) -> int:
-        return self.rows // self.shared
+        return self.rows // self.multicast
 
     @property
     def num_threads(self) -> int:
@@ -158,13 +158,13 @@ class FewRows(Variant):
     def shared_bytes(self) -> int:
         bands = self.rows // 8
         band_bytes = self.tile // 64 * 4 * (32 * 16 + 64)
-        finish = (bands + (self.parts - 1) * math.ceil(bands / self.parts)) * band_bytes
-        own_rows = math.ceil(bands / self.parts) * 8
-        squares = self.parts * self.rows if self.is_gated else own_rows * self.columns // 8
-        return max(self.stages * self.stage_bytes, finish) + squares * 4 + 16 * self.stages + 16 + 1024
+        finish = (bands + (self.split_k - 1) * math.ceil(bands / self.split_k)) * band_bytes
+        own_rows = math.ceil(bands / self.split_k) * 8
+        square_sums = self.split_k * self.rows if self.is_gated else own_rows * self.columns // 8
+        return max(self.stages * self.stage_bytes, finish) + square_sums * 4 + 16 * self.stages + 16 + 1024
 
     def num_ctas(self, num_rows: int, num_out: int) -> int:
-        return math.ceil(num_out / (self.columns * self.shared)) * self.shared * self.parts
+        return math.ceil(num_out / (self.columns * self.multicast)) * self.multicast * self.split_k
 
     @property
     def instruction(self) -> tuple[int, bool]:
@@ -173,22 +173,22 @@ class FewRows(Variant):
     def constants(self) -> str:
         return (
             f"constexpr int kTileN = {self.tile}, kRows = {self.rows}, kStages = {self.stages};\n"
-            f"constexpr int kMinCtas = {self.a_multiprocessor}, kParts = {self.parts}, kShared = {self.shared};\n"
-            "constexpr int kMaxTurns = 0;\n"
+            f"constexpr int kMinCtas = {self.a_multiprocessor}, kSplitK = {self.split_k};\n"
+            f"constexpr int kMulticast = {self.multicast}, kMaxTurns = 0;\n"
             f"constexpr bool kIsGated = {str(self.is_gated).lower()}, kIsHalf = {str(self.is_half).lower()};\n"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ManyRows(Variant):
+class RowTiled(Variant):
     """gemm_row_tiled.cu. rows: of a tile."""
 
-    entry: ClassVar[str] = "product90_wide"
+    entry: ClassVar[str] = "gemm_sm90_row_tiled"
     source_file: ClassVar[str] = "gemm_row_tiled.cu"
 
     @property
     def weight_rows(self) -> int:
-        return self.tile // self.shared
+        return self.tile // self.multicast
 
     @property
     def activation_rows(self) -> int:
@@ -213,7 +213,7 @@ class ManyRows(Variant):
         return max(self.stages * self.stage_bytes, finish) + 16 * self.stages + 1024
 
     def num_ctas(self, num_rows: int, num_out: int) -> int:
-        row_tiles = math.ceil(num_rows / (self.rows * self.shared)) * self.shared
+        row_tiles = math.ceil(num_rows / (self.rows * self.multicast)) * self.multicast
         return math.ceil(num_out / self.tile) * row_tiles
 
     @property
@@ -223,26 +223,32 @@ class ManyRows(Variant):
     def constants(self) -> str:
         return (
             f"constexpr int kTileN = {self.tile}, kGroups = {self.rows // 64}, kStages = {self.stages};\n"
-            f"constexpr int kMinCtas = {self.a_multiprocessor}, kShared = {self.shared}, kMaxTurns = 0;\n"
+            f"constexpr int kMinCtas = {self.a_multiprocessor}, kMulticast = {self.multicast}, kMaxTurns = 0;\n"
             f"constexpr bool kIsHalf = {str(self.is_half).lower()};\n"
         )
 
 
-def variant_of(config: ProductConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:
-    """What computes products of 1 to 256 rows that are cut so; gated ones have no tiles of rows."""
-    tile, stages, shared, is_half = config.tile, config.stages, config.shared, dtype == torch.float16
+def variant_of(config: GemmConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:
+    """What computes GEMMs of 1 to 256 rows that are cut so; gated ones have no tiles of rows."""
+    tile, stages, multicast, is_half = config.tile, config.stages, config.multicast, dtype == torch.float16
     if config.row_tile is not None:
-        assert config.split == 1 and not is_gated, config
-        return ManyRows(tile=tile, rows=config.row_tile, stages=stages, is_half=is_half, shared=shared)
-    rows = padded_rows(num_rows, shared)
-    return FewRows(
-        tile=tile, rows=rows, stages=stages, is_half=is_half, shared=shared, is_gated=is_gated, parts=config.split
+        assert config.split_k == 1 and not is_gated, config
+        return RowTiled(tile=tile, rows=config.row_tile, stages=stages, is_half=is_half, multicast=multicast)
+    rows = padded_rows(num_rows, multicast)
+    return SmallM(
+        tile=tile,
+        rows=rows,
+        stages=stages,
+        is_half=is_half,
+        multicast=multicast,
+        is_gated=is_gated,
+        split_k=config.split_k,
     )
 
 
-def padded_rows(num_rows: int, shared: int = 1) -> int:
+def padded_rows(num_rows: int, multicast: int = 1) -> int:
     """Each neighbour asks for as many, 8 or a multiple: the swizzle's atom."""
-    return next(rows for rows in _ROWS if rows >= num_rows and rows % (8 * shared) == 0)
+    return next(rows for rows in _ROWS if rows >= num_rows and rows % (8 * multicast) == 0)
 
 
 def _wgmma_source(columns: int, is_half: bool) -> str:

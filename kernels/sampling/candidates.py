@@ -23,7 +23,7 @@ _PER_NAT = 8
 
 
 class CandidateScratch:
-    """Device memory of the candidates of up to `max_rows` rows; histogram and counts are zero between draws."""
+    """Device memory of the candidates of up to `max_rows` rows; histogram and counts are zero between calls."""
 
     def __init__(self, max_rows: int, max_splits: int, num_candidates: int, device: torch.device) -> None:
         assert num_candidates & (num_candidates - 1) == 0, num_candidates
@@ -48,7 +48,7 @@ def score_of(x, highest, inverse):
 
 @triton.jit
 def is_ranked(temperature, highest, top_k, top_p, V: tl.constexpr):
-    """Whether the row's ranking matters: it draws, and has a top-k or a top-p that keeps less than all."""
+    """Whether the row's ranking matters: it is sampled, and has a top-k or a top-p that keeps less than all."""
     has_top_k = (top_k > 0) & (top_k < V)
     return (temperature > 0.0) & (highest > float("-inf")) & (has_top_k | (top_p < 1.0))
 

@@ -169,7 +169,7 @@ def _cut_off_kernel(
         if is_among == 0:
             row_ptr = logits_ptr + row * stride
             cut = _cut_by_bisection(row_ptr, highest, highest_order, inverse, top_k, top_p, V, BLOCK, IS_ADJUSTED)
-        # Left as it was found, for the next draw.
+        # Left as it was found, for the next call.
         tl.store(histogram_ptr + row * BUCKETS + tl.arange(0, BUCKETS), tl.zeros((BUCKETS,), tl.int32))
         tl.store(counts_ptr + row, 0)
     if (min_p > 0.0) & (temperature > 0.0) & (highest > float("-inf")):

@@ -1,6 +1,6 @@
-"""What changes logits before anything is drawn: penalties, biases, suppressed ids (CPU: `sampling/penalties.py`).
+"""Adjustments of logits before sampling: penalties, biases, suppressed ids (CPU: `sampling/penalties.py`).
 
-Counts of a slot's tokens are made from its token list for the rows of this draw: tables of every slot over a big
+Counts of a slot's tokens are made from its token list for the rows of this call: tables of every slot over a big
 vocabulary would not fit. T rows, V vocabulary, S slots, L tokens of a slot.
 """
 

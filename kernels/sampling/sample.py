@@ -1,4 +1,4 @@
-"""One token from each row of logits, as the CPU sampler draws it (version 1: `daemons/worker/sampling`).
+"""Samples one token from each row of logits, as the CPU sampler does (version 1: `daemons/worker/sampling`).
 
 T rows, V vocabulary, S splits of a row. All parameters are read from device memory by the row's slot, so that one
 captured graph serves whatever its slots ask for; static flags leave out the launches that no row needs.
@@ -11,7 +11,7 @@ captured graph serves whatever its slots ask for; static flags leave out the lau
 
 Values are compared as packed integers, (order of the value, lower ids first): a maximum of those is exact and decides
 ties as the reference does. Noise and scores are float64, as there. What may differ from the CPU: logarithms and
-exponentials of another library by a rounding (a draw changes where two sums are that close), and top-p's border, whose
+exponentials of another library by a rounding (a token changes where two sums are that close), and top-p's border, whose
 sums are float32 here (an id at the border is in or out wrongly where the sum meets top_p within about 1e-6).
 """
 
@@ -33,8 +33,8 @@ _CANDIDATES = 1024
 _PROGRAMS = 1024  # As many programs as fill the device; more rows need fewer splits.
 
 
-class DrawScratch:
-    """Device memory that `draw` works in, for up to `max_rows` rows; may be shared by all graphs of one stream."""
+class SampleScratch:
+    """Device memory that `sample_rows` works in, for up to `max_rows` rows; all graphs of one stream may share it."""
 
     def __init__(
         self,
@@ -56,19 +56,19 @@ class DrawScratch:
         self.candidates = CandidateScratch(max_rows, _MAX_SPLITS, num_candidates, device)
         rows = max_rows if has_penalties else 0
         self.adjusted_TV = torch.empty(rows, vocab_size, dtype=torch.float32, device=device)
-        # All zero between draws: whoever reads a count clears it.
+        # All zero between calls: the kernel that reads a count clears it.
         self.counts_TV = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTarget:
-    """Where drawn tokens go, all int32: the token of row t to turns_RT[turn_1[0], t] and last_tokens_S[slot of t].
+    """Where tokens go, all int32: the token of row t to ring_RT[ring_index_1[0], t] and last_tokens_S[slot of t].
 
-    turn_1 lies on the device, so that a captured draw writes to another turn every time.
+    ring_index_1 is on the device, so that each replay of a captured step writes to another row of the ring.
     """
 
-    turns_RT: torch.Tensor
-    turn_1: torch.Tensor
+    ring_RT: torch.Tensor
+    ring_index_1: torch.Tensor
     last_tokens_S: torch.Tensor
 
 
@@ -156,15 +156,15 @@ def _gumbel(seed, position, block, BLOCK: tl.constexpr):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit(do_not_specialize=["num_splits", "turns_stride", "tokens_stride"])
+@triton.jit(do_not_specialize=["num_splits", "ring_stride", "tokens_stride"])
 def _finish_kernel(
-    highest_ptr, best_ptr, best_id_ptr, row_slots_ptr, positions_ptr, temperature_ptr, turns_ptr, turn_ptr,
-    last_tokens_ptr, tokens_ptr, num_splits, turns_stride, tokens_stride, MAX_SPLITS: tl.constexpr,
+    highest_ptr, best_ptr, best_id_ptr, row_slots_ptr, positions_ptr, temperature_ptr, ring_ptr, ring_index_ptr,
+    last_tokens_ptr, tokens_ptr, num_splits, ring_stride, tokens_stride, MAX_SPLITS: tl.constexpr,
     HAS_SAMPLED: tl.constexpr, HAS_PENALTIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
-    turn = tl.load(turn_ptr).to(tl.int64)
+    ring_index = tl.load(ring_index_ptr).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_wait()
     splits = tl.arange(0, MAX_SPLITS)
@@ -177,18 +177,18 @@ def _finish_kernel(
             best = tl.load(best_ptr + row * MAX_SPLITS + splits, mask=mask, other=float("-inf"))
             ids = tl.load(best_id_ptr + row * MAX_SPLITS + splits, mask=mask, other=2**31 - 1)
             token = tl.min(tl.where(best == tl.max(best, axis=0), ids, 2**31 - 1), axis=0)
-    tl.store(turns_ptr + turn * turns_stride + row, token)
+    tl.store(ring_ptr + ring_index * ring_stride + row, token)
     tl.store(last_tokens_ptr + slot, token)
     if HAS_PENALTIES:
         tl.store(tokens_ptr + slot * tokens_stride + tl.load(positions_ptr + row), token)
 
 
-def draw(
+def sample_rows(
     logits_TV: torch.Tensor,
     params: SampleParams,
     row_slots_T: torch.Tensor,
     positions_T: torch.Tensor,
-    scratch: DrawScratch,
+    scratch: SampleScratch,
     target: TokenTarget,
     *,
     has_sampled: bool,
@@ -197,15 +197,15 @@ def draw(
     has_highest: bool = False,
     use_pdl: bool = False,
 ) -> None:
-    """Draws the token of each row into `target`. Can be captured in a graph.
+    """Samples the token of each row into `target`. Can be captured in a graph.
 
     logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified. row_slots int32 [T] name the rows'
-    slots in `params`; positions int32 [T] are the indexes of the drawn tokens in prompt + output. What the flags leave
+    slots in `params`; positions int32 [T] are the indexes of the tokens in prompt + output. What the flags leave
     out is ignored: without `has_sampled` every row is greedy, without `has_filters` no row has top-k, top-p or min-p,
     without `has_penalties` no row has penalties, biases or suppressed ids. With penalties the tokens are added to the
     slots' lists in `params` too. `scratch` made without penalties refuses `has_penalties`.
-    has_highest: the draw before was greedy and of the same logits, and its scratch is as it left it.
-    `use_pdl` as in `rms_norm`, for a draw without noise or penalties; slots and turn are read without waiting.
+    has_highest: the call before was greedy, of the same logits, and left the scratch as it is.
+    `use_pdl` as in `rms_norm`, without noise or penalties; slots and ring index are read before the wait.
     """
     num_rows, vocab_size = logits_TV.shape
     _check(logits_TV, row_slots_T, positions_T, scratch, target)
@@ -238,30 +238,29 @@ def draw(
         )  # fmt: skip
     _finish_kernel[(num_rows,)](
         scratch.highest_TS, scratch.best_TS, scratch.best_ids_TS, row_slots_T, positions_T, params.temperature_S,
-        target.turns_RT, target.turn_1, target.last_tokens_S, params.tokens_SL, cut.splits, target.turns_RT.stride(0),
-        params.tokens_SL.stride(0), MAX_SPLITS=_MAX_SPLITS, HAS_SAMPLED=has_sampled, HAS_PENALTIES=has_penalties,
-        PDL=use_pdl, num_warps=1, launch_pdl=use_pdl,
+        target.ring_RT, target.ring_index_1, target.last_tokens_S, params.tokens_SL, cut.splits,
+        target.ring_RT.stride(0), params.tokens_SL.stride(0), MAX_SPLITS=_MAX_SPLITS, HAS_SAMPLED=has_sampled,
+        HAS_PENALTIES=has_penalties, PDL=use_pdl, num_warps=1, launch_pdl=use_pdl,
     )  # fmt: skip
 
 
-def compile_draws(params: SampleParams, vocab_size: int, dtype: torch.dtype) -> None:
-    """Runs every kind of draw once for the dummy slot, so that no request waits for a compiler: for logits of `dtype`.
-
-    Whatever is drawn later, for however many rows, is compiled then.
+def compile_sampling(params: SampleParams, vocab_size: int, dtype: torch.dtype) -> None:
+    """Runs every variant of `sample_rows` once for the dummy slot, with logits of `dtype`: no request waits for a
+    compiler. Kernels do not depend on the number of rows.
     """
     device = params.seed_S.device
-    scratch = DrawScratch(1, vocab_size, device, has_penalties=True)
+    scratch = SampleScratch(1, vocab_size, device, has_penalties=True)
     logits_TV = torch.zeros(1, vocab_size, dtype=dtype, device=device)
     row_slots_T = torch.full((1,), len(params.seed_S) - 1, dtype=torch.int32, device=device)
     positions_T = torch.zeros(1, dtype=torch.int32, device=device)
     target = TokenTarget(
-        turns_RT=positions_T.new_zeros(1, 1),
-        turn_1=positions_T,
+        ring_RT=positions_T.new_zeros(1, 1),
+        ring_index_1=positions_T,
         last_tokens_S=positions_T.new_zeros(len(params.seed_S)),
     )
     for has_penalties in (False, True):
         for has_sampled, has_filters in ((False, False), (True, False), (True, True)):
-            draw(
+            sample_rows(
                 logits_TV, params, row_slots_T, positions_T, scratch, target, has_sampled=has_sampled,
                 has_filters=has_filters, has_penalties=has_penalties,
             )  # fmt: skip
@@ -278,7 +277,7 @@ def _check(
     logits_TV: torch.Tensor,
     row_slots_T: torch.Tensor,
     positions_T: torch.Tensor,
-    scratch: DrawScratch,
+    scratch: SampleScratch,
     target: TokenTarget,
 ) -> None:
     num_rows, vocab_size = logits_TV.shape
@@ -286,6 +285,6 @@ def _check(
     assert row_slots_T.dtype == positions_T.dtype == torch.int32, (row_slots_T.dtype, positions_T.dtype)
     assert row_slots_T.shape == positions_T.shape == (num_rows,), (row_slots_T.shape, positions_T.shape)
     assert num_rows <= len(scratch.cut_T), (num_rows, len(scratch.cut_T))
-    assert target.turns_RT.dtype == target.turn_1.dtype == target.last_tokens_S.dtype == torch.int32
-    assert target.turns_RT.stride(1) == 1 and num_rows <= target.turns_RT.shape[1], target.turns_RT.shape
+    assert target.ring_RT.dtype == target.ring_index_1.dtype == target.last_tokens_S.dtype == torch.int32
+    assert target.ring_RT.stride(1) == 1 and num_rows <= target.ring_RT.shape[1], target.ring_RT.shape
     assert target.last_tokens_S.is_contiguous(), target.last_tokens_S.stride()

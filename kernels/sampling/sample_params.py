@@ -34,9 +34,9 @@ class SampleParams:
     presence_S: torch.Tensor
     """float32; 0 for none."""
     prompt_len_S: torch.Tensor
-    """int32: tokens before are the prompt's, from there to the drawn one the output's."""
+    """int32: tokens before are the prompt's, from there to the sampled one the output's."""
     tokens_SL: torch.Tensor
-    """int32: prompt and output of the slot, up to the position of the token to draw."""
+    """int32: prompt and output of the slot, up to the position of the token to sample."""
     bias_ids_SB: torch.Tensor
     """int32; each id once."""
     bias_values_SB: torch.Tensor

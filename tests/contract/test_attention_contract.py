@@ -1,4 +1,8 @@
-"""What every attention backend promises, over all of them, against attention written out in float64."""
+"""What every attention of the CPU worker promises, against attention written out in float64.
+
+Attention of a device has a seam of its own (cuda/attention/backend.py): tests/kernels holds its kernels against their
+definition, and test_device_contract.py there and under tests/gpu holds it in a runner against the same promises.
+"""
 
 from __future__ import annotations
 

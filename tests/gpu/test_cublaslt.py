@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.rounding import excess, product_tolerance
+from support.rounding import excess, gemm_tolerance
 
-from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, Product, ProductShape, check_small_product
-from radixmesh.daemons.worker.cuda.gemm.product_tuning import GraphStand, MatrixGroup, ProductTuner
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, CublasLtMatmul, GemmShape, check_small_gemm
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import CublasLtTuner, GraphBenchmark, MatrixGroup
 
 pytestmark = pytest.mark.gpu
 
@@ -21,8 +21,8 @@ def lt() -> CublasLt:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_small_product_is_that_of_torch(lt: CublasLt, dtype: torch.dtype) -> None:
-    check_small_product(lt, dtype)
+def test_a_small_gemm_is_that_of_torch(lt: CublasLt, dtype: torch.dtype) -> None:
+    check_small_gemm(lt, dtype)
 
 
 @pytest.mark.parametrize("is_added", [False, True])
@@ -35,57 +35,57 @@ def test_every_algorithm_computes_in_a_graph_what_torch_does(
     before_TN = _random(num_rows, num_out)
     expected_TN = x_TK.float() @ w_NK.float().t() + (before_TN.float() if is_added else 0)
     tolerance_TN = _tolerance(x_TK, w_NK, expected_TN, before_TN if is_added else None)
-    product = Product(lt, ProductShape(num_rows, num_out, num_in, torch.bfloat16, is_added))
-    algorithms = product.algorithms(32)
+    matmul = CublasLtMatmul(lt, GemmShape(num_rows, num_out, num_in, torch.bfloat16, is_added))
+    algorithms = matmul.algorithms(32)
     assert algorithms
     for algorithm in algorithms:
         out_TN = before_TN.clone()
-        assert product.accepts(x_TK, w_NK, out_TN)
-        product.run(algorithm, x_TK, w_NK, out_TN)
+        assert matmul.accepts(x_TK, w_NK, out_TN)
+        matmul.run(algorithm, x_TK, w_NK, out_TN)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
             out_TN.copy_(before_TN)
-            product.run(algorithm, x_TK, w_NK, out_TN)
+            matmul.run(algorithm, x_TK, w_NK, out_TN)
         for _ in range(2):
             graph.replay()
             error = excess(out_TN, expected_TN, tolerance_TN)
-            assert error <= 1, (algorithm.order, product.describe(algorithm), error)
+            assert error <= 1, (algorithm.order, matmul.describe(algorithm), error)
 
 
 def test_an_algorithm_serves_other_numbers_of_rows_where_the_library_says_so(lt: CublasLt) -> None:
-    found = Product(lt, ProductShape(256, 5120, 3072, torch.bfloat16)).algorithms(8)
+    found = CublasLtMatmul(lt, GemmShape(256, 5120, 3072, torch.bfloat16)).algorithms(8)
     num_adopted = 0
     for num_rows in (224, 160):
-        product = Product(lt, ProductShape(num_rows, 5120, 3072, torch.bfloat16))
+        matmul = CublasLtMatmul(lt, GemmShape(num_rows, 5120, 3072, torch.bfloat16))
         x_TK, w_NK = _random(num_rows, 3072), _random(5120, 3072) * 3072**-0.5
         out_TN, expected_TN = _random(num_rows, 5120), x_TK.float() @ w_NK.float().t()
         tolerance_TN = _tolerance(x_TK, w_NK, expected_TN)
-        for algorithm in filter(None, map(product.adopt, found)):
+        for algorithm in filter(None, map(matmul.adopt, found)):
             num_adopted += 1
-            product.run(algorithm, x_TK, w_NK, out_TN)
+            matmul.run(algorithm, x_TK, w_NK, out_TN)
             error = excess(out_TN, expected_TN, tolerance_TN)
-            assert error <= 1, (algorithm.order, product.describe(algorithm), error)
+            assert error <= 1, (algorithm.order, matmul.describe(algorithm), error)
     assert num_adopted
 
 
-def test_tuned_products_are_torchs_in_a_graph(lt: CublasLt) -> None:
+def test_tuned_gemms_are_torchs_in_a_graph(lt: CublasLt) -> None:
     sizes, (num_out, num_in) = (256, 96, 16), (3072, 8192)
     weights = [_random(num_out, num_in) * num_in**-0.5 for _ in range(4)]
-    tuner = ProductTuner(lt, partial(GraphStand, lt, torch.cuda.Stream()), time.monotonic)
-    products = tuner.tune([MatrixGroup(weights, is_added=False), MatrixGroup(weights, is_added=True)], sizes)
+    tuner = CublasLtTuner(lt, partial(GraphBenchmark, lt, torch.cuda.Stream()), time.monotonic)
+    gemm = tuner.tune([MatrixGroup(weights, is_added=False), MatrixGroup(weights, is_added=True)], sizes)
     assert tuner.num_measured >= 2
     for num_rows in (*sizes, 40):
         x_TK, before_TN = _random(num_rows, num_in), _random(num_rows, num_out)
         expected_TN = x_TK.float() @ weights[0].float().t()
         added_TN = before_TN.clone()
-        products.linear(x_TK, weights[0])
+        gemm.linear(x_TK, weights[0])
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            out_TN = products.linear(x_TK, weights[0])
+            out_TN = gemm.linear(x_TK, weights[0])
             added_TN.copy_(before_TN)
-            products.add_linear(x_TK, weights[0], added_TN)
+            gemm.add_linear(x_TK, weights[0], added_TN)
         graph.replay()
         for actual_TN, wanted_TN, residual_TN in (
             (out_TN, expected_TN, None),
@@ -98,7 +98,7 @@ def _tolerance(
     x_TK: torch.Tensor, w_NK: torch.Tensor, expected_TN: torch.Tensor, residual_TN: torch.Tensor | None = None
 ) -> torch.Tensor:
     """[T, N]: sums are float32, in whatever parts a library adds them, and rounded once."""
-    return product_tolerance(x_TK, w_NK, expected_TN.bfloat16(), residual_TN, is_random=True)
+    return gemm_tolerance(x_TK, w_NK, expected_TN.bfloat16(), residual_TN, is_random=True)
 
 
 def _random(*shape: int) -> torch.Tensor:

@@ -74,10 +74,10 @@ def test_tokens_and_logprobs_are_those_of_the_cpu_worker(wanted, attention, cuda
             check_same(drive(runner, chunk_len=chunk_len, lag=lag), want, atol=logprob_tolerance(MODEL))
 
 
-@pytest.mark.parametrize("tune_products", [True, False])
+@pytest.mark.parametrize("tune_gemm", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_tuned_products_give_the_same_tokens(wanted, page_size, tune_products):
-    runner = load_cuda_runner(MODEL, replace(SETTINGS, tune_products=tune_products, page_size=page_size))
+def test_tuned_gemms_give_the_same_tokens(wanted, page_size, tune_gemm):
+    runner = load_cuda_runner(MODEL, replace(SETTINGS, tune_gemm=tune_gemm, page_size=page_size))
     chunk_len = {1: 7, 16: 64}[page_size]
     got = drive(runner, chunk_len=chunk_len, lag=1)
     check_same(got, wanted[page_size, chunk_len], atol=logprob_tolerance(MODEL))
@@ -110,7 +110,7 @@ def test_greedy_tokens_over_float16_pages_are_the_same(folder, attention, cuda_g
             kv_dtype="float16" if attention == "triton" else "auto",
             cuda_graphs=cuda_graphs,
             page_size=page_size,
-            tune_products=False,
+            tune_gemm=False,
         )
         runner = load_cuda_runner(folder, settings)
         for lag in (0, 1, 2):
@@ -142,7 +142,7 @@ def test_rows_that_share_a_cached_prefix_go_on_as_transformers_does(attention, c
             page_size=page_size,
             num_slots=12,
             max_total_len=384,
-            tune_products=False,
+            tune_gemm=False,
         )
         runner = load_cuda_runner(MODEL, settings)
         for lag in (0, 1, 2):

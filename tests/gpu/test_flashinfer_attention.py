@@ -126,7 +126,7 @@ def _attention(case: _Case, pool: _Pool, window: int | None = None, **kinds: Ker
 
 
 def _query(case: _Case, rows: int) -> torch.Tensor:
-    """Part of a wider row, as a product of all projections gives it."""
+    """Part of a wider row, as a GEMM of all projections gives it."""
     wide = torch.randn(rows, case.num_heads + 2 * case.num_kv_heads, case.head_dim).bfloat16().cuda()
     return wide[:, : case.num_heads]
 

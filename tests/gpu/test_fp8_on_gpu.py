@@ -26,10 +26,10 @@ from transformers import AutoConfig
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.fp8.gemm import (
-    ChosenFp8Products,
-    ScaledMmProducts,
-    TritonFp8Products,
-    check_small_product,
+    ScaledMmGemm,
+    TritonFp8Gemm,
+    TunedFp8Gemm,
+    check_small_gemm,
     tried_library,
 )
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
@@ -38,8 +38,8 @@ from radixmesh.daemons.worker.runner import Segment
 from radixmesh.kernels.fp8.gemv import (
     fp8_gate_up_silu,
     fp8_gate_up_silu_reference,
-    fp8_linear_few,
-    fp8_linear_few_reference,
+    fp8_gemv,
+    fp8_gemv_reference,
 )
 from radixmesh.kernels.fp8.linear import fp8_linear, fp8_linear_reference
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
@@ -64,13 +64,13 @@ SETTINGS = replace(
     max_total_len=256,
     cuda_graphs=True,
     use_pdl=True,
-    tune_products=False,
+    tune_gemm=False,
 )
 
 
 @pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize("is_grouped", _GROUPS)
-def test_a_captured_chain_of_products_of_one_row_equals_torch(is_grouped: bool, use_pdl: bool) -> None:
+def test_a_captured_chain_of_gemms_of_one_row_equals_torch(is_grouped: bool, use_pdl: bool) -> None:
     x, norm = _random(1, _HIDDEN), _random(_HIDDEN)
     qkv, o, gate_up, down = (
         _matrix(*shape, is_grouped)
@@ -80,18 +80,18 @@ def test_a_captured_chain_of_products_of_one_row_equals_torch(is_grouped: bool, 
     def ours() -> torch.Tensor:
         hidden = x.clone()
         for _ in range(3):
-            heads = fp8_linear_few(hidden, qkv, None, None, norm, 1e-6, use_pdl=use_pdl)
-            fp8_linear_few(heads, o, None, hidden, out=hidden, use_pdl=use_pdl)
+            heads = fp8_gemv(hidden, qkv, None, None, norm, 1e-6, use_pdl=use_pdl)
+            fp8_gemv(heads, o, None, hidden, out=hidden, use_pdl=use_pdl)
             gated = fp8_gate_up_silu(hidden, gate_up, norm, 1e-6, use_pdl=use_pdl)
-            fp8_linear_few(gated, down, None, hidden, out=hidden, use_pdl=use_pdl)
+            fp8_gemv(gated, down, None, hidden, out=hidden, use_pdl=use_pdl)
         return hidden
 
     def theirs() -> torch.Tensor:
         hidden = x.float()
         for _ in range(3):
-            hidden = hidden + fp8_linear_few_reference(fp8_linear_few_reference(hidden, qkv, None, None, norm, 1e-6), o)
+            hidden = hidden + fp8_gemv_reference(fp8_gemv_reference(hidden, qkv, None, None, norm, 1e-6), o)
             gated = fp8_gate_up_silu_reference(hidden, gate_up, norm, 1e-6)
-            hidden = hidden + fp8_linear_few_reference(gated, down)
+            hidden = hidden + fp8_gemv_reference(gated, down)
         return hidden
 
     # Four results a layer.
@@ -107,30 +107,28 @@ def test_a_captured_chain_of_rows_made_fp8_equals_torch(num_rows: int, is_groupe
         _matrix(*shape, is_grouped)
         for shape in ((_HIDDEN, _HIDDEN), (_HIDDEN, _HIDDEN), (2 * _MLP, _HIDDEN), (_HIDDEN, _MLP))
     )
-    products = tried_library(TritonFp8Products(use_pdl=use_pdl), x.device)
+    gemm = tried_library(TritonFp8Gemm(use_pdl=use_pdl), x.device)
     options = {"is_grouped": is_grouped, "use_pdl": use_pdl}
 
     def ours() -> torch.Tensor:
         rows, added = x.clone(), None
         for _ in range(2):
-            quantized = norm_quantize(rows, norm, 1e-5, product_TD=added, **options)
-            heads = products.linear(quantized, qkv, torch.bfloat16)
-            product = products.linear(quantize_rows(heads, **options), o, torch.bfloat16)
-            quantized = norm_quantize(rows, norm, 1e-5, product_TD=product, bias_D=bias, **options)
-            gated = silu_quantize(products.linear(quantized, gate_up, torch.bfloat16), **options)
-            added = products.linear(gated, down, torch.bfloat16)
+            quantized = norm_quantize(rows, norm, 1e-5, delta_TD=added, **options)
+            heads = gemm.linear(quantized, qkv, torch.bfloat16)
+            added = gemm.linear(quantize_rows(heads, **options), o, torch.bfloat16)
+            quantized = norm_quantize(rows, norm, 1e-5, delta_TD=added, bias_D=bias, **options)
+            gated = silu_quantize(gemm.linear(quantized, gate_up, torch.bfloat16), **options)
+            added = gemm.linear(gated, down, torch.bfloat16)
         assert added is not None
         return rows.add_(added)
 
     def theirs() -> torch.Tensor:
         rows, added, exact = x.float(), None, torch.float32
         for _ in range(2):
-            quantized = norm_quantize_reference(rows, norm, 1e-5, product_TD=added, is_grouped=is_grouped)
+            quantized = norm_quantize_reference(rows, norm, 1e-5, delta_TD=added, is_grouped=is_grouped)
             heads = fp8_linear_reference(quantized, qkv, exact)
-            product = fp8_linear_reference(quantize_rows_reference(heads, is_grouped=is_grouped), o, exact)
-            quantized = norm_quantize_reference(
-                rows, norm, 1e-5, product_TD=product, bias_D=bias, is_grouped=is_grouped
-            )
+            added = fp8_linear_reference(quantize_rows_reference(heads, is_grouped=is_grouped), o, exact)
+            quantized = norm_quantize_reference(rows, norm, 1e-5, delta_TD=added, bias_D=bias, is_grouped=is_grouped)
             gated = silu_quantize_reference(fp8_linear_reference(quantized, gate_up, exact), is_grouped=is_grouped)
             added = fp8_linear_reference(gated, down, exact)
         assert added is not None
@@ -146,7 +144,7 @@ def test_a_captured_chain_of_rows_made_fp8_equals_torch(num_rows: int, is_groupe
 @pytest.mark.parametrize("groups", ["channel", "block", "rows of blocks"])
 @pytest.mark.parametrize("num_rows", [1, 17, 64, 300, 2100])
 @pytest.mark.parametrize(("num_out", "num_in"), [(_HIDDEN, _MLP), (1000, 1232)])
-def test_products_equal_torch_at_any_number_of_rows(num_rows, num_out, num_in, groups) -> None:
+def test_gemms_equal_torch_at_any_number_of_rows(num_rows, num_out, num_in, groups) -> None:
     w = _matrix(num_out, num_in, groups != "channel")
     if groups == "rows of blocks":
         w = QuantizedMatrix(w.data_NK, w.scales.repeat_interleave(128, 0)[:num_out].contiguous(), 1, True)
@@ -155,32 +153,32 @@ def test_products_equal_torch_at_any_number_of_rows(num_rows, num_out, num_in, g
     # One rounding; groups of 128, whose sums tensor cores keep to some fourteen bits, are no further off than that.
     most = typical_chain_error(2, torch.bfloat16)
     assert _error(fp8_linear(rows, w, torch.bfloat16, use_pdl=True), want) < most
-    library = tried_library(_NoProducts(), rows.data_PK.device)
+    library = tried_library(_NoGemm(), rows.data_PK.device)
     if num_rows > 1 and library.takes(rows, w, torch.bfloat16):
         # Sums of a whole row lose half of the last of fourteen bits with every 32 terms.
         lost = 0.0 if w.is_grouped else num_in / 32 * 2**-14
         assert _error(library.linear(rows, w, torch.bfloat16), want) < most + lost
 
 
-class _NoProducts(TritonFp8Products):
+class _NoGemm(TritonFp8Gemm):
     def linear(self, rows: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
         raise AssertionError("the library was to compute this")
 
 
-def test_the_library_computes_small_products_as_it_should() -> None:
+def test_the_library_computes_small_gemms_as_it_should() -> None:
     device = torch.device("cuda")
     for is_grouped in (False, True):
-        check_small_product(TritonFp8Products(), device, is_grouped=is_grouped)
+        check_small_gemm(TritonFp8Gemm(), device, is_grouped=is_grouped)
     # Of blocks it depends on its version.
-    assert False in tried_library(_NoProducts(), device).groupings
+    assert False in tried_library(_NoGemm(), device).groupings
 
 
-@pytest.mark.parametrize("tune_products", [False, True])
+@pytest.mark.parametrize("tune_gemm", [False, True])
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
-def test_products_are_chosen_by_measurement(quantization: str, tune_products: bool) -> None:
-    runner = _runner(TINY_LLAMA, quantization=quantization, tune_products=tune_products)
-    products = runner._decoder._fp8_ops._products  # type: ignore[attr-defined]
-    assert isinstance(products, ChosenFp8Products if tune_products else ScaledMmProducts)
+def test_gemms_are_chosen_by_measurement(quantization: str, tune_gemm: bool) -> None:
+    runner = _runner(TINY_LLAMA, quantization=quantization, tune_gemm=tune_gemm)
+    gemm = runner._decoder._fp8_ops._gemm  # type: ignore[attr-defined]
+    assert isinstance(gemm, TunedFp8Gemm if tune_gemm else ScaledMmGemm)
     assert recited_wrongly(runner, lag=1, chunk_len=16)[0] == 0
 
 

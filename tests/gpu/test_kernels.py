@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.device_draws import check_draws, new_target, params_of
+from support.device_samples import check_sampled, new_target, params_of
 from support.rounding import typical_chain_error
 from torch.nn import functional
 
@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.kernels.gemv import gate_up_silu, gate_up_silu_reference, linear, linear_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
-from radixmesh.kernels.sampling.sample import DrawScratch, draw
+from radixmesh.kernels.sampling.sample import SampleScratch, sample_rows
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ _NONE = np.empty(0, np.int32)
 
 @pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 2, 8])
-def test_a_captured_chain_of_products_equals_torch(num_rows: int, use_pdl: bool) -> None:
+def test_a_captured_chain_of_gemms_equals_torch(num_rows: int, use_pdl: bool) -> None:
     x, norm = _random(num_rows, _HIDDEN), _random(_HIDDEN)
     qkv, o, down = _weight(5120, _HIDDEN), _weight(_HIDDEN, 5120), _weight(_HIDDEN, _MLP)
     gate_up = _weight(2 * _MLP, _HIDDEN)
@@ -57,7 +57,7 @@ def test_a_captured_chain_of_products_equals_torch(num_rows: int, use_pdl: bool)
 @pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize("num_rows", [2, 256, 1000])
 def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int, use_pdl: bool) -> None:
-    """Layers but for their attention; the factors are read behind products that a library launches."""
+    """Layers but for their attention; the factors are read behind GEMMs that a library launches."""
     num_heads, num_kv_heads, d = 24, 8, 128
     x = _random(num_rows, _HIDDEN) * 4
     qkv, o, down = (
@@ -76,24 +76,25 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
     def ours() -> torch.Tensor:
         rows = x.clone()
         for _ in range(3):
-            product = functional.linear(rows, qkv)
-            q = rope_write_kv(product, *place, *pools[0], *shape, unnormed_TD=rows, use_pdl=use_pdl)
+            q = rope_write_kv(
+                functional.linear(rows, qkv), *place, *pools[0], *shape, norm_input_TD=rows, use_pdl=use_pdl
+            )
             rows.addmm_(q.flatten(1), o.t())
-            gated = silu_mul(functional.linear(rows, gate_up), unnormed_TD=rows, use_pdl=use_pdl)
+            gated = silu_mul(functional.linear(rows, gate_up), norm_input_TD=rows, use_pdl=use_pdl)
             rows.addmm_(gated, down.t())
         return rows
 
     def theirs() -> torch.Tensor:
         rows = x.clone()
         for _ in range(3):
-            q = rope_write_kv_reference(functional.linear(rows, qkv), *place, *pools[1], *shape, unnormed_TD=rows)
+            q = rope_write_kv_reference(functional.linear(rows, qkv), *place, *pools[1], *shape, norm_input_TD=rows)
             rows = torch.addmm(rows, q.flatten(1), o.t())
-            gated = silu_mul_reference(functional.linear(rows, gate_up), unnormed_TD=rows)
+            gated = silu_mul_reference(functional.linear(rows, gate_up), norm_input_TD=rows)
             rows = torch.addmm(rows, gated, down.t())
         return rows
 
     for actual, expected in ((_captured(ours), theirs()), (pools[0], pools[1])):
-        # Three products a layer that are rounded by themselves, two that are added and then rounded; in both chains.
+        # Three GEMMs a layer that are rounded by themselves, two that are added and then rounded; in both chains.
         error = (actual.float() - expected.float()).norm() / expected.float().norm()
         assert error < typical_chain_error(2 * 3 * 6, torch.bfloat16), error
 
@@ -111,34 +112,34 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
     ],
     ids=str,
 )
-def test_draws_over_a_big_vocabulary_are_the_cpus(sampling: Sampling, num_rows: int) -> None:
+def test_samples_over_a_big_vocabulary_are_the_cpus(sampling: Sampling, num_rows: int) -> None:
     generator = np.random.default_rng(num_rows)
     inputs = [_input(sampling, generator) for _ in range(num_rows)]
-    scratch = DrawScratch(num_rows, _VOCAB, torch.device("cuda"), has_penalties=True)
-    check_draws(_random(num_rows, _VOCAB).mul_(3), inputs, scratch)
+    scratch = SampleScratch(num_rows, _VOCAB, torch.device("cuda"), has_penalties=True)
+    check_sampled(_random(num_rows, _VOCAB).mul_(3), inputs, scratch)
 
 
 def test_a_captured_draw_follows_what_the_device_holds() -> None:
     generator = np.random.default_rng(0)
     inputs = [_input(Sampling(temperature=0.8, top_p=0.95), generator) for _ in range(4)]
     device = torch.device("cuda")
-    params, scratch = params_of(inputs, range(4), device), DrawScratch(4, _VOCAB, device, has_penalties=False)
+    params, scratch = params_of(inputs, range(4), device), SampleScratch(4, _VOCAB, device, has_penalties=False)
     logits = _random(4, _VOCAB).mul_(3)
     slots = torch.arange(4, dtype=torch.int32, device=device)
     positions = torch.tensor([sample.position for sample in inputs], dtype=torch.int32, device=device)
 
-    target = new_target(4, 4, device, turn=1)
+    target = new_target(4, 4, device, ring_index=1)
 
-    def draws() -> torch.Tensor:
-        draw(logits, params, slots, positions, scratch, target, has_sampled=True, has_filters=True)
-        return target.turns_RT[1].clone()
+    def sample_all() -> torch.Tensor:
+        sample_rows(logits, params, slots, positions, scratch, target, has_sampled=True, has_filters=True)
+        return target.ring_RT[1].clone()
 
-    graph, out = _graph(draws)
+    graph, out = _graph(sample_all)
     for _ in range(3):
         logits.copy_(_random(4, _VOCAB).mul_(3))
         positions += 1
         params.temperature_S.mul_(0.9)
-        expected = draws().tolist()
+        expected = sample_all().tolist()
         graph.replay()
         assert out.tolist() == expected
 

@@ -38,7 +38,7 @@ SETTINGS = replace(
     num_slots=SLOTS,
     cuda_graphs=True,
     use_pdl=True,
-    tune_products=False,
+    tune_gemm=False,
 )
 
 
@@ -174,7 +174,7 @@ class Script:
         for start in range(cached, len(prompt), self._chunk_len):
             length = min(self._chunk_len, len(prompt) - start)
             is_last = start + length == len(prompt)
-            self._step(chunk=Chunk(slot=slot, length=length), drawn=[slot] if is_last else [], **parts)
+            self._step(chunk=Chunk(slot=slot, length=length), sampled=[slot] if is_last else [], **parts)
             parts = {}
         self._decodes.append(slot)
         return own
@@ -184,7 +184,7 @@ class Script:
             self._step()
 
     def _step(
-        self, *, chunk: Chunk | None = None, drawn: Sequence[int] = (), is_decoding: bool = True, **parts: object
+        self, *, chunk: Chunk | None = None, sampled: Sequence[int] = (), is_decoding: bool = True, **parts: object
     ) -> None:
         if not is_decoding:
             self._decodes = []
@@ -196,7 +196,7 @@ class Script:
             decode_set=np.array(self._decodes, np.int32),
             **parts,
         )
-        self._launched.append((self._executor.launch(plan), [*self._decodes, *drawn]))
+        self._launched.append((self._executor.launch(plan), [*self._decodes, *sampled]))
         while len(self._launched) > self._lag:
             self._take()
 

@@ -30,7 +30,7 @@ NO_FAULT = {"UNSUPPORTED", "JOURNAL_FULL", "OVERLOADED", "context_length_exceede
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh() -> AsyncIterator[Mesh]:
-    async with observed_mesh(router={"http_bodies_bytes": BODIES}) as mesh:
+    async with observed_mesh(router={"http_bodies_bytes": BODIES, "http_body_bytes": BODIES * 3 // 4}) as mesh:
         yield mesh
 
 

@@ -13,7 +13,15 @@ from support.rounding import kernel_tolerance
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.compiled_ops import CompiledOps
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, RawProduct, RopeAngles, TorchOps
+from radixmesh.daemons.worker.cuda.ops import (
+    DeferredNormGemm,
+    HeadNorms,
+    HeadShape,
+    KvTarget,
+    Ops,
+    RopeAngles,
+    TorchOps,
+)
 
 # What is not traced again when only the number of rows, the layer or the thread changes is what is served.
 _ROWS = (8, 1, 3, 2, 16, 1, 8)
@@ -33,7 +41,7 @@ def _compiles_anew() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a row's product is finished with."""
+    """What a row's GEMM is finished with."""
 
     is_unnormed: bool
     has_bias: bool
@@ -63,7 +71,7 @@ def test_an_error_of_the_compiler_says_what_to_do() -> None:
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 def test_compiled_operations_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rotation and the write to the pool; without vector instructions and shared headers, which take a minute."""
+    """RoPE and the write to the pool; without vector instructions and shared headers, which take a minute."""
     from torch._inductor import config
 
     monkeypatch.setattr(config.cpp, "simdlen", 1)
@@ -86,7 +94,7 @@ def test_without_a_compiler_the_error_says_what_to_do(monkeypatch: pytest.Monkey
 def _compare_all(ops: Ops, case: _Case, sizes: tuple[int, ...]) -> None:
     for num_rows in sizes:
         _compare_rope(ops, case, num_rows)
-        gate_up = _product(case, num_rows, 64)
+        gate_up = _gemm(case, num_rows, 64)
         want = TorchOps()
         with torch.inference_mode():
             _check_same(ops.silu_mul(gate_up, 1e-5), want.silu_mul(gate_up, 1e-5))
@@ -106,7 +114,7 @@ def _compare_rope(ops: Ops, case: _Case, num_rows: int) -> None:
     target = KvTarget((places % per_slot).int(), (places // per_slot).int(), tables, _PAGE_SIZE)
     norms = torch.randn(2, d) if case.has_head_norms else (None, None)
     for layer in range(_LAYERS):
-        qkv = _product(case, num_rows, width * d)
+        qkv = _gemm(case, num_rows, width * d)
         queries = [
             each.rope_write_kv(
                 qkv, RopeAngles(*angles), target, keys[layer], values[layer], _HEADS, HeadNorms(*norms, 1e-5)
@@ -118,8 +126,8 @@ def _compare_rope(ops: Ops, case: _Case, num_rows: int) -> None:
         assert int(planes[0, 0, layer].abs().sum((1, 2)).count_nonzero()) == num_rows
 
 
-def _product(case: _Case, num_rows: int, width: int) -> RawProduct:
-    return RawProduct(
+def _gemm(case: _Case, num_rows: int, width: int) -> DeferredNormGemm:
+    return DeferredNormGemm(
         torch.randn(num_rows, width),
         torch.randn(width) if case.has_bias else None,
         3 * torch.randn(num_rows, _NUM_FEATURES) if case.is_unnormed else None,

@@ -27,11 +27,11 @@ def test_a_decode_row_brings_its_new_token_and_its_pages_with_it():
         entries, tokens = state.new_entries(slots, tables, num_pages), state.row_tokens(slots)
         assert entries.tolist() == expected and tokens.tolist() == ([-1, 8] if expected else [-1, -1])
         rows = SimpleNamespace(slots=slots, positions=np.array([5, 6], np.int32))
-        buffer.send(rows, 3, tokens, entries, 11)
-        views = buffer.receive(3)
+        buffer.stage(rows, 3, tokens, entries, 11)
+        views = buffer.fetch(3)
         assert views.slots.tolist() == [2, 0, 3] and views.positions.tolist() == [5, 6, 0]
         assert views.kv_lens.tolist() == [6, 7, 0] and views.tokens.tolist() == [*tokens.tolist(), -1]
-        assert views.num_entries_1.tolist() == [len(expected)] and views.turn_1.tolist() == [11]
+        assert views.num_entries_1.tolist() == [len(expected)] and views.ring_index_1.tolist() == [11]
         assert views.entries_E2[: len(expected)].tolist() == expected
     # What no row of the step can bring is sent by itself, once.
     assert state.last_tokens.tolist() == [0, 7, 0, 0]
@@ -41,12 +41,12 @@ def test_steps_that_are_sent_ahead_are_received_in_their_order():
     buffer = DecodeBuffer(HostDevice(), max_rows=2, dummy_slot=9)
     no_tokens, no_entries = np.full(1, -1, np.int32), np.zeros((0, 2), np.int32)
     waited = []
-    received = 0
+    fetched = 0
     for step in range(50):
         rows = SimpleNamespace(slots=np.array([step], np.int32), positions=np.array([7], np.int32))
-        if step - received == 16:
-            assert buffer.receive(2).slots.tolist() == [received, 9]
-            received += 1
-        buffer.send(rows, 2, no_tokens, no_entries, step)
+        if step - fetched == 16:
+            assert buffer.fetch(2).slots.tolist() == [fetched, 9]
+            fetched += 1
+        buffer.stage(rows, 2, no_tokens, no_entries, step)
         buffer.fence(SimpleNamespace(wait=lambda step=step: waited.append(step)))
     assert waited == list(range(34))

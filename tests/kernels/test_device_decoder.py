@@ -60,7 +60,7 @@ def test_logits_in_two_bytes_are_near_those_in_four(dtype, name, tmp_path, monke
 
 
 def test_float16_does_not_multiply_rows_that_were_not_normed(tmp_path, monkeypatch):
-    """Products of rows that large would pass 65,504."""
+    """GEMMs of rows that large would pass 65,504."""
     model = random_llama("llama1")
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(5000)

@@ -20,7 +20,7 @@ from radixmesh.daemons.worker.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="the runner on the host draws under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
+    reason="the runner on the host samples under Triton's interpreter; tests/gpu/test_cuda_runner.py is for the GPU",
 )
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"

@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 # Weights, angles, and the step's numbers as the host sent them.
 _MAY_BE_READ = {
     # They begin when all ahead of them is over.
-    "_receive_kernel": None,
-    "_begin_step_kernel": None,
+    "_fetch_step_inputs_kernel": None,
+    "_scatter_embed_kernel": None,
     "_rope_kv_kernel": [
         "bias_ptr",
         "cos_ptr",
@@ -31,7 +31,7 @@ _MAY_BE_READ = {
     "_quantize_rows_kernel": ["bias_ptr", "norm_ptr"],
     "_silu_quantize_kernel": ["bias_ptr"],
     "_highest_kernel": [],
-    "_finish_kernel": ["row_slots_ptr", "turn_ptr"],
+    "_finish_kernel": ["ring_index_ptr", "row_slots_ptr"],
 }
 
 

@@ -30,7 +30,7 @@ from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
-from radixmesh.daemons.worker.cuda.flashinfer import plan as planned_lane
+from radixmesh.daemons.worker.cuda.flashinfer import plan as flashinfer_plan
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import ModelRunner
@@ -178,10 +178,10 @@ def test_the_pools_dtype_follows_the_flags(monkeypatch, caplog, changes, expecte
 
 
 def test_what_plans_take_is_counted_ahead(monkeypatch):
-    """All lanes are made after the pages are sized; `allocate_workspace` makes the tensors that were counted."""
+    """All plans are made after the pages are sized; `allocate_workspace` makes the tensors that were counted."""
     use_torch_modules(monkeypatch)
     counted, made = [], []
-    work_bytes, allocate = AttentionChoice.work_bytes, planned_lane.allocate_workspace
+    work_bytes, allocate = AttentionChoice.work_bytes, flashinfer_plan.allocate_workspace
 
     def count(*args):
         counted.append(work_bytes(*args))
@@ -193,7 +193,7 @@ def test_what_plans_take_is_counted_ahead(monkeypatch):
         return workspace
 
     monkeypatch.setattr(AttentionChoice, "work_bytes", count)
-    monkeypatch.setattr(planned_lane, "allocate_workspace", make)
+    monkeypatch.setattr(flashinfer_plan, "allocate_workspace", make)
     _runner(TINY)
     assert len(made) == 4 and counted == [sum(made)]
 

@@ -25,7 +25,7 @@ from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantizat
 from radixmesh.daemons.worker.cuda import load
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
-from radixmesh.daemons.worker.cuda.fp8.gemm import TritonFp8Products
+from radixmesh.daemons.worker.cuda.fp8.gemm import TritonFp8Gemm
 from radixmesh.daemons.worker.cuda.fp8.ops import TritonFp8Ops
 from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
@@ -61,7 +61,7 @@ def _runner(folder: Path, ops: Ops, **changes: object) -> DeviceRunner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "_ops", lambda *_: ops)
         if isinstance(ops, TritonOps):
-            patch.setattr(load, "TorchFp8Ops", lambda plain: TritonFp8Ops(plain, TritonFp8Products()))
+            patch.setattr(load, "TorchFp8Ops", lambda plain: TritonFp8Ops(plain, TritonFp8Gemm()))
         runner = load.load_device_runner(folder, settings, HostDevice())
     assert isinstance(runner, DeviceRunner) and isinstance(runner._decoder, Fp8Decoder)
     return runner
@@ -206,10 +206,10 @@ def test_captured_steps_recite(quantization):
 
 
 def test_a_row_does_not_depend_on_others_in_deterministic_mode(tmp_path):
-    products = TritonFp8Products(is_deterministic=True)
+    gemm = TritonFp8Gemm(is_deterministic=True)
     for form in Fp8Form:
         is_grouped = form is Fp8Form.BLOCK
-        ops = TritonFp8Ops(TritonOps(is_deterministic=True), products)
+        ops = TritonFp8Ops(TritonOps(is_deterministic=True), gemm)
         w = quantize_matrix(torch.randn(70, 300), is_grouped=is_grouped)
         x = torch.randn(130, 300)
         together = ops.linear(ops.rows(x, w), w, torch.float32)

@@ -1,4 +1,4 @@
-"""Products of few rows with FP8 weights against torch."""
+"""GEMMs of few rows with FP8 weights against torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
-from support.rounding import random_product_tolerance
+from support.rounding import random_gemm_tolerance
 
 from radixmesh.kernels.fp8.gemv import (
     default_config,
     fp8_gate_up_silu,
     fp8_gate_up_silu_reference,
-    fp8_linear_few,
-    fp8_linear_few_reference,
+    fp8_gemv,
+    fp8_gemv_reference,
 )
 from radixmesh.kernels.fp8.quantized import GROUP, QuantizedMatrix, quantize_matrix
 from radixmesh.kernels.gemv import GemvConfig, Shape
@@ -42,9 +42,9 @@ _CASES = [
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("groups", _GROUPS)
 @pytest.mark.parametrize("case", _CASES, ids=str)
-def test_a_product_equals_the_reference(case: _Case, groups: str, dtype: torch.dtype, device) -> None:
+def test_a_gemm_equals_the_reference(case: _Case, groups: str, dtype: torch.dtype, device) -> None:
     x, w = _operands(case, groups, dtype, device)
-    _assert_near(case, fp8_linear_few(x, w, config=case.config), fp8_linear_few_reference(x, w))
+    _assert_near(case, fp8_gemv(x, w, config=case.config), fp8_gemv_reference(x, w))
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -57,9 +57,9 @@ def test_bias_residual_and_norm_are_fused(case: _Case, groups: str, dtype: torch
     bias = torch.randn(case.num_out, device=device).to(dtype)
     residual = torch.randn(case.num_rows, case.num_out, device=device).to(dtype)
     for weight in (None, norm):
-        expected = fp8_linear_few_reference(x, w, bias, residual, weight, 1e-5)
-        _assert_near(case, fp8_linear_few(x, w, bias, residual, weight, 1e-5, config=case.config), expected)
-    fp8_linear_few(x, w, bias, residual, norm, 1e-5, out=residual, config=case.config)
+        expected = fp8_gemv_reference(x, w, bias, residual, weight, 1e-5)
+        _assert_near(case, fp8_gemv(x, w, bias, residual, weight, 1e-5, config=case.config), expected)
+    fp8_gemv(x, w, bias, residual, norm, 1e-5, out=residual, config=case.config)
     _assert_near(case, residual, expected)
 
 
@@ -85,13 +85,13 @@ def test_defaults_keep_a_programs_weights_in_registers(num_in: int, is_gated: bo
 def test_a_norms_weight_without_its_eps_is_refused(device) -> None:
     x, w = _operands(_Case(1, 64, 8), "channel", torch.float32, device)
     with pytest.raises(AssertionError):
-        fp8_linear_few(x, w, norm_weight_K=x[0])
+        fp8_gemv(x, w, norm_weight_K=x[0])
 
 
 def test_more_rows_than_it_is_made_for_are_refused(device) -> None:
     x, w = _operands(_Case(9, 64, 8), "channel", torch.float32, device)
     with pytest.raises(AssertionError):
-        fp8_linear_few(x, w)
+        fp8_gemv(x, w)
 
 
 def _operands(case: _Case, groups: str, dtype: torch.dtype, device) -> tuple[torch.Tensor, QuantizedMatrix]:
@@ -106,5 +106,5 @@ def _operands(case: _Case, groups: str, dtype: torch.dtype, device) -> tuple[tor
 
 
 def _assert_near(case: _Case, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = random_product_tolerance(actual.dtype, case.num_in, expected)
+    tolerance = random_gemm_tolerance(actual.dtype, case.num_in, expected)
     torch.testing.assert_close(actual, expected.to(actual.dtype), **tolerance)

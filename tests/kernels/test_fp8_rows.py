@@ -1,11 +1,11 @@
-"""Rows made FP8, and products of them, against torch."""
+"""Rows made FP8, and GEMMs of them, against torch."""
 
 from __future__ import annotations
 
 import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
-from support.rounding import random_product_tolerance, sum_tolerance, unit_roundoff
+from support.rounding import random_gemm_tolerance, sum_tolerance, unit_roundoff
 
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, fp8_linear, fp8_linear_reference
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
@@ -20,7 +20,7 @@ from radixmesh.kernels.fp8.quantized import (
 from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
 
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Half of the last of three bits of mantissa; the scale, its quotient and its product are rounded before and behind.
+# Half of the last of three bits of mantissa; the scale, its quotient and its GEMM are rounded before and behind.
 _ROUNDING = unit_roundoff(FP8) * (1 + 4 * unit_roundoff(torch.float32)) + 4 * unit_roundoff(torch.float32)
 _SMALLEST_STEP = 2**-9
 # Gates of some normal numbers: exp of an argument that is off by u is off by so many u.
@@ -66,12 +66,12 @@ def test_normed_rows_equal_the_reference(shape, dtype, is_grouped, device) -> No
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("shape", _SHAPES[1:4], ids=str)
-def test_a_product_is_added_to_the_rows_before_the_norm(shape, dtype, has_bias, is_grouped, device) -> None:
-    rows, w, product = (_random(size, dtype, device) for size in (shape, shape[1:], shape))
+def test_a_gemm_is_added_to_the_rows_before_the_norm(shape, dtype, has_bias, is_grouped, device) -> None:
+    rows, w, gemm = (_random(size, dtype, device) for size in (shape, shape[1:], shape))
     bias = _random(shape[1:], dtype, device) if has_bias else None
     got_rows, want_rows = rows.clone(), rows.clone()
-    got = norm_quantize(got_rows, w, 1e-5, product_TD=product, bias_D=bias, is_grouped=is_grouped)
-    want = norm_quantize_reference(want_rows, w, 1e-5, product_TD=product, bias_D=bias, is_grouped=is_grouped)
+    got = norm_quantize(got_rows, w, 1e-5, delta_TD=gemm, bias_D=bias, is_grouped=is_grouped)
+    want = norm_quantize_reference(want_rows, w, 1e-5, delta_TD=gemm, bias_D=bias, is_grouped=is_grouped)
     assert torch.equal(got_rows, want_rows) and not torch.equal(got_rows, rows)
     _assert_same(got, want)
 
@@ -102,26 +102,26 @@ def test_matrices_are_quantised_by_channel_or_block(shape, is_grouped, device) -
         assert bool((largest.amax(1) == 448).all())
 
 
-_PRODUCTS = [(1, 64, 40), (17, 128, 48), (33, 384, 300), (70, 200, 130)]
+_GEMM = [(1, 64, 40), (17, 128, 48), (33, 384, 300), (70, 200, 130)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("groups", ["channel", "block", "rows of blocks"])
-@pytest.mark.parametrize("shape", _PRODUCTS, ids=str)
-def test_products_equal_the_reference(shape, groups, dtype, device) -> None:
+@pytest.mark.parametrize("shape", _GEMM, ids=str)
+def test_gemms_equal_the_reference(shape, groups, dtype, device) -> None:
     x, w = _operands(shape, groups, device)
     got = fp8_linear(x, w, dtype)
     want = fp8_linear_reference(x, w, dtype)
-    torch.testing.assert_close(got, want, **random_product_tolerance(dtype, shape[1], want))
+    torch.testing.assert_close(got, want, **random_gemm_tolerance(dtype, shape[1], want))
 
 
 @pytest.mark.parametrize("groups", ["channel", "block", "rows of blocks"])
 @pytest.mark.parametrize(("rows", "columns"), [(16, 32), (32, 128), (64, 64), (128, 128)])
-def test_products_are_the_same_in_tiles_of_any_size(rows, columns, groups, device) -> None:
+def test_gemms_are_the_same_in_tiles_of_any_size(rows, columns, groups, device) -> None:
     x, w = _operands((130, 256, 260), groups, device)
     got = fp8_linear(x, w, torch.float32, config=TileConfig(rows=rows, columns=columns, num_warps=4, num_stages=3))
     want = fp8_linear_reference(x, w, torch.float32)
-    torch.testing.assert_close(got, want, **random_product_tolerance(torch.float32, 256, want))
+    torch.testing.assert_close(got, want, **random_gemm_tolerance(torch.float32, 256, want))
 
 
 def test_rows_and_matrix_have_the_same_groups(device) -> None:

@@ -1,4 +1,4 @@
-"""Products of few rows against torch."""
+"""GEMMs of few rows against torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.rounding import random_product_tolerance
+from support.rounding import random_gemm_tolerance
 
 from radixmesh.kernels.gemv import (
     GemvConfig,
@@ -41,7 +41,7 @@ _CASES = [
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("case", _CASES, ids=str)
-def test_a_plain_product_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.device) -> None:
+def test_a_plain_gemm_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.device) -> None:
     x, w = _operands(case, dtype, device)
     _assert_near(case, linear(x, w, config=case.config), linear_reference(x, w))
 
@@ -61,7 +61,7 @@ def test_bias_residual_and_norm_are_fused(case: _Case, dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("dtype", _DTYPES)
 @pytest.mark.parametrize("case", _CASES[:4], ids=str)
-def test_a_norm_without_a_weight_scales_the_product(case: _Case, dtype: torch.dtype, device: torch.device) -> None:
+def test_a_norm_without_a_weight_scales_the_gemm(case: _Case, dtype: torch.dtype, device: torch.device) -> None:
     x, w = _operands(case, dtype, device)
     x *= 5
     bias = torch.randn(case.num_out, device=device).to(dtype)
@@ -115,5 +115,5 @@ def _operands(case: _Case, dtype: torch.dtype, device: torch.device) -> tuple[to
 
 
 def _assert_near(case: _Case, actual: torch.Tensor, expected: torch.Tensor) -> None:
-    tolerance = random_product_tolerance(actual.dtype, case.num_in, expected)
+    tolerance = random_gemm_tolerance(actual.dtype, case.num_in, expected)
     torch.testing.assert_close(actual, expected.to(actual.dtype), **tolerance)

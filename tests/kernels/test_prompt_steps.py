@@ -171,8 +171,8 @@ def test_the_numbers_of_the_smallest_graphs_fit_their_buffer(max_tokens, num_slo
     for size in default_prompt_rows(max_tokens):
         shape, rows = steps._shape(size), no_rows()
         step = host_step(rows, (segment,), shape.num_decodes)
-        drawn = steps._buffer.upload(shape, step, rows, (segment,), [0], 7)
-        assert (drawn.positions.tolist(), drawn.turn_1.tolist()) == ([3], [7])
+        sampled = steps._buffer.upload(shape, step, rows, (segment,), [0], 7)
+        assert (sampled.positions.tolist(), sampled.ring_index_1.tolist()) == ([3], [7])
 
 
 def test_sizes_end_with_the_largest_step():

@@ -39,6 +39,6 @@ def test_a_weight_of_another_size_is_refused(device: torch.device) -> None:
 
 
 def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    # Sums of another order may round to a neighbour, twice (the norm, then the product).
+    # Sums of another order may round to a neighbour, twice (the norm, then the GEMM).
     tolerance = kernel_tolerance(actual.dtype, actual.shape[-1], float(expected.abs().max()))
     return torch.allclose(actual.float(), expected.float(), **tolerance)

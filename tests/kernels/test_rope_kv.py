@@ -1,4 +1,4 @@
-"""Rotation and the write to the KV pool against torch."""
+"""RoPE and the write to the KV pool against torch."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.dev
         keys, values = torch.zeros(2, *kv_shape, device=device, dtype=dtype)
         q = function(
             qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, keys, values, case.num_heads,
-            case.num_kv_heads, d, norms[0], norms[1], 1e-6, unnormed_TD=unnormed, bias_X=bias,
+            case.num_kv_heads, d, norms[0], norms[1], 1e-6, norm_input_TD=unnormed, bias_X=bias,
         )  # fmt: skip
         results.append((q, keys, values))
     (q, keys, values), (expected_q, expected_keys, expected_values) = results
@@ -112,7 +112,7 @@ def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.de
         keys, values = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, 2, 64, device=device)
         q = rope_write_kv(
             qkv[rows], angles.cos(), angles.sin(), positions[rows], slots[rows], tables, _PAGE_SIZE, keys, values, 4, 2,
-            64, unnormed_TD=unnormed[rows],
+            64, norm_input_TD=unnormed[rows],
         )  # fmt: skip
         places = tables[slots[3].item(), positions[3].item() // _PAGE_SIZE] * _PAGE_SIZE + positions[3] % _PAGE_SIZE
         results.append((q[3 if len(q) > 1 else 0], keys[places], values[places]))
@@ -127,7 +127,7 @@ def test_rows_of_another_number_are_refused(device: torch.device) -> None:
         rope_write_kv(
             torch.ones(2, 4 * 64, device=device), torch.ones(4, 32, device=device), torch.ones(4, 32, device=device),
             places, places, places[:, None], 4, pools[0], pools[1], 2, 1, 64,
-            unnormed_TD=torch.ones(3, 96, device=device),
+            norm_input_TD=torch.ones(3, 96, device=device),
         )  # fmt: skip
 
 

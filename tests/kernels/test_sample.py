@@ -1,4 +1,4 @@
-"""Draws on the device against the CPU sampler, row by row."""
+"""Sampling on the device against the CPU sampler, row by row."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.device_draws import check_draws, drawn
+from support.device_samples import check_sampled, sampled
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
-from radixmesh.kernels.sampling.sample import DrawScratch, compile_draws
+from radixmesh.kernels.sampling.sample import SampleScratch, compile_sampling
 from radixmesh.kernels.sampling.sample_params import SampleParams
 
 _NAN, _INF = float("nan"), float("inf")
@@ -26,14 +26,14 @@ def test_greedy_takes_the_lowest_of_the_highest(vocab_size: int, dtype: torch.dt
     logits = torch.randint(-4, 5, (5, vocab_size), device=device).to(dtype)
     logits[3] = -logits[3].abs()
     logits[4, ::2] = -0.0
-    check_draws(logits, [_input(_GREEDY)] * 5)
+    check_sampled(logits, [_input(_GREEDY)] * 5)
 
 
 @pytest.mark.parametrize("vocab_size", [9, 1021, 2500])
 def test_temperature_alone(vocab_size: int, device: torch.device) -> None:
     generator = np.random.default_rng(vocab_size)
     inputs = [_random_input(generator, Sampling(temperature=t)) for t in (0.0, 0.3, 1.0, 1.7, 100.0, 1e-9)]
-    check_draws(torch.randn(len(inputs), vocab_size, device=device) * 4, inputs)
+    check_sampled(torch.randn(len(inputs), vocab_size, device=device) * 4, inputs)
 
 
 @pytest.mark.parametrize("num_candidates", [16, 128])
@@ -45,8 +45,8 @@ def test_filters(seed: int, num_candidates: int, device: torch.device) -> None:
     logits = torch.randn(len(inputs), 200, device=device) * 3
     # Rounded to few values, ties stand at the borders of the filters.
     logits = logits.mul(2).round().div(2) if seed % 2 else logits
-    scratch = DrawScratch(len(inputs), logits.shape[1], device, has_penalties=True, num_candidates=num_candidates)
-    check_draws(logits, inputs, scratch)
+    scratch = SampleScratch(len(inputs), logits.shape[1], device, has_penalties=True, num_candidates=num_candidates)
+    check_sampled(logits, inputs, scratch)
     assert not scratch.candidates.histogram_TB.any() and not scratch.candidates.counts_T.any()
 
 
@@ -56,7 +56,7 @@ def test_penalties_biases_and_suppression(seed: int, device: torch.device) -> No
     vocab_size = 60
     inputs = [_random_input(generator, _random_penalties(generator, vocab_size), vocab_size) for _ in range(5)]
     inputs.append(replace(_random_input(generator, _GREEDY, vocab_size), suppressed_ids=_NONE))
-    check_draws(torch.randn(len(inputs), vocab_size, device=device) * 2, inputs)
+    check_sampled(torch.randn(len(inputs), vocab_size, device=device) * 2, inputs)
 
 
 def test_broken_logits(device: torch.device) -> None:
@@ -68,7 +68,7 @@ def test_broken_logits(device: torch.device) -> None:
         for suppressed in lists:
             ids = np.array(suppressed, np.int32)
             sample = SampleInput(sampling=sampling, prompt_ids=_NONE, output_ids=_NONE, position=3, suppressed_ids=ids)
-            check_draws(logits, [sample] * len(rows))
+            check_sampled(logits, [sample] * len(rows))
 
 
 def test_ids_outside_the_vocabulary_have_no_effect(device: torch.device) -> None:
@@ -79,18 +79,18 @@ def test_ids_outside_the_vocabulary_have_no_effect(device: torch.device) -> None
         output_ids=np.array([99, 0], np.int32),
         position=4,
     )
-    check_draws(torch.tensor([[1.0, 1.1, 0.4]], device=device), [sample])
+    check_sampled(torch.tensor([[1.0, 1.1, 0.4]], device=device), [sample])
 
 
 def test_scratch_is_clean_for_the_next_draw(device: torch.device) -> None:
     generator = np.random.default_rng(1)
     sampling = Sampling(temperature=0.0, repetition_penalty=3.0, frequency_penalty=1.0)
     inputs = [_random_input(generator, sampling, 50) for _ in range(3)]
-    scratch = DrawScratch(3, 50, device, has_penalties=True)
+    scratch = SampleScratch(3, 50, device, has_penalties=True)
     logits = torch.randn(3, 50, device=device)
-    first = drawn(logits, inputs, scratch)
+    first = sampled(logits, inputs, scratch)
     assert not scratch.counts_TV.any()
-    assert first == drawn(logits, inputs, scratch)
+    assert first == sampled(logits, inputs, scratch)
 
 
 def test_a_draw_does_not_depend_on_the_rows_beside_it(device: torch.device) -> None:
@@ -98,14 +98,14 @@ def test_a_draw_does_not_depend_on_the_rows_beside_it(device: torch.device) -> N
     samplings = (Sampling(), Sampling(top_k=20), _GREEDY)
     inputs = [_random_input(generator, sampling) for sampling in samplings]
     logits = torch.randn(3, 1500, device=device)
-    together = drawn(logits, inputs)
-    assert together == [drawn(logits[row : row + 1], [inputs[row]])[0] for row in range(3)]
+    together = sampled(logits, inputs)
+    assert together == [sampled(logits[row : row + 1], [inputs[row]])[0] for row in range(3)]
 
 
 def test_compiling_all_draws_changes_nothing(device: torch.device) -> None:
     params = SampleParams.allocate(2, max_total_len=8, max_biases=2, max_suppressed=2, device=device)
     before = [getattr(params, name).clone() for name in SampleParams.__slots__]
-    compile_draws(params, 30, torch.bfloat16)
+    compile_sampling(params, 30, torch.bfloat16)
     for name, array in zip(SampleParams.__slots__, before, strict=True):
         assert torch.equal(getattr(params, name), array), name
 

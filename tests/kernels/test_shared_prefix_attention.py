@@ -72,7 +72,7 @@ def test_without_groups_it_is_plain_decode_and_groups_may_go():
     _check(lengths, [[], _groups(([1, 2, 3], 36)), _groups(([0, 3], 17)), []])
 
 
-def test_a_group_larger_than_a_product_is_cut():
+def test_a_group_larger_than_a_gemm_is_cut():
     workspace = _check([20] * 70, [_groups((list(range(70)), 18))], heads=2, kv_heads=1)
     assert workspace.rows_per_group < 70
 

@@ -135,7 +135,7 @@ async def test_outputs_are_the_same_by_every_cache_page_size_depth_and_order(mod
             compare(run_of, plain)
     for depth in ("0", "2", "auto"):
         for queue_policy in ("lpm", "dfs-weight", "lcfs"):
-            run_of = await run(model, wishes, 1, cache="radix", depth=depth, queue_policy=queue_policy)
+            run_of = await run(model, wishes, 1, cache="radix", pipeline_depth=depth, queue_policy=queue_policy)
             check_pressure(run_of.state, is_cached=True)
             compare(run_of, plain)
     for eviction in ("lfu", "fifo", "priority"):

@@ -14,6 +14,7 @@ import pytest
 
 from radixmesh.daemons.cluster.errors import AlreadyRunningError, ComposeError, NoRestartCuresError, StartTimeoutError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
+from radixmesh.daemons.cluster.processes.hang_detector import HangDetector
 from radixmesh.daemons.cluster.processes.process_status import ProcessState
 from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state
 
@@ -563,6 +564,23 @@ async def test_a_daemon_that_can_never_start_is_given_up_with_its_reason(
         starts = [state for name, state, _ in journal.states if (name, state) == ("worker-1", "starting")]
         assert len(starts) == num_starts
         assert cluster.status("worker").state is ProcessState.ENDED
+
+
+async def test_a_supervision_that_fails_says_so_and_leaves_nothing_running(make_cluster, journal, monkeypatch):
+    async with make_cluster() as cluster:
+        await cluster.wait_healthy(60)
+        pid = cluster.pids["worker-1"]
+
+        def broken(self, answer, **observed):
+            raise OSError("no more files")
+
+        monkeypatch.setattr(HangDetector, "observe", broken)
+        async with asyncio.timeout(60):
+            await cluster.wait_until("worker", lambda status: status.state is ProcessState.ENDED)
+        assert wait_gone([pid]) == []
+        with pytest.raises(NoRestartCuresError, match=r"not supervised any more .OSError: no more files."):
+            await cluster.wait_healthy(60)
+        assert any("Traceback" in line for name, line in journal.lines if name == "worker-1")
 
 
 async def test_a_daemon_that_has_served_is_started_again_whatever_its_code(compose_path, make_cluster):

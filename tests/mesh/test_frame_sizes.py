@@ -116,12 +116,12 @@ async def test_a_request_that_ends_every_stream_it_is_sent_on_fails_after_the_wa
             submitted.append(submit.attempt)
             raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, "no stream survives this")
 
-        fake._submit = refuse  # type: ignore[method-assign]
+        fake.take_submit = refuse  # type: ignore[method-assign]
         async with asyncio.timeout(60):
             with pytest.raises(UnavailableError, match="no scheduler could take"):
                 await client.complete(PROMPT, max_tokens=8)
         assert len(submitted) > 1
-        del fake._submit
+        del fake.take_submit
         done = await client.complete(PROMPT, max_tokens=8, seed=3)
         assert done.outputs[0].ids == oracle_ids(PROMPT, 3, 8)
         await mesh.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.front.backend_pool import BackendPool
 from radixmesh.daemons.front.door import Door
+from radixmesh.daemons.front.room import Room, places_within_files
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -52,7 +54,9 @@ class EchoServer:
 
 
 @asynccontextmanager
-async def front(*names: str, wait_s: float = 5.0) -> AsyncIterator[tuple[Door, BackendPool, list[EchoServer], int]]:
+async def front(
+    *names: str, wait_s: float = 5.0, room: Room | None = None
+) -> AsyncIterator[tuple[Door, BackendPool, list[EchoServer], int]]:
     servers = [EchoServer(name) for name in names]
     for server in servers:
         await server.start()
@@ -63,7 +67,7 @@ async def front(*names: str, wait_s: float = 5.0) -> AsyncIterator[tuple[Door, B
     pool = BackendPool(probe, 0.02)
     for server in servers:
         pool.add(server.address)
-    door = Door(pool, wait_s)
+    door = Door(pool, wait_s, room)
     port = int((await door.open("127.0.0.1:0")).rpartition(":")[2])
     try:
         yield door, pool, servers, port
@@ -198,3 +202,31 @@ async def keep_reciting(client: AsyncClient, jobs: list[Job], rounds: int) -> No
     for _ in range(rounds):
         answers = await asyncio.gather(*(job.run(client) for job in jobs))
         assert answers == [job.answers for job in jobs]
+
+
+async def test_connections_beyond_the_bound_are_closed_and_counted() -> None:
+    refused: list[int] = []
+    room = Room(2, lambda: refused.append(1))
+    async with front("a", room=room) as (door, pool, _servers, port):
+        await until(lambda: all(backend.is_serving for backend in pool.backends))
+        held = [await ask(port) for _ in range(2)]
+        assert [answer for answer, _, _ in held] == [b"a hello\n"] * 2
+        for _ in range(3):
+            reader, _ = await asyncio.open_connection("127.0.0.1", port)
+            async with asyncio.timeout(60):
+                assert await reader.read() == b"", "closed at once, before a byte"
+        assert len(refused) == room.num_refused == 3 and door.num_connections == 2
+        held[0][1].close()
+        await until(lambda: door.num_connections == 1, 60)
+        assert (await ask(port))[0] == b"a hello\n"
+
+
+def test_places_follow_the_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        assert 1 <= places_within_files(1 << 40) <= (1 << 40)
+        now, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert now >= soft, "raised, never lowered"
+        assert places_within_files(10) == 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

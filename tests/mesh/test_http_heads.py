@@ -48,6 +48,24 @@ async def test_a_head_beyond_the_bounds_is_refused(router: HttpProcess, request_
     assert answer.startswith(b"HTTP/1.1 431 ") and code in answer and b"connection: close" in answer
 
 
+@pytest.mark.parametrize("first", [b"", HEALTH], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "start",
+    [b"GET http://localhost:port:port/", b"GET http://localhost", b"GET /\xff", b"CONNECT localhost:80"],
+    ids=["no URL", "no path", "no text", "connect"],
+)
+async def test_a_target_that_is_no_path_is_refused(router: HttpProcess, start: bytes, first: bytes) -> None:
+    """As a request that cannot be read, whatever came before it on its connection."""
+    async with asyncio.timeout(DEADLINE_S), router.connection() as (reader, writer):
+        if first:
+            writer.write(first)
+            await reader.readuntil(b"\r\n\r\n")
+        writer.write(start + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = await reader.read()
+    assert b"HTTP/1.1 400 " in answer and b"MALFORMED_MESSAGE" in answer and b"connection: close" in answer
+    assert await router.health_s() < DEADLINE_S
+
+
 async def test_the_largest_legal_head_is_served(router: HttpProcess) -> None:
     line = b"GET /health?" + b"a" * (MAX_REQUEST_LINE_BYTES - 100) + b" HTTP/1.1\r\nConnection: close\r\n"
     rest = MAX_HEAD_BYTES - len(line) - (MAX_HEADERS - 1) * 8

@@ -92,6 +92,23 @@ def radixmesh(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("user", [pytest.param(NOBODY, marks=as_root), 0])
+def test_down_ends_no_process_that_a_planted_folder_names(
+    shared: Path, victim: subprocess.Popen[bytes], user: int
+) -> None:
+    """The lock's text is the planter's to write: here it names a process of ours, with the time of its start."""
+    planter = plant(shared, victim.pid, user=user)
+    try:
+        done = radixmesh(shared, "down", "--timeout", "1")
+        assert victim.poll() is None, "down ended it"
+        assert done.returncode == 1 and "no cluster" in done.stdout + done.stderr
+    finally:
+        planter.kill()
+        planter.wait()
+        assert planter.stdout is not None
+        planter.stdout.close()
+
+
+@pytest.mark.parametrize("user", [pytest.param(NOBODY, marks=as_root), 0])
 def test_a_planted_folder_gets_no_key_and_ends_no_process(
     shared: Path, victim: subprocess.Popen[bytes], user: int
 ) -> None:

@@ -174,6 +174,8 @@ def test_retained_plans_are_bounded_and_never_lose_an_unfinished_one() -> None:
     retained.received(_plan(15, size=900))
     retained.received(_plan(16, size=900))
     assert _steps(retained) == [16], "a hello has room for so many bytes"
+    retained.received(_plan(17, size=1100))
+    assert _steps(retained) == []
     retained.begin_epoch()
     assert not retained.encoded() and not retained.has_unfinished
 

@@ -36,7 +36,7 @@ SETTINGS = replace(
     num_slots=2,
     cuda_graphs=True,
     use_pdl=True,
-    tune_products=False,
+    tune_gemm=False,
 )
 
 

@@ -52,40 +52,43 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     qkv, bias, norm_d = torch.zeros(rows, 8 * 32, dtype=bf16), torch.zeros(8 * 32, dtype=bf16), w[:32]
     pool = torch.zeros(8, 2, 32, dtype=bf16)
     params = SampleParams.allocate(3, max_total_len=8, max_biases=1, max_suppressed=1, device=torch.device("cpu"))
-    scratch = sample.DrawScratch(rows, hidden, torch.device("cpu"), has_penalties=False)
-    target = sample.TokenTarget(turns_RT=tables, turn_1=ints[:1], last_tokens_S=torch.zeros(4).int())
+    scratch = sample.SampleScratch(rows, hidden, torch.device("cpu"), has_penalties=False)
+    target = sample.TokenTarget(ring_RT=tables, ring_index_1=ints[:1], last_tokens_S=torch.zeros(4).int())
 
-    def rotate() -> None:
+    def rope() -> None:
         place = (angles, angles, ints, ints, tables, 1, pool, pool.clone())
-        rope_kv.rope_write_kv(qkv, *place, 4, 2, 32, norm_d, norm_d, unnormed_TD=x, bias_X=bias, use_pdl=True)
+        rope_kv.rope_write_kv(qkv, *place, 4, 2, 32, norm_d, norm_d, norm_input_TD=x, bias_X=bias, use_pdl=True)
 
-    def draw() -> None:
-        sample.draw(x, params, ints, ints, scratch, target, has_sampled=False, use_pdl=True)
+    def sample_tokens() -> None:
+        sample.sample_rows(x, params, ints, ints, scratch, target, has_sampled=False, use_pdl=True)
 
     return {
-        "_rope_kv_kernel": (rope_kv, rotate),
+        "_rope_kv_kernel": (rope_kv, rope),
         "_rms_norm_kernel": (rms_norm, lambda: rms_norm.rms_norm(x, w, 1e-6, use_pdl=True)),
-        "_silu_mul_kernel": (silu_mul, lambda: silu_mul.silu_mul(qkv, bias_2F=bias, unnormed_TD=x, use_pdl=True)),
+        "_silu_mul_kernel": (silu_mul, lambda: silu_mul.silu_mul(qkv, bias_2F=bias, norm_input_TD=x, use_pdl=True)),
         "_gemv_kernel": (gemv, lambda: gemv.linear(x[:1], x, w[:2], w[None, :2], w, 1e-6, use_pdl=True)),
-        "_highest_kernel": (sample, draw),
-        "_finish_kernel": (sample, draw),
+        "_highest_kernel": (sample, sample_tokens),
+        "_finish_kernel": (sample, sample_tokens),
     }
 
 
 def _first_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     """Of the kernels that begin a step, when all before it is over."""
-    from radixmesh.kernels import begin_step, receive
+    from radixmesh.kernels import fetch_step_inputs, scatter_embed
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
     def begin() -> None:
         tables, last, embedding = ints(4, 8), ints(4), torch.zeros(10, 64, dtype=torch.bfloat16)
-        begin_step.begin_step(ints(2), ints(2), ints(8, 2), ints(1), tables, last, embedding, use_pdl=True)
+        scatter_embed.scatter_embed(ints(2), ints(2), ints(8, 2), ints(1), tables, last, embedding, use_pdl=True)
 
     return {
-        "_receive_kernel": (receive, lambda: receive.receive(ints(4, 64), ints(1), ints(64), 16)),
-        "_begin_step_kernel": (begin_step, begin),
+        "_fetch_step_inputs_kernel": (
+            fetch_step_inputs,
+            lambda: fetch_step_inputs.fetch_step_inputs(ints(4, 64), ints(1), ints(64), 16),
+        ),
+        "_scatter_embed_kernel": (scatter_embed, begin),
     }
 
 
@@ -100,7 +103,7 @@ def _fp8_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     matrix, quantized = quantize_matrix(x, is_grouped=True), quantize_rows_reference(x, is_grouped=True)
 
     def norm() -> None:
-        quantize_rows.norm_quantize(x, w, 1e-6, product_TD=x.clone(), bias_D=w, is_grouped=True, use_pdl=True)
+        quantize_rows.norm_quantize(x, w, 1e-6, delta_TD=x.clone(), bias_D=w, is_grouped=True, use_pdl=True)
 
     def silu() -> None:
         silu_quantize.silu_quantize(x, bias_2F=w, is_grouped=True, use_pdl=True)
@@ -108,7 +111,7 @@ def _fp8_launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     return {
         "_fp8_gemv_kernel": (
             fp8_gemv,
-            lambda: fp8_gemv.fp8_linear_few(x[:1], matrix, w[:2], w[None, :2], w, 1e-6, use_pdl=True),
+            lambda: fp8_gemv.fp8_gemv(x[:1], matrix, w[:2], w[None, :2], w, 1e-6, use_pdl=True),
         ),
         "_fp8_linear_kernel": (fp8_linear, lambda: fp8_linear.fp8_linear(quantized, matrix, bf16, use_pdl=True)),
         "_quantize_rows_kernel": (quantize_rows, norm),

@@ -119,7 +119,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             earlier: dict[int, scheduler_pb2.Submit] = {}
             for submit in frame.submits:
                 earlier[submit.handle] = whole = whole_submit(submit, earlier)
-                self._submit(serving, whole)
+                self.take_submit(serving, whole)
             for stop in frame.stops:
                 self.stops.append(stop)
                 run = serving.runs.get(stop.handle)
@@ -130,7 +130,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._abort(serving, abort)
             serving.news.set()
 
-    def _submit(self, serving: Serving, submit: scheduler_pb2.Submit) -> None:
+    def take_submit(self, serving: Serving, submit: scheduler_pb2.Submit) -> None:
         self.submits.append(submit)
         serving.sequence = submit.sequence
         if self.reject is not None:

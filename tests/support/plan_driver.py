@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Release, StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan, StepResult
 from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
 from support.rounding import largest_logprob_error
@@ -57,6 +58,7 @@ class PlanDriver:
         admits: tuple[Admit, ...] = (),
         grants: tuple[Grant, ...] = (),
         releases: tuple[Release, ...] = (),
+        copies: tuple[PageCopy, ...] = (),
     ) -> None:
         """One step: all decodes, and a chunk."""
         self._step += 1
@@ -66,6 +68,7 @@ class PlanDriver:
             admits=admits,
             grants=grants,
             releases=releases,
+            page_copies=copies,
             chunks=() if chunk is None else (chunk,),
             decode_set=np.array(self._decodes, np.int32),
         )
@@ -83,12 +86,20 @@ class PlanDriver:
         chunk_len: int,
         num_out: int,
         cached: np.ndarray = _NO_PAGES,
+        copied: PageCopy | None = None,
+        pages: np.ndarray | None = None,
+        min_tokens: int | None = None,
+        suppressed: Sequence[int] = (1, 33),
     ) -> None:
-        """A request, with pages in falling order, its prompt in chunks. cached: full pages that hold its beginning."""
+        """A request, its prompt in chunks. cached: full pages that hold its beginning; copied: what of the page behind
+        them is copied into its first own one. pages: its own; None: the next, in falling order."""
         total, cached_len = len(prompt) + num_out, len(cached) * self._page_size
+        cached_len += 0 if copied is None else copied.num_tokens
         num_pages = -(-total // self._page_size) - len(cached)
-        pages = np.arange(self._next_page, self._next_page + num_pages, dtype=np.int32)[::-1].copy()
-        self._next_page += num_pages
+        if pages is None:
+            pages = np.arange(self._next_page, self._next_page + num_pages, dtype=np.int32)[::-1].copy()
+            self._next_page += num_pages
+        pages = pages[:num_pages]
         self.pages[slot] = np.concatenate([cached, pages])
         admit = Admit(
             slot=slot,
@@ -97,8 +108,8 @@ class PlanDriver:
             prompt_ids=np.array(prompt, np.int32),
             max_total_len=total,
             sampling=sampling,
-            min_tokens=0 if sampling in PLAIN_OPTIONS else 4,
-            suppressed_ids=np.array([1, 33], np.int32),
+            min_tokens=(0 if sampling in PLAIN_OPTIONS else 4) if min_tokens is None else min_tokens,
+            suppressed_ids=np.array(suppressed, np.int32),
             cached_len=cached_len,
             cached_pages=cached,
             cached_page_generations=self.executor.records.generations[cached],
@@ -111,6 +122,7 @@ class PlanDriver:
                 is_last=start + length == len(prompt),
                 admits=(admit,) if start == cached_len else (),
                 grants=(Grant(slot=slot, pages=pages),) if start == cached_len else (),
+                copies=(copied,) if start == cached_len and copied is not None else (),
             )
         self._decodes.append(slot)
 

@@ -182,6 +182,10 @@ class World:
             self._expected[wanted.key] = (wanted, self._compute_expected(wanted))
         return self._expected[wanted.key][1]
 
+    def forget_expected(self) -> None:
+        """Of a long life: what is asked for again is computed anew."""
+        self._expected.clear()
+
     def _compute_expected(self, wanted: Submission) -> list[int]:
         stop = wanted.stop
         limit = min(self.group.max_total_len, self.group.num_pages * self.group.page_size + 1)

@@ -51,7 +51,7 @@ def kernel_tolerance(dtype: torch.dtype, num_terms: int, magnitude: float) -> di
     return {"rtol": 4 * unit_roundoff(dtype), "atol": 2 * sum_tolerance(num_terms, magnitude)}
 
 
-def random_product_tolerance(dtype: torch.dtype, num_terms: int, expected: torch.Tensor) -> dict[str, float]:
+def random_gemm_tolerance(dtype: torch.dtype, num_terms: int, expected: torch.Tensor) -> dict[str, float]:
     """rtol and atol of two products of random rows, added in float32, of which intermediate results are of `dtype`.
 
     The magnitudes of n random terms are together sqrt(n) times their sum, and roundings add like a random walk: n x u
@@ -80,7 +80,7 @@ def rounding_tolerance(expected: torch.Tensor, error: torch.Tensor) -> torch.Ten
     return error + 2 * unit * (expected.double().abs() + error + torch.finfo(expected.dtype).tiny)
 
 
-def product_tolerance(
+def gemm_tolerance(
     x_TK: torch.Tensor,
     w_NK: torch.Tensor,
     expected_TN: torch.Tensor,

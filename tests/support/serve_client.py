@@ -45,6 +45,8 @@ class ServeClient:
         self.loads: list[scheduler_pb2.Load] = []
         self.hello: scheduler_pb2.SchedulerHello | None = None
         self.num_token_frames = 0
+        self.most_tokens_a_row = 0
+        """Of one output in one frame: more than a step gives it where steps were merged."""
         self.error: MeshError | None = None
         self.is_reading = asyncio.Event()
         self.is_reading.set()
@@ -127,6 +129,7 @@ class ServeClient:
             assert attempt == seen.attempt
             assert first == seen.first + len(seen.tokens), "a gap or a repetition"
             seen.tokens += ids[start : start + count]
+            self.most_tokens_a_row = max(self.most_tokens_a_row, count)
             start += count
         for row in rows.logprobs:
             self.seen[handles[row.row]].logprobs += _logprobs_of(row.logprobs)

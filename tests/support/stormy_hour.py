@@ -241,7 +241,7 @@ class StormyHour:
         records = self.world.records
         for key in [key for key, record in records.items() if record.finished or record.rejected]:
             self._check(records.pop(key))
-        self.world._expected.clear()
+        self.world.forget_expected()
 
     def _check(self, record: Record) -> None:
         expected, finished = self.world.expected(record.submission), record.finished

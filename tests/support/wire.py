@@ -28,6 +28,7 @@ _FILES = {
 }
 _UNLIMITED = (
     ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.use_local_subchannel_pool", 1),
 )
@@ -68,7 +69,7 @@ def methods() -> Iterator[Method]:
 
 @asynccontextmanager
 async def raw_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel that sends messages of any size."""
+    """A channel that sends and takes messages of any size."""
     async with grpc.aio.insecure_channel(address, options=_UNLIMITED) as channel:
         yield channel
 

@@ -24,9 +24,9 @@ def test_time_is_that_of_the_first_kernel_that_runs_and_adds_up(where: ModuleTyp
     window = where.spent(
         [
             Span(10.0, 20.0, "nvjet_sm90_tst_64x8_64x16_4x1_v_bz_TNT"),
-            # Begins under the product, and goes on after it.
+            # Begins under the GEMM, and goes on after it.
             Span(15.0, 32.0, "_rope_kv_kernel"),
-            # Within the rotation.
+            # Within RoPE.
             Span(16.0, 18.0, "_split_attention_kernel"),
             Span(40.0, 50.0, "_split_attention_kernel"),
             Span(50.0, 51.0, "_finish_kernel"),
@@ -34,17 +34,17 @@ def test_time_is_that_of_the_first_kernel_that_runs_and_adds_up(where: ModuleTyp
         ]
     )
     assert window.by_kind == {
-        "products": 10.0,
-        "rotation and KV write": 12.0,
+        "gemm": 10.0,
+        "RoPE and KV write": 12.0,
         "idle": 8.0,
         "attention of decodes": 10.0,
-        "drawing": 1.0,
+        "sampling": 1.0,
         "others": 3.0,
     }
     assert (window.total_us, window.num_steps) == (44.0, 1) and window.others == {"void unheard_of<float>(int)": 3.0}
     result = where.table([window, window])
     assert result["windows"] == result["steps"] == 2
-    assert next(iter(result["shares"])) == "rotation and KV write" and result["us_per_step"]["idle"] == 8.0
+    assert next(iter(result["shares"])) == "RoPE and KV write" and result["us_per_step"]["idle"] == 8.0
     assert sum(result["shares"].values()) == pytest.approx(1.0, abs=1e-3)
 
 

@@ -11,7 +11,7 @@ from support.plans import Steps, admit, chunk, grant, simulated_executor
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
-from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostMark, Mark
+from radixmesh.daemons.worker.cuda.device import DeviceClock, DeviceEvent, HostDevice, HostEvent
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
@@ -34,20 +34,20 @@ def test_a_slots_table_holds_what_its_request_was_granted_since_it_was_admitted(
 
 
 def test_tokens_are_kept_when_their_turn_comes_again():
-    ring = TokenRing(HostDevice(), max_rows=2, num_turns=3)
+    ring = TokenRing(HostDevice(), max_rows=2, num_steps=3)
     fetched = []
     for step in range(8):
         turn = ring.take()
         ring.rows[turn] = step
-        fetched.append(ring.fetch(1 + step % 2, HostMark()))
+        fetched.append(ring.fetch(1 + step % 2, HostEvent()))
     assert [one.tokens().tolist() for one in fetched] == [[step] * (1 + step % 2) for step in range(8)]
 
 
-class _Mark(Mark):
-    is_reached = True
+class _Event(DeviceEvent):
+    is_done = True
 
-    def __init__(self, made_ns, device_s):
-        self.made_ns, self.device_s = made_ns, device_s
+    def __init__(self, recorded_ns, device_s):
+        self.recorded_ns, self.device_s = recorded_ns, device_s
 
     def wait(self):
         return
@@ -61,34 +61,34 @@ def test_device_times_stay_on_the_hosts_clock_whatever_the_devices_does(monkeypa
     """Ten steps of 10 ms, a second apart, on a device whose clock is wrong."""
     now_ns = [0]
     monkeypatch.setattr(device_module.time, "monotonic_ns", lambda: now_ns[0])
-    clock = DeviceClock(_Mark(0, 5.0))
+    clock = DeviceClock(_Event(0, 5.0))
     last_ns = 0
     for step in range(1, 11):
         start_s = float(step)
         now_ns[0] = int((start_s + 0.0105) * 1e9)
-        marks = (_Mark(int(start_s * 1e9), 5.0 + at * rate) for at in (start_s, start_s + 0.01))
-        start_ns, end_ns = clock.place(*marks)
+        events = (_Event(int(start_s * 1e9), 5.0 + at * rate) for at in (start_s, start_s + 0.01))
+        start_ns, end_ns = clock.place(*events)
         assert start_ns == pytest.approx(start_s * 1e9, abs=1e6) and end_ns <= now_ns[0]
         assert end_ns - start_ns == pytest.approx(1e7, abs=2e4) and start_ns >= last_ns
         last_ns = end_ns
 
 
 def test_a_step_begins_where_the_one_ahead_of_it_ends_while_that_runs():
-    marks = []
+    events = []
 
     class Device(HostDevice):
-        def mark(self):
-            marks.append(SimpleNamespace(is_reached=False))
-            return marks[-1]
+        def record_event(self):
+            events.append(SimpleNamespace(is_done=False))
+            return events[-1]
 
     device = Device()
-    clock = DeviceClock(SimpleNamespace(is_reached=True))
+    clock = DeviceClock(SimpleNamespace(is_done=True))
     first = clock.begin(device), clock.end(device)
-    assert first == tuple(marks)
+    assert first == tuple(events)
     assert clock.begin(device) is first[1]
     second_end = clock.end(device)
-    second_end.is_reached = True
-    assert clock.begin(device) is marks[-1] and len(marks) == 4
+    second_end.is_done = True
+    assert clock.begin(device) is events[-1] and len(events) == 4
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("too much"), RuntimeError("CUDA error: out of memory")])

@@ -112,7 +112,7 @@ def test_embeddings_equal_the_mean_hidden_state_of_transformers(oracle: tuple[Pr
     assert np.abs(output.vector - hidden.mean(axis=0)).max() <= tolerance
 
 
-def test_only_latents_and_rotated_keys_are_cached(oracle: tuple[PreTrainedModel, Path]) -> None:
+def test_only_latents_and_rope_keys_are_cached(oracle: tuple[PreTrainedModel, Path]) -> None:
     model, folder = oracle
     (plane,) = load_model(folder, _PLACEMENT).model.kv_layout.planes
     assert plane.row_shape == (1, model.config.kv_lora_rank + model.config.qk_rope_head_dim)

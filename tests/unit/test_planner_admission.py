@@ -12,6 +12,7 @@ from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
 from radixmesh.daemons.scheduler.queue.deadlines import Deadlines
 from radixmesh.daemons.scheduler.queue.limits import QueueLimits
+from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
 
 
 def steps(world: World, num: int) -> None:
@@ -207,7 +208,7 @@ def _order(world: World) -> list[str]:
     return [admit.request_id for plan in world.log for admit in plan.admits]
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm", "priority"])
+@pytest.mark.parametrize("policy", sorted(QUEUE_POLICIES))
 def test_a_priority_counts_among_requests_of_its_own_tenant(policy: str) -> None:
     world = World(num_slots=1, eos_rate=0.0, queue_policy=policy)
     one = Stop(max_tokens=1)

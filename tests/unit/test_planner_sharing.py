@@ -80,9 +80,20 @@ def test_leader_that_is_retracted_lets_go() -> None:
         world.plan()
         world.execute()
         world.process()
-    records = [world.submit(SYSTEM, stop=Stop(max_tokens=4)) for _ in range(3)]
+    leader, *followers = [world.submit(SYSTEM, stop=Stop(max_tokens=4)) for _ in range(3)]
+    counters = world.planner.counters
+    while not counters.num_retracted:
+        assert world.plan(), "memory sufficed"
+        world.execute()
+        world.process()
+    # The old ones decode on; the leader, which came last, has given way in the middle of its prefill.
+    assert world.planner.state is not None and world.planner.num_held == len(followers) == 2
+    assert [request.key.request_id for request in world.planner.state.table.running()] == ["r1", "r2"]
+    world.plan()
+    assert world.planner.num_held == 0, "nobody waits for a leader that waits itself"
     world.run(2)
-    check(world, old + records)
+    assert counters.num_retracted == 1
+    check(world, [*old, leader, *followers])
 
 
 def test_held_requests_can_be_aborted_expire_and_survive_an_epoch() -> None:

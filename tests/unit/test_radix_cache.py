@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from support.cache_driver import CacheDriver, run_random
 from support.cache_oracle import TreeMirror
+from support.reachable import num_reachable
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.steps.step import PageRecords
@@ -135,13 +136,15 @@ def test_eviction_work_does_not_grow_with_use() -> None:
     cache = make_cache(1000)
     for token in range(100):
         cache.insert(NAMESPACE, ints(token, 1), ints(2 * token, 2 * token + 1))
+    sizes = []
     for _ in range(20):
         for token in range(100):
             match = cache.match(NAMESPACE, ints(token, 1))
             cache.lock(match)
             cache.evict(0)
             cache.unlock(match)
-    assert len(cache._queue._heap) == 100
+        sizes.append(num_reachable(cache))
+    assert sizes[-1] < sizes[0] + 100, "not an entry more for each use"
     assert cache.evict(2).tolist() == [0, 1]
 
 

@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.reachable import num_reachable
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.peers.tokenizer_pool import MAX_CALL_BYTES, TokenizerPool, TokenizerReplica
+from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool, TokenizerReplica
 from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
 Answer = Callable[[], Awaitable[pb.EncodeResponse]]
@@ -88,11 +90,12 @@ async def test_a_call_of_too_many_bytes_is_not_made() -> None:
     with pytest.raises(MeshError) as error:
         await pool_of(replica).encode(pb.EncodeRequest(items=items))
     assert error.value.reason == ErrorReason.ERROR_REASON_TOO_LARGE and not replica.num_asked
-    assert error.value.metadata["max"] == str(MAX_CALL_BYTES)
+    assert error.value.metadata["max"] == str(MAX_TEXT_BYTES)
 
 
 async def test_tenants_share_the_bytes_under_way() -> None:
     turns, order = TokenizerTurns(200_000), list[str]()
+    unused = num_reachable(turns)
 
     async def call(tenant: str) -> None:
         async with turns.turn(tenant, 100_000):
@@ -112,7 +115,7 @@ async def test_tenants_share_the_bytes_under_way() -> None:
     await asyncio.gather(*greedy)
     async with turns.turn("b", 10_000_000):  # One alone may have more.
         pass
-    assert not turns._tenants and not turns._num_bytes
+    assert num_reachable(turns) == unused, "tenants that are done are forgotten"
 
 
 async def test_a_turn_that_is_cancelled_in_the_moment_it_comes_is_given_on() -> None:
@@ -123,10 +126,14 @@ async def test_a_turn_that_is_cancelled_in_the_moment_it_comes_is_given_on() -> 
         async with turns.turn("a", 100_000):
             await release.wait()
 
+    unused = num_reachable(turns)
     calls = [asyncio.ensure_future(call()) for _ in range(3)]
     await asyncio.sleep(0)
     release.set()
     await asyncio.sleep(0)
     calls[1].cancel()
     await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
-    assert not turns._tenants and not turns._num_bytes
+    assert num_reachable(turns) == unused
+    async with asyncio.timeout(10):  # No bytes are still counted.
+        async with turns.turn("a", 100_000), turns.turn("b", 0):
+            pass

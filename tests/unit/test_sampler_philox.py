@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.worker.sampling.philox import Draw, gumbel_noise, philox4x32, random_bits
+from radixmesh.daemons.worker.sampling.philox import NoiseKey, gumbel_noise, philox4x32, random_bits
 
 # counter, key, result of Philox4x32-10: the known-answer vectors published with Random123.
 _KNOWN_ANSWERS = [
@@ -33,25 +33,27 @@ def test_known_answers_of_random123(
 def test_an_id_is_a_lane_of_its_quads_counter(seed: int, position: int, token: int) -> None:
     counter = [np.array([word], np.uint64) for word in (token >> 2, position, 0, 0)]
     lanes = philox4x32((counter[0], counter[1], counter[2], counter[3]), _key(seed & 0xFFFFFFFF, seed >> 32))
-    assert random_bits([Draw(seed, position, np.array([token]))])[0][0] == lanes[token & 3][0]
+    assert random_bits([NoiseKey(seed, position, np.array([token]))])[0][0] == lanes[token & 3][0]
 
 
 @given(st.integers(0, 2**64 - 2), st.lists(st.integers(0, 999), min_size=1, max_size=20))
 def test_noise_of_an_id_does_not_depend_on_other_ids_and_draws(seed: int, ids: list[int]) -> None:
-    everything, others = gumbel_noise([Draw(seed, 17, np.arange(1000)), Draw(seed + 1, 17, np.arange(7))])
-    (some,) = gumbel_noise([Draw(seed, 17, np.array(ids))])
+    everything, others = gumbel_noise([NoiseKey(seed, 17, np.arange(1000)), NoiseKey(seed + 1, 17, np.arange(7))])
+    (some,) = gumbel_noise([NoiseKey(seed, 17, np.array(ids))])
     assert np.array_equal(some, everything[ids])
     assert not np.array_equal(others, everything[:7])
 
 
 def test_noise_differs_between_seeds_and_positions() -> None:
     ids = np.arange(64)
-    rows = [gumbel_noise([Draw(seed, position, ids)])[0] for seed in (0, 1, 2**32, 2**63) for position in (0, 1, 1000)]
+    rows = [
+        gumbel_noise([NoiseKey(seed, position, ids)])[0] for seed in (0, 1, 2**32, 2**63) for position in (0, 1, 1000)
+    ]
     assert len({row.tobytes() for row in rows}) == len(rows)
 
 
 def test_noise_is_standard_gumbel() -> None:
-    (noise,) = gumbel_noise([Draw(7, 3, np.arange(400_000))])
+    (noise,) = gumbel_noise([NoiseKey(7, 3, np.arange(400_000))])
     assert np.isfinite(noise).all()
     # Mean is Euler's constant, variance pi^2 / 6; tolerances are five standard errors.
     assert noise.mean() == pytest.approx(0.5772157, abs=5 * 1.2825 / 400_000**0.5)

@@ -15,10 +15,10 @@ from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.tokenizer.work_queue import HEAVY_STEP_BYTES, WorkQueue, in_one_step
 
 
-def new_queue(*, num_threads: int = 1, max_queued: int = 64, max_bytes: int = 1 << 30) -> WorkQueue:
+def new_queue(*, num_threads: int = 1, max_queued: int = 64) -> WorkQueue:
     progress = Progress()
     progress.loaded()
-    return WorkQueue(progress, num_threads=num_threads, max_queued=max_queued, max_bytes=max_bytes)
+    return WorkQueue(progress, num_threads=num_threads, max_queued=max_queued)
 
 
 class Work:
@@ -71,7 +71,7 @@ async def test_a_short_call_overtakes_long_ones_of_its_own_tenant() -> None:
 
 async def test_a_call_that_nobody_waits_for_ends_with_its_step() -> None:
     queue, work = new_queue(max_queued=2), Work()
-    calls = [asyncio.ensure_future(queue.run(work.steps("gone", 1000), num_bytes=7)) for _ in range(2)]
+    calls = [asyncio.ensure_future(queue.run(work.steps("gone", 1000))) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(MeshError) as error:
         await queue.run(work.steps("x", 1))
@@ -82,18 +82,6 @@ async def test_a_call_that_nobody_waits_for_ends_with_its_step() -> None:
     await asyncio.wait_for(queue.wait_until_idle(), 60)
     assert len(work.done) <= 2
     assert await queue.run(work.steps("x", 1)) == "x"
-
-
-async def test_bytes_that_wait_are_bounded_and_one_call_alone_may_have_more() -> None:
-    queue, work = new_queue(max_bytes=100), Work()
-    alone = asyncio.ensure_future(queue.run(work.steps("a", 1), num_bytes=500))
-    await asyncio.sleep(0)
-    with pytest.raises(MeshError) as error:
-        await queue.run(work.steps("b", 1), num_bytes=1)
-    assert error.value.reason == ErrorReason.ERROR_REASON_OVERLOADED
-    work.go.set()
-    assert await alone == "a"
-    assert await asyncio.gather(*(queue.run(work.steps("b", 1), num_bytes=50) for _ in range(2))) == ["b", "b"]
 
 
 async def test_one_heavy_step_at_a_time_and_light_ones_beside_it() -> None:

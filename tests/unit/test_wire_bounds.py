@@ -88,11 +88,17 @@ def test_all_verbs_of_ours_are_scanned_and_no_others() -> None:
         assert scan_of(method) is None
 
 
-def test_a_frame_is_looked_at_at_its_top_only() -> None:
-    submits = b"\x12\x02\x0a\x00" * 10
+def test_a_frame_is_looked_into_but_for_its_first_small_entries() -> None:
     frame = scheduler_pb2.ServeRequest.DESCRIPTOR
-    inner = PADDING + b"\x12\x80\x80\x08" + b"\x0a\x00" * (1 << 16)
-    check_counts(inner + submits, frame, is_frame=True)
+    submit = b"\x12\x83\x08" + b"\x0a\x80\x08" + b"x" * 1024  # A request id of 1 KiB.
+    check_counts(PADDING + submit * 1000, frame, is_frame=True)
+    # 2 MiB of empty elements in one entry: they were 16 MiB of memory and a fifth of a second in the parser.
+    with pytest.raises(MeshError):
+        check_counts(PADDING + b"\x12\x80\x80\x80\x01" + b"\x92\x01\x00" * (2 << 20), frame, is_frame=True)
+    # And in many small entries.
+    entry = b"\x12\x80\x1e" + b"\x92\x01\x00" * 1280
+    with pytest.raises(MeshError):
+        check_counts(PADDING + entry * 4000, frame, is_frame=True)
     with pytest.raises(MeshError):
         check_counts(PADDING + b"\x12\x00" * (DEFAULT_COUNT + 1), frame, is_frame=True)
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -116,7 +117,22 @@ class ProcessSupervisor:
             self._enter(ProcessState.STOPPED, "", pid=None)
 
     async def _supervise(self) -> None:
-        await self._dependencies_ready()
+        try:
+            await self._dependencies_ready()
+            await self._keep_running()
+        except Exception as error:
+            # Of the supervision itself. What nobody watches is not left running, and why is said.
+            for line in traceback.format_exc().splitlines():
+                self._take_line(line)
+            if self._child is not None:
+                await self._child.kill()
+                self._child = None
+            self.gave_up = (
+                f"{self.spec.name} is not supervised any more ({type(error).__name__}: {error}): start it anew"
+            )
+            self._enter(ProcessState.ENDED, "its supervision failed; gave up", pid=None)
+
+    async def _keep_running(self) -> None:
         while True:
             reason, exit_code = await self._run_once()
             self._child = None

@@ -70,12 +70,12 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self,
         address: str,
         dial: Dial[_Request, _Response],
-        silence_s: float,
+        peer_timeout_s: float,
         hello: common_pb2.Hello,
         events: DetokenizerEvents,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(address, dial, silence_s, clock)
+        super().__init__(address, dial, peer_timeout_s, clock)
         self._hello = hello
         self._events = events
         self.identity = common_pb2.ModelIdentity()

@@ -51,7 +51,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
     """Dials, exchanges hellos, writes frames as the transport takes them, hands incoming frames on.
 
     Subclasses call wake() when there is something to say; frames are made when the transport is ready for one, so that
-    whatever came up meanwhile is in one frame. silence_s: how long the peer may owe an answer.
+    whatever came up meanwhile is in one frame. peer_timeout_s: how long the peer may owe an answer.
     clock: monotonic seconds.
     """
 
@@ -59,7 +59,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         self,
         address: str,
         dial: Dial[Req, Resp],
-        silence_s: float,
+        peer_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -68,7 +68,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         self.instance_id = ""
         self.num_connects = 0
         self._dial = dial
-        self._silence_s = silence_s
+        self._peer_timeout_s = peer_timeout_s
         self._has_news = asyncio.Event()
         self._connected_s = 0.0
         self._task: asyncio.Task[None] | None = None
@@ -154,11 +154,11 @@ class PeerLink(ABC, Generic[Req, Resp]):
         tasks: list[asyncio.Task[None]] = []
         try:
             try:
-                async with asyncio.timeout(self._silence_s):
+                async with asyncio.timeout(self._peer_timeout_s):
                     await stream.send(self._hello_frame())
                     first = await stream.receive()
             except TimeoutError as error:
-                raise _silent(self.address, self._silence_s) from error
+                raise _silent(self.address, self._peer_timeout_s) from error
             if first is None:
                 raise _ended(self.address)
             self.instance_id = self._welcome(first)
@@ -198,13 +198,13 @@ class PeerLink(ABC, Generic[Req, Resp]):
         owed_since = self._clock()
         while True:
             before = self._clock()
-            await asyncio.sleep(self._silence_s / 10)
+            await asyncio.sleep(self._peer_timeout_s / 10)
             now = self._clock()
             # A pause of our own (SIGSTOP, an overloaded host) is no silence of the peer: what it said is still unread.
-            paused_s = max(0.0, now - before - self._silence_s / 10)
+            paused_s = max(0.0, now - before - self._peer_timeout_s / 10)
             owed_since = now if not self._is_answer_owed() else max(owed_since + paused_s, self._last_heard)
-            if now - owed_since > self._silence_s:
-                raise _silent(self.address, self._silence_s)
+            if now - owed_since > self._peer_timeout_s:
+                raise _silent(self.address, self._peer_timeout_s)
 
     def _log_loss(self, error: MeshError, was_connected: bool) -> None:
         now = self._clock()
@@ -215,8 +215,8 @@ class PeerLink(ABC, Generic[Req, Resp]):
         self._last_refusal = str(error)
 
 
-def _silent(address: str, silence_s: float) -> MeshError:
-    message = f"{address} has said nothing for {silence_s:g} s: it counts as dead"
+def _silent(address: str, peer_timeout_s: float) -> MeshError:
+    message = f"{address} has said nothing for {peer_timeout_s:g} s: it counts as dead"
     return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": address})
 
 

@@ -16,6 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
+from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
@@ -30,8 +31,6 @@ _HEALTH_TIMEOUT_S = 0.5
 _WORKING_FACTOR = 6
 # Calls of a replica that leaves may still end.
 _LEAVE_S = 5.0
-# Bytes of the texts of one call: its ids, four bytes each, have to fit one message.
-MAX_CALL_BYTES = 12 << 20
 # Bytes of large calls that a router has at its tokenizers; what they take is a multiple of it.
 _MAX_BYTES_AT_ONCE = 24 << 20
 # What another replica, or the same one later, may do better.
@@ -131,11 +130,11 @@ class TokenizerPool(PeerPool):
         if request is None:
             return await self._ask(ask)
         num_bytes = request.ByteSize()
-        if num_bytes > MAX_CALL_BYTES:
+        if num_bytes > MAX_TEXT_BYTES:
             message = (
-                f"texts of {num_bytes} bytes in one call are more than the {MAX_CALL_BYTES} that a tokenizer takes"
+                f"texts of {num_bytes} bytes in one call are more than the {MAX_TEXT_BYTES} that a tokenizer takes"
             )
-            metadata = {"size": str(num_bytes), "max": str(MAX_CALL_BYTES)}
+            metadata = {"size": str(num_bytes), "max": str(MAX_TEXT_BYTES)}
             raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, f"{message}: send less at once", metadata)
         async with self._turns.turn(request.tenant, num_bytes):
             return await self._ask(ask)

@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.rpc.auth_interceptor import AuthInterceptor
 from radixmesh.daemons.runtime.rpc.health import HealthService
 from radixmesh.daemons.runtime.rpc.rpc_errors import ErrorInterceptor
 from radixmesh.daemons.runtime.rpc.trace_interceptor import TraceInterceptor
+from radixmesh.daemons.runtime.rpc.unary_gate import UnaryGate, UnaryLimits
 from radixmesh.daemons.runtime.security.key_guard import KeyGuard
 from radixmesh.daemons.runtime.security.tls_credentials import server_credentials
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
@@ -55,7 +56,7 @@ class MeshServer:
 
     health: its service is registered here, and closed first on stop. on_error: told of every typed error that leaves.
     tls: what every address is served under; None or without a certificate = plain. follows_traces: handlers learn the
-    trace that their caller names.
+    trace that their caller names. unary_limits: of a daemon whose unary calls would take too much memory together.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class MeshServer:
         tls: TlsFiles | None = None,
         *,
         follows_traces: bool = False,
+        unary_limits: UnaryLimits | None = None,
     ) -> None:
         self._health = health
         self._tls = tls
@@ -72,7 +74,13 @@ class MeshServer:
         interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor(on_error), self._auth]
         if follows_traces:
             interceptors.append(TraceInterceptor())
-        self._server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
+        options = dict(_OPTIONS)
+        if unary_limits is not None:
+            interceptors.append(UnaryGate(unary_limits))
+            options["grpc.max_receive_message_length"] = unary_limits.max_message_bytes
+            # Else windows grow to MiBs, which arrive of a message that nobody has asked for yet.
+            options["grpc.http2.bdp_probe"] = 0
+        self._server = grpc.aio.server(interceptors=interceptors, options=tuple(options.items()))
         self._service_names: list[str] = []
         self._addresses: tuple[str, ...] = ()
         self._retiring: asyncio.Future[None] | None = None

@@ -2,8 +2,8 @@
 
 An empty element of a repeated field is two bytes on the wire and a hundred in memory, and parsing holds the event loop:
 30 MiB of them made 1.5 GiB. Every repeated and every string field has a bound here, one that is added tomorrow too; the
-code that reads a field knows the exact one. Messages of unary calls are walked at all levels, frames of streams, which
-peers send, at their top.
+code that reads a field knows the exact one. Messages are walked at all levels; of frames of streams, which have many
+small entries, the first MiB of those is not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ MAX_COUNTS: Mapping[str, int] = {
     "radixmesh.router.v1.Resume.outputs": 128,
     "radixmesh.common.v1.StopParams.stop": 64,
 }
-_TEXT_BYTES = 12 << 20
+# Of all texts of one message: their ids, four bytes each, have to fit one answer.
+MAX_TEXT_BYTES = 12 << 20
 MAX_BYTES: Mapping[str, int] = {
-    "radixmesh.router.v1.GenerateRequest.text": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.EncodeItem.text": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatMessage.content": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatMessage.extra_json": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatInput.tools_json": _TEXT_BYTES,
-    "radixmesh.tokenizer.v1.ChatInput.template_args_json": _TEXT_BYTES,
+    "radixmesh.router.v1.GenerateRequest.text": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.EncodeItem.text": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatMessage.content": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatMessage.extra_json": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatInput.tools_json": MAX_TEXT_BYTES,
+    "radixmesh.tokenizer.v1.ChatInput.template_args_json": MAX_TEXT_BYTES,
     "radixmesh.common.v1.Grammar.json_schema": 1 << 20,
     "radixmesh.common.v1.Grammar.regex": 1 << 20,
     "radixmesh.common.v1.Grammar.ebnf": 1 << 20,
@@ -49,6 +50,9 @@ _REASONS = {"radixmesh.common.v1.StopParams.stop": ErrorReason.ERROR_REASON_TOO_
 MAX_FIELDS = 1 << 17
 # Too few bytes to do harm, whatever they hold.
 UNSCANNED_BYTES = 64 << 10
+# Of the entries of a frame: a step's frame is read on the loop, and its entries are small.
+_SMALL_ENTRY_BYTES = 4 << 10
+_UNSCANNED_ENTRIES_BYTES = 1 << 20
 
 
 class _Field(NamedTuple):
@@ -77,12 +81,13 @@ def scan_of(method: str) -> Callable[[bytes], None] | None:
 def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) -> None:
     """Raises MeshError TOO_LARGE beyond a bound or MAX_FIELDS. Bytes that are no message are left to the parser.
 
-    is_frame: of a stream: its own fields are looked at, not those of the messages in it.
+    is_frame: of a stream: the first MiB of its small entries is not looked into.
     """
     if len(raw) <= UNSCANNED_BYTES:
         return
     counts: dict[str, int] = {}
     num_fields = 0
+    num_unscanned = _UNSCANNED_ENTRIES_BYTES if is_frame else 0
     spans = [(0, len(raw), descriptor)]
     while spans:
         place, end, inner = spans.pop()
@@ -109,8 +114,11 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
                     # A length beyond the end is the parser's to refuse.
                     if field.max_bytes and min(length, end - place) > field.max_bytes:
                         raise _too_many(f"bytes of {field.name}", length, field.max_bytes)
-                    if field.inner is not None and length and not is_frame:
-                        spans.append((place, min(place + length, end), field.inner))
+                    if field.inner is not None and length:
+                        if length <= _SMALL_ENTRY_BYTES and length <= num_unscanned:
+                            num_unscanned -= length
+                        else:
+                            spans.append((place, min(place + length, end), field.inner))
                 place += length
             elif kind == 0:
                 _, place = _varint(raw, place, end)

@@ -13,6 +13,8 @@ from radixmesh.worker.v1 import worker_pb2
 
 # A live holder sends something to every rank every second.
 _SILENT_MS = 5_000
+# A worker that says more than anybody can have counted to would leave no higher number.
+_MAX_COUNTER = 1 << 62
 _LEAST = ("num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_total_len")
 
 
@@ -42,6 +44,13 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     for hello in hellos:
         if hello.capabilities.state != worker_pb2.WORKER_STATE_READY:
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "a worker is loading, or failed: waiting")
+        for name, value in (
+            ("highest_epoch", hello.highest_epoch),
+            ("group_generation", hello.capabilities.group_generation),
+        ):
+            if value > _MAX_COUNTER:
+                message = f"the worker's {name} is {value}: nothing counts so far; restart the worker"
+                raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
     infos = [group_from_proto(hello) for hello in hellos]
     first = infos[0]
     if hellos[0].capabilities.world_size > 1 or len(hellos) > 1:

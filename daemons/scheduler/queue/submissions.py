@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.sequence import Request, RequestKey, Submission
 
 _MAX_ENDED = 65_536
+# An abort holds against submits on their way for as long as a router keeps trying: five times --scheduler-wait-s.
+_ABORTED_S = 600.0
 
 
 class AbortOutcome(IntEnum):
@@ -28,18 +31,27 @@ class _Ended(NamedTuple):
     handle: int
 
 
-class Submissions:
-    """Live requests by (request id, index) and by (owner, handle); ended keys are remembered, a bounded number."""
+class _Aborted(NamedTuple):
+    seed: int
+    until: float
 
-    def __init__(self, max_ended: int = _MAX_ENDED) -> None:
+
+class Submissions:
+    """Live requests by (request id, index) and by (owner, handle); ended keys are remembered, a bounded number.
+
+    Aborted ones are for _ABORTED_S of clock, the same number.
+    """
+
+    def __init__(self, max_ended: int = _MAX_ENDED, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._live: dict[RequestKey, Request] = {}
         self._by_handle: dict[tuple[int, int], Request] = {}
         self._by_id: dict[str, set[RequestKey]] = {}
         self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
         # (tenant, None = any; request id) -> outputs in _ended.
         self._ended_ids: dict[tuple[str | None, str], int] = {}
-        # Key -> seed of the request that was aborted.
-        self._aborted: OrderedDict[RequestKey, int] = OrderedDict()
+        # Oldest first.
+        self._aborted: OrderedDict[RequestKey, _Aborted] = OrderedDict()
         self._max_ended = max_ended
 
     def __len__(self) -> int:
@@ -108,16 +120,18 @@ class Submissions:
 
     def aborted(self, request: Request) -> None:
         """A live request was ended by an abort of all its attempts."""
-        self._aborted[request.key] = _seed_of(request.submission)
-        while len(self._aborted) > self._max_ended:
-            self._aborted.popitem(last=False)
+        self._aborted[request.key] = _Aborted(_seed_of(request.submission), self._clock() + _ABORTED_S)
+        self._aborted.move_to_end(request.key)
+        self._forget_aborted()
 
     def was_aborted(self, submission: Submission) -> bool:
         """True if this is an attempt of a request that was aborted: of a router that has not heard of it.
 
         Whoever uses the id for another request begins with attempt 0, and draws another seed.
         """
-        return submission.attempt > 0 and self._aborted.get(submission.key) == _seed_of(submission)
+        self._forget_aborted()
+        aborted = self._aborted.get(submission.key)
+        return submission.attempt > 0 and aborted is not None and aborted.seed == _seed_of(submission)
 
     def find(self, request_id: str, index: int | None, below_attempt: int | None, tenant: str | None) -> list[Request]:
         """Live requests that an abort names, in order of index."""
@@ -134,6 +148,14 @@ class Submissions:
         if index is None:
             return (tenant, request_id) in self._ended_ids
         return RequestKey(request_id, index, tenant or "") in self._ended
+
+    def _forget_aborted(self) -> None:
+        now = self._clock()
+        while self._aborted:
+            key, oldest = next(iter(self._aborted.items()))
+            if oldest.until > now and len(self._aborted) <= self._max_ended:
+                return
+            del self._aborted[key]
 
     def _remember(self, key: RequestKey, ended: _Ended) -> None:
         if key not in self._ended:

@@ -1,4 +1,4 @@
-"""Runs segments through a model on CPUs and draws their tokens."""
+"""Runs segments through a model on CPUs and samples their tokens."""
 
 from __future__ import annotations
 
@@ -125,16 +125,16 @@ class CpuRunner(ModelRunner):
         if not sampling:
             return tokens, logprobs
         rows = self._logits(hidden_TD, last_rows[[index for index, _ in sampling]])
-        # NaN would win an argmax; those rows go the careful way.
+        # NaN would win an argmax; those rows go through the sampler.
         highest, is_plain = rows.argmax(axis=1).tolist(), np.isfinite(rows.max(axis=1)).tolist()
-        careful = []
+        by_sampler = []
         for row, (index, sample) in enumerate(sampling):
             if is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids):
                 tokens[index] = highest[row]
             else:
-                careful.append(row)
-        drawn = sample_tokens(rows[careful], [sampling[row][1] for row in careful]) if careful else []
-        tokens.update((sampling[row][0], token) for row, token in zip(careful, drawn, strict=True))
+                by_sampler.append(row)
+        sampled = sample_tokens(rows[by_sampler], [sampling[row][1] for row in by_sampler]) if by_sampler else []
+        tokens.update((sampling[row][0], token) for row, token in zip(by_sampler, sampled, strict=True))
         for row, (index, sample) in enumerate(sampling):
             if sample.sampling.num_top_logprobs is not None:
                 num_top = sample.sampling.num_top_logprobs

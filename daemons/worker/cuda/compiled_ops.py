@@ -1,4 +1,4 @@
-"""The operations around products as torch.compile fuses them, instead of kernels of our own.
+"""The operations around GEMMs as torch.compile fuses them, instead of kernels of our own.
 
 Legend: T rows, D hidden size, N features out, d head_dim.
 """
@@ -11,12 +11,12 @@ import torch
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.worker.cuda.gemm.products import Products
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend
 from radixmesh.daemons.worker.cuda.ops import (
+    DeferredNormGemm,
     HeadNorms,
     HeadShape,
     KvTarget,
-    RawProduct,
     RopeAngles,
     TorchOps,
     TritonOps,
@@ -33,7 +33,7 @@ _USUAL_ROWS = 256
 
 
 class CompiledOps(TritonOps):
-    """The references, compiled; products as TritonOps has them, one row's with what is fused into them.
+    """The references, compiled; GEMMs as TritonOps has them, one row's with what is fused into them.
 
     Compiled when first called, for any number of rows from two on and once more for one: a decode step runs before it
     is captured. The compiler's own graphs stay off, since ours hold its kernels. For inference mode. backend: as
@@ -45,10 +45,10 @@ class CompiledOps(TritonOps):
         *,
         use_pdl: bool = False,
         max_fused_rows: int = 1,
-        products: Products | None = None,
+        gemm: GemmBackend | None = None,
         backend: str | Callable[..., Callable[..., object]] = "inductor",
     ) -> None:
-        super().__init__(use_pdl=use_pdl, max_fused_rows=max_fused_rows, products=products)
+        super().__init__(use_pdl=use_pdl, max_fused_rows=max_fused_rows, gemm=gemm)
         options, writing = (_OPTIONS, _WRITING) if backend == "inductor" else (None, None)
         torch_ops = TorchOps()
         self._compiled_norm = torch.compile(torch_ops.rms_norm, fullgraph=True, backend=backend, options=options)
@@ -75,7 +75,7 @@ class CompiledOps(TritonOps):
 
     def rope_write_kv(
         self,
-        qkv: RawProduct,
+        qkv: DeferredNormGemm,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -83,11 +83,11 @@ class CompiledOps(TritonOps):
         heads: HeadShape,
         norms: HeadNorms,
     ) -> torch.Tensor:
-        _mark_rows(qkv.out_TN, qkv.unnormed_TD, target.positions_T, target.row_slots_T)
+        _mark_rows(qkv.out_TN, qkv.norm_input_TD, target.positions_T, target.row_slots_T)
         return self._compiled_rope(qkv, angles, target, keys_SKd, values_SKd, heads, norms)
 
-    def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor:
-        _mark_rows(gate_up.out_TN, gate_up.unnormed_TD)
+    def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
+        _mark_rows(gate_up.out_TN, gate_up.norm_input_TD)
         return self._compiled_silu(gate_up, eps)
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, RawProduct, RopeAngles
+from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, HeadNorms, HeadShape, KvTarget, Ops, RopeAngles
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norms
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
@@ -39,7 +39,7 @@ class DeviceDecoder:
         check_decoder(config)
         self.config = config
         self.dtype = weights.final_norm_D.dtype
-        # In float16 a product of rows that were not normed may be larger than its numbers go.
+        # In float16 a GEMM of rows that were not normed may be larger than its numbers go.
         self._is_folded = folds_norms and self.dtype != torch.float16
         if self._is_folded:
             fold_norms(weights)
@@ -61,8 +61,8 @@ class DeviceDecoder:
     def forward_embedded(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """The same from the rows' embeddings on, which it may overwrite."""
         if x_TD.shape[0] <= self._ops.max_fused_rows:
-            return self._forward_few(x_TD, target, attention)
-        return self._forward_many(x_TD, target, attention)
+            return self._forward_gemv(x_TD, target, attention)
+        return self._forward_gemm(x_TD, target, attention)
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T, V] of rows of forward()'s result, in the model's dtype."""
@@ -72,43 +72,41 @@ class DeviceDecoder:
             return self._ops.linear_fused(hidden_TD, head_VD, norm_K=weights.final_norm_D, eps=eps)
         return self._ops.linear(self._ops.rms_norm(hidden_TD, weights.final_norm_D, eps), head_VD)
 
-    def _forward_many(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
-        """Through cuBLAS, which adds to the residual; what reads a product of it norms that by the row's factor."""
+    def _forward_gemm(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        """Through cuBLAS, which adds to the residual; what reads a GEMM of it norms that by the row's factor."""
         ops = self._ops
         for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, mlp_of(layer)
-            qkv = self._product(x_TD, weights.norm_D, weights.w_qkv_DX, weights.b_qkv_X)
+            qkv = self._gemm(x_TD, weights.norm_D, weights.w_qkv_DX, weights.b_qkv_X)
             o_TQ = self._attend(index, qkv, weights, target, attention)
             ops.add_linear(o_TQ, weights.w_o_QD.t(), weights.b_o_D, x_TD)
             gated_TF = self._gated(x_TD, layer.mlp_norm_D, mlp)
             ops.add_linear(gated_TF, mlp.w_down_FD.t(), mlp.b_down_D, x_TD)
         return x_TD
 
-    def _product(
+    def _gemm(
         self, x_TD: torch.Tensor, norm_D: torch.Tensor, w_DN: torch.Tensor, b_N: torch.Tensor | None
-    ) -> RawProduct:
+    ) -> DeferredNormGemm:
         """Of the rows normed."""
         ops = self._ops
         if self._is_folded:
-            return RawProduct(ops.linear(x_TD, w_DN.t()), b_N, unnormed_TD=x_TD)
-        return RawProduct(ops.linear(ops.rms_norm(x_TD, norm_D, self.config.norm_eps), w_DN.t()), b_N)
+            return DeferredNormGemm(ops.linear(x_TD, w_DN.t()), b_N, norm_input_TD=x_TD)
+        return DeferredNormGemm(ops.linear(ops.rms_norm(x_TD, norm_D, self.config.norm_eps), w_DN.t()), b_N)
 
     def _gated(self, x_TD: torch.Tensor, norm_D: torch.Tensor, mlp: MlpWeights) -> torch.Tensor:
         """silu(gate) x up of the rows normed, [T, F]."""
         if self._is_folded and mlp.b_gate_up_F2 is None:
-            return self._ops.gate_up_silu_unnormed(x_TD, mlp.w_gate_up_DF2.t(), self.config.norm_eps)
-        return self._ops.silu_mul(
-            self._product(x_TD, norm_D, mlp.w_gate_up_DF2, mlp.b_gate_up_F2), self.config.norm_eps
-        )
+            return self._ops.gate_up_silu_deferred_norm(x_TD, mlp.w_gate_up_DF2.t(), self.config.norm_eps)
+        return self._ops.silu_mul(self._gemm(x_TD, norm_D, mlp.w_gate_up_DF2, mlp.b_gate_up_F2), self.config.norm_eps)
 
-    def _forward_few(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+    def _forward_gemv(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """Through kernels that read weights at the memory's speed, norms and additions inside."""
         ops, eps = self._ops, self.config.norm_eps
         for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, mlp_of(layer)
             norm_D, mlp_norm_D = (None, None) if self._is_folded else (weights.norm_D, layer.mlp_norm_D)
             qkv_TX = ops.linear_fused(x_TD, weights.w_qkv_DX.t(), weights.b_qkv_X, norm_K=norm_D, eps=eps)
-            o_TQ = self._attend(index, RawProduct(qkv_TX), weights, target, attention)
+            o_TQ = self._attend(index, DeferredNormGemm(qkv_TX), weights, target, attention)
             x_TD = ops.linear_fused(o_TQ, weights.w_o_QD.t(), weights.b_o_D, add_to_TN=x_TD)
             if mlp.b_gate_up_F2 is None:
                 gated_TF = ops.gate_up_silu(x_TD, mlp.w_gate_up_DF2.t(), mlp_norm_D, eps)
@@ -116,14 +114,14 @@ class DeviceDecoder:
                 gate_up_T2F = ops.linear_fused(
                     x_TD, mlp.w_gate_up_DF2.t(), mlp.b_gate_up_F2, norm_K=mlp_norm_D, eps=eps
                 )
-                gated_TF = ops.silu_mul(RawProduct(gate_up_T2F), eps)
+                gated_TF = ops.silu_mul(DeferredNormGemm(gate_up_T2F), eps)
             x_TD = ops.linear_fused(gated_TF, mlp.w_down_FD.t(), mlp.b_down_D, add_to_TN=x_TD)
         return x_TD
 
     def _attend(
         self,
         layer: int,
-        qkv: RawProduct,
+        qkv: DeferredNormGemm,
         weights: AttentionWeights,
         target: KvTarget,
         attention: StepAttention,

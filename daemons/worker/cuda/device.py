@@ -1,4 +1,4 @@
-"""What the runner needs of a device: copies, memory that both see, marks in its order of work, captured graphs.
+"""The device as the runner sees it: copies, memory that host and device share, events, captured graphs.
 
 `HostDevice` computes where it is called and captures nothing, so that the same runner can be tested without a GPU.
 """
@@ -15,23 +15,23 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 
 
-class Mark(ABC):
-    """A place in the device's order of work. made_ns: the host's monotonic time just before it was made."""
+class DeviceEvent(ABC):
+    """An event on the device's stream. recorded_ns: the host's monotonic time just before it was recorded."""
 
-    made_ns: int
+    recorded_ns: int
 
     @property
     @abstractmethod
-    def is_reached(self) -> bool:
-        """True also where the device has failed: wait() says so then."""
+    def is_done(self) -> bool:
+        """Whether all work before it has run. True also where the device has failed: wait() raises then."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Blocks until it is reached, without the interpreter's lock. Raises RuntimeError if the device failed."""
+        """Blocks until it is done, without the interpreter's lock. Raises RuntimeError if the device failed."""
 
     @abstractmethod
-    def seconds_since(self, earlier: Mark) -> float:
-        """Device time between two marks that are reached."""
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        """Device time between two events that are done."""
 
 
 class Device(ABC):
@@ -41,8 +41,8 @@ class Device(ABC):
     can_capture: bool
 
     @abstractmethod
-    def mark(self) -> Mark:
-        """A mark behind all work so far."""
+    def record_event(self) -> DeviceEvent:
+        """Records an event behind all work so far."""
 
     @abstractmethod
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
@@ -52,8 +52,8 @@ class Device(ABC):
     def host_ints(self, *shape: int) -> torch.Tensor:
         """int32 zeros on the host, which kernels read and write where they lie.
 
-        Kernels see what was written before they were launched; what they write is there when a mark behind them is
-        reached.
+        Kernels see what was written before they were launched; what they write is there when an event behind them is
+        done.
         """
 
     @abstractmethod
@@ -67,22 +67,22 @@ class Device(ABC):
         yield
 
 
-class HostMark(Mark):
-    """Reached when it was made."""
+class HostEvent(DeviceEvent):
+    """Done when it is recorded."""
 
     def __init__(self) -> None:
-        self.made_ns = time.monotonic_ns()
+        self.recorded_ns = time.monotonic_ns()
 
     @property
-    def is_reached(self) -> bool:
+    def is_done(self) -> bool:
         return True
 
     def wait(self) -> None:
         return
 
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, HostMark)
-        return (self.made_ns - earlier.made_ns) * 1e-9
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, HostEvent)
+        return (self.recorded_ns - earlier.recorded_ns) * 1e-9
 
 
 class HostDevice(Device):
@@ -91,8 +91,8 @@ class HostDevice(Device):
     torch_device = torch.device("cpu")
     can_capture = False
 
-    def mark(self) -> Mark:
-        return HostMark()
+    def record_event(self) -> DeviceEvent:
+        return HostEvent()
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         target[: len(values)] = torch.from_numpy(values)
@@ -104,15 +104,15 @@ class HostDevice(Device):
         raise AssertionError("the host captures nothing")
 
 
-class CudaMark(Mark):
+class CudaEvent(DeviceEvent):
     def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.made_ns = time.monotonic_ns()
+        self.recorded_ns = time.monotonic_ns()
         # Blocking: the waiting thread sleeps instead of spinning on a core.
         self._event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     @property
-    def is_reached(self) -> bool:
+    def is_done(self) -> bool:
         try:
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -121,8 +121,8 @@ class CudaMark(Mark):
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, CudaMark)
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, CudaEvent)
         return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
 
@@ -137,8 +137,8 @@ class CudaDevice(Device):
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def mark(self) -> Mark:
-        return CudaMark(self._stream)
+    def record_event(self) -> DeviceEvent:
+        return CudaEvent(self._stream)
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.
@@ -167,27 +167,27 @@ class CudaDevice(Device):
 class DeviceClock:
     """Device times of steps on the host's monotonic clock.
 
-    Each mark is placed by its device time since the one before: a span is exact. The clocks' drift is made up for from
-    both sides: a step cannot start before it was launched, nor end later than it was seen to be over.
+    Each event is placed by its device time since the one before, so spans are exact. The drift between the clocks is
+    bounded from both sides: a step cannot start before it was launched, nor end later than it was seen to be done.
     """
 
-    def __init__(self, origin: Mark) -> None:
+    def __init__(self, origin: DeviceEvent) -> None:
         self._last = self._ahead = origin
         self._last_ns = time.monotonic_ns()
 
-    def begin(self, device: Device) -> Mark:
-        """Of what is launched next: the end of what was launched last while that runs still, since a mark between two
-        graphs keeps the device waiting for some microseconds."""
-        return device.mark() if self._ahead.is_reached else self._ahead
+    def begin(self, device: Device) -> DeviceEvent:
+        """The start event of the next launch: the end event of the last one while that still runs, since an event
+        between two graphs costs the device some microseconds."""
+        return device.record_event() if self._ahead.is_done else self._ahead
 
-    def end(self, device: Device) -> Mark:
-        """Behind what was launched."""
-        self._ahead = device.mark()
+    def end(self, device: Device) -> DeviceEvent:
+        """The end event, behind all that was launched."""
+        self._ahead = device.record_event()
         return self._ahead
 
-    def place(self, start: Mark, end: Mark) -> tuple[int, int]:
-        """Times of a step's start and end, ns, both reached. Steps are placed in their order."""
-        start_ns = max(self._last_ns + int(start.seconds_since(self._last) * 1e9), start.made_ns)
+    def place(self, start: DeviceEvent, end: DeviceEvent) -> tuple[int, int]:
+        """Times of a step's start and end events, ns; both are done. Steps are placed in their order."""
+        start_ns = max(self._last_ns + int(start.seconds_since(self._last) * 1e9), start.recorded_ns)
         end_ns = start_ns + int(end.seconds_since(start) * 1e9)
         late_ns = end_ns - time.monotonic_ns()
         if late_ns > 0:

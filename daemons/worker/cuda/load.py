@@ -17,10 +17,10 @@ from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
-from radixmesh.daemons.worker.cuda.fp8.tuning import create_fp8_products
-from radixmesh.daemons.worker.cuda.gemm.product_tuning import tuned_products
-from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts
-from radixmesh.daemons.worker.cuda.gemm.streamed_tuning import streamed_products
+from radixmesh.daemons.worker.cuda.fp8.tuning import create_fp8_gemm
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import tuned_gemm
+from radixmesh.daemons.worker.cuda.gemm.pdl_tuning import create_pdl_gemm
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
@@ -61,7 +61,7 @@ class DeviceSettings:
     cuda_graphs: bool
     use_pdl: bool
     deterministic: bool
-    tune_products: bool = True
+    tune_gemm: bool = True
     kernels: str = "triton"
     kv_dtype: str = "auto"
     quantization: str = "auto"
@@ -162,46 +162,46 @@ def _fp8_ops(settings: DeviceSettings, loaded: LoadedDecoder, ops: Ops, device: 
         return TorchFp8Ops(ops)
     use_pdl = settings.use_pdl and device.type == "cuda"
     with torch.inference_mode():
-        products = create_fp8_products(
+        gemm = create_fp8_gemm(
             loaded.quantized.layers,
             loaded.model.weights.final_norm_D.dtype,
             device,
             max_rows=max(settings.num_slots, settings.max_tokens_per_step),
             use_pdl=use_pdl,
             is_deterministic=settings.deterministic,
-            is_tuned=settings.tune_products,
+            is_tuned=settings.tune_gemm,
         )
-    return TritonFp8Ops(ops, products, use_pdl=use_pdl)
+    return TritonFp8Ops(ops, gemm, use_pdl=use_pdl)
 
 
 def _ops(settings: DeviceSettings, loaded: LoadedDecoder, graph_rows: Sequence[int], device: torch.device) -> Ops:
     model = loaded.model
     name = _kernels_name(settings, device)
-    products: Products = TorchProducts()
+    gemm: GemmBackend = TorchGemm()
     # Those of FP8 weights are tuned by themselves.
-    is_tuned = settings.tune_products and not settings.deterministic and loaded.quantized is None
+    is_tuned = settings.tune_gemm and not settings.deterministic and loaded.quantized is None
     if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
             sizes = [size for size in graph_rows if size > 1]
-            products = tuned_products(model.weights, sizes, device)
+            gemm = tuned_gemm(model.weights, sizes, device)
             if settings.use_pdl:
-                products = streamed_products(model.weights, sizes, device, products)
+                gemm = create_pdl_gemm(model.weights, sizes, device, gemm)
     if name == "torch":
         return TorchOps()
     if name == "compiled":
-        return _compiled_ops(settings, model, products, device)
+        return _compiled_ops(settings, model, gemm, device)
     return TritonOps(
         use_pdl=settings.use_pdl,
         is_deterministic=settings.deterministic,
-        products=products,
+        gemm=gemm,
     )
 
 
-def _compiled_ops(settings: DeviceSettings, model: DecoderModel, products: Products, device: torch.device) -> Ops:
+def _compiled_ops(settings: DeviceSettings, model: DecoderModel, gemm: GemmBackend, device: torch.device) -> Ops:
     from radixmesh.daemons.worker.cuda.compiled_ops import CompiledOps
 
     is_cuda = device.type == "cuda"
-    ops = CompiledOps(use_pdl=settings.use_pdl and is_cuda, max_fused_rows=int(is_cuda), products=products)
+    ops = CompiledOps(use_pdl=settings.use_pdl and is_cuda, max_fused_rows=int(is_cuda), gemm=gemm)
     ops.check(model.weights.final_norm_D, model.config.norm_eps)
     return ops
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
 from radixmesh.kernels import gemv
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
@@ -49,13 +49,13 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
-class RawProduct(NamedTuple):
+class DeferredNormGemm(NamedTuple):
     """[T, N], not finished: of rows that went into it un-normed where `unnormed` [T, D] holds those, and without the
     bias [N]. What reads it multiplies by each row's factor, 1 / sqrt(mean(x^2) + eps), then adds the bias."""
 
     out_TN: torch.Tensor
     bias_N: torch.Tensor | None = None
-    unnormed_TD: torch.Tensor | None = None
+    norm_input_TD: torch.Tensor | None = None
 
 
 class Ops(ABC):
@@ -70,7 +70,7 @@ class Ops(ABC):
     @abstractmethod
     def rope_write_kv(
         self,
-        qkv: RawProduct,
+        qkv: DeferredNormGemm,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -78,10 +78,10 @@ class Ops(ABC):
         heads: HeadShape,
         norms: HeadNorms,
     ) -> torch.Tensor:
-        """Writes rotated keys, and values, into the pool; the rotated queries, [T, H, d]."""
+        """Writes keys with RoPE, and values, into the pool; returns queries with RoPE, [T, H, d]."""
 
     @abstractmethod
-    def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor: ...
+    def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor: ...
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         return functional.linear(x_TK, w_NK)
@@ -89,14 +89,14 @@ class Ops(ABC):
     def add_linear(
         self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None, residual_TN: torch.Tensor
     ) -> None:
-        """Adds the product and the bias to the residual in place."""
+        """Adds the GEMM and the bias to the residual in place."""
         residual_TN.addmm_(x_TK, w_NK.t())
         if b_N is not None:
             residual_TN += b_N
 
-    def gate_up_silu_unnormed(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
+    def gate_up_silu_deferred_norm(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
         """silu(gate) x up of x normed by the rows' factors, the norm's weight being in w; [T, F]."""
-        return self.silu_mul(RawProduct(self.linear(x_TD, w_2FD), unnormed_TD=x_TD), eps)
+        return self.silu_mul(DeferredNormGemm(self.linear(x_TD, w_2FD), norm_input_TD=x_TD), eps)
 
     def linear_fused(
         self,
@@ -108,15 +108,15 @@ class Ops(ABC):
         norm_K: torch.Tensor | None = None,
         eps: float | None = None,
     ) -> torch.Tensor:
-        """The product, added in place to `add_to`, as given; of few rows. With eps x is first normed, and multiplied by
+        """The GEMM, added in place to `add_to`, as given; of few rows. With eps x is first normed, and multiplied by
         the norm's weight where there is one."""
-        raise AssertionError("no fused products here")
+        raise AssertionError("no fused GEMMs here")
 
     def gate_up_silu(
         self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
         """silu(gate) x up of x normed, [T, F]; of few rows."""
-        raise AssertionError("no fused products here")
+        raise AssertionError("no fused GEMMs here")
 
 
 class TorchOps(Ops):
@@ -127,7 +127,7 @@ class TorchOps(Ops):
 
     def rope_write_kv(
         self,
-        qkv: RawProduct,
+        qkv: DeferredNormGemm,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -151,24 +151,24 @@ class TorchOps(Ops):
             norms.query,
             norms.key,
             norms.eps,
-            unnormed_TD=qkv.unnormed_TD,
+            norm_input_TD=qkv.norm_input_TD,
             bias_X=qkv.bias_N,
         )
 
-    def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor:
-        return silu_mul_reference(gate_up.out_TN, unnormed_TD=gate_up.unnormed_TD, bias_2F=gate_up.bias_N, eps=eps)
+    def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
+        return silu_mul_reference(gate_up.out_TN, norm_input_TD=gate_up.norm_input_TD, bias_2F=gate_up.bias_N, eps=eps)
 
 
-# Rows of a product in deterministic mode: one size, so that the library always takes the same kernel.
+# Rows of a GEMM in deterministic mode: one size, so that the library always takes the same kernel.
 _TILE_ROWS = 64
 
 
 class TritonOps(Ops):
     """The project's kernels. use_pdl: a kernel may begin before the one ahead of it has ended (Hopper).
 
-    is_deterministic: products are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
+    is_deterministic: GEMMs are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
-    products: what computes the others, of more than max_fused_rows rows; None: torch.
+    GEMMs: what computes the others, of more than max_fused_rows rows; None: torch.
     """
 
     def __init__(
@@ -177,16 +177,16 @@ class TritonOps(Ops):
         use_pdl: bool = False,
         max_fused_rows: int = 1,
         is_deterministic: bool = False,
-        products: Products | None = None,
+        gemm: GemmBackend | None = None,
     ) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
         self._is_deterministic = is_deterministic
-        self._products = TorchProducts() if products is None else products
+        self._gemm = TorchGemm() if gemm is None else gemm
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         if not self._is_deterministic:
-            return self._products.linear(x_TK, w_NK)
+            return self._gemm.linear(x_TK, w_NK)
         num_rows = x_TK.shape[0]
         padding = -num_rows % _TILE_ROWS
         x_TK = functional.pad(x_TK, (0, 0, 0, padding))
@@ -201,21 +201,21 @@ class TritonOps(Ops):
         if self._is_deterministic:
             residual_TN += self.linear(x_TK, w_NK)
         else:
-            self._products.add_linear(x_TK, w_NK, residual_TN)
+            self._gemm.add_linear(x_TK, w_NK, residual_TN)
         if b_N is not None:
             residual_TN += b_N
-            self._products.changed(residual_TN)
+            self._gemm.changed(residual_TN)
 
-    def gate_up_silu_unnormed(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
-        gated_TF = None if self._is_deterministic else self._products.gate_up_silu(x_TD, w_2FD, eps)
-        return super().gate_up_silu_unnormed(x_TD, w_2FD, eps) if gated_TF is None else gated_TF
+    def gate_up_silu_deferred_norm(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
+        gated_TF = None if self._is_deterministic else self._gemm.gate_up_silu(x_TD, w_2FD, eps)
+        return super().gate_up_silu_deferred_norm(x_TD, w_2FD, eps) if gated_TF is None else gated_TF
 
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
 
     def rope_write_kv(
         self,
-        qkv: RawProduct,
+        qkv: DeferredNormGemm,
         angles: RopeAngles,
         target: KvTarget,
         keys_SKd: torch.Tensor,
@@ -239,15 +239,15 @@ class TritonOps(Ops):
             norms.query,
             norms.key,
             norms.eps,
-            unnormed_TD=qkv.unnormed_TD,
+            norm_input_TD=qkv.norm_input_TD,
             bias_X=qkv.bias_N,
             use_pdl=self._use_pdl,
         )
 
-    def silu_mul(self, gate_up: RawProduct, eps: float) -> torch.Tensor:
+    def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
         return silu_mul(
             gate_up.out_TN,
-            unnormed_TD=gate_up.unnormed_TD,
+            norm_input_TD=gate_up.norm_input_TD,
             bias_2F=gate_up.bias_N,
             eps=eps,
             # cuBLAS's kernels signal nothing: behind one of them an early launch comes later than a usual one.

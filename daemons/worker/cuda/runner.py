@@ -1,11 +1,12 @@
-"""Runs steps on a device: those of decodes as captured graphs, those with chunks as `prompt_steps.py` says.
+"""Runs steps on a device: steps of decodes alone as captured graphs, steps with chunks through `prompt_steps.py`.
 
-    launch   numbers of the step -> forward -> draw, tokens to the host -> mark        nothing waits
-    output   the mark is reached -> tokens, times; logprobs from logits that were kept
+    launch   step inputs -> forward -> sample, tokens to the host -> event        nothing waits
+    output   event is done -> tokens, times; logprobs from hidden states that were kept
 
-Tokens never pass through the host on their way to the next step: a decode row reads what its slot drew last. A segment
-whose options the device cannot serve (logprobs) has its logits kept, and its token is drawn on the host when the step's
-output is asked for; the executor launches nothing that builds on such a token before.
+Tokens never pass through the host on their way to the next step: a decode row reads the last token of its slot on the
+device. Logprobs are computed on the host: the hidden states of a segment that asks for them are kept, and its token is
+sampled on the host when the step's output is asked for. The executor launches nothing that builds on such a token
+before.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from radixmesh.daemons.worker.cuda.device import Device, DeviceClock
 from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
-from radixmesh.daemons.worker.cuda.step.host_logits import CarefulSegment, HostLogits
+from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, HostSampledSegment
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.running_step import RunningDeviceStep
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
-from radixmesh.daemons.worker.cuda.step.warm_up import first_steps
+from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
@@ -43,11 +44,11 @@ from radixmesh.daemons.worker.runner import (
     Segment,
     SegmentOutput,
 )
-from radixmesh.kernels.begin_step import begin_step
 from radixmesh.kernels.sampling.sample import TokenTarget
+from radixmesh.kernels.scatter_embed import scatter_embed
 
-# Of a device that has just been started.
-_FIRST_DECODES = 100
+# Decode steps of the warm-up: the first ones of a device that was just started are slow.
+_WARM_UP_DECODES = 100
 
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
@@ -123,7 +124,7 @@ class DeviceRunner(ModelRunner):
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self._slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
-            self._clock = DeviceClock(device.mark())
+            self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, decoder)
         self._running = partial(RunningDeviceStep, self._clock, self._host_logits)
 
@@ -144,19 +145,19 @@ class DeviceRunner(ModelRunner):
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
                 self._attention.plan(step)
-                send = partial(self._send_decodes, rows, num_rows)
+                send = partial(self._stage_decodes, rows, num_rows)
                 for variant in self._attention.variants(num_rows):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
             self._sampler.warm_up(self._decoder.dtype)
-            for rows, segments in first_steps(
+            for rows, segments in warm_up_steps(
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
                 max_tokens_per_step=self._limits.max_tokens_per_step,
-                num_decodes=_FIRST_DECODES if self._device.torch_device.type == "cuda" else 1,
+                num_decodes=_WARM_UP_DECODES if self._device.torch_device.type == "cuda" else 1,
             ):
                 self.launch(rows, segments, 0)
-            self._device.mark().wait()
+            self._device.record_event().wait()
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
@@ -177,28 +178,29 @@ class DeviceRunner(ModelRunner):
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
-        self._send_decodes(rows, step.num_rows)
+        self._stage_decodes(rows, step.num_rows)
         start = self._clock.begin(self._device)
         replay = self._decode if bucket is None else self._graphs.replay
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
-        self._sampler.redraw(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.turn_1))
+        self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.ring_index_1))
         end = self._clock.end(self._device)
         self._decodes.fence(end)
         return self._running(start, end, self._tokens.fetch(num_rows, end), num_rows)
 
-    def _send_decodes(self, rows: DecodeRows, num_rows: int) -> None:
-        """What a step of decodes alone needs; `num_rows` with padding."""
+    def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
+        """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
         entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
         if len(entries) > self._decodes.max_entries:
             self._slots.send_entries(entries)
             entries = entries[:0]
-        self._decodes.send(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
+        self._decodes.stage(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
 
     def _decode(self, num_rows: int, variant: str) -> torch.Tensor:
-        """A step of decodes alone, which were sent, with rows drawn greedily: its logits. Graphs record it."""
-        views, tables = self._decodes.receive(num_rows), self._slots.page_tables
-        x_TD = begin_step(
+        """A step of decodes alone, whose inputs are staged, with all rows sampled greedily: its logits. Graphs record
+        it."""
+        views, tables = self._decodes.fetch(num_rows), self._slots.page_tables
+        x_TD = scatter_embed(
             views.slots,
             views.tokens,
             views.entries_E2,
@@ -212,12 +214,12 @@ class DeviceRunner(ModelRunner):
         target = KvTarget(views.positions, views.slots, tables, self.page_size)
         logits_TV = self._decoder.logits(self._decoder.forward_embedded(x_TD, target, attention))
         # The token of a row is at the position that follows its KV.
-        to = self._target(views.turn_1)
-        self._sampler.draw_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
+        to = self._target(views.ring_index_1)
+        self._sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
         return logits_TV
 
-    def _target(self, turn_1: torch.Tensor) -> TokenTarget:
-        return TokenTarget(turns_RT=self._tokens.rows, turn_1=turn_1, last_tokens_S=self._slots.last_tokens)
+    def _target(self, ring_index_1: torch.Tensor) -> TokenTarget:
+        return TokenTarget(ring_RT=self._tokens.rows, ring_index_1=ring_index_1, last_tokens_S=self._slots.last_tokens)
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
@@ -254,29 +256,29 @@ class DeviceRunner(ModelRunner):
             self.pool.clear()
 
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> RunningStep:
-        """Draws for all rows that the device can draw for."""
+        """Launches a step with chunks, and samples all rows but the host-sampled ones."""
         start = self._clock.begin(self._device)
-        drawn = [i for i, s in enumerate(segments) if s.sample is not None and not _is_careful(s.sample)]
-        slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in drawn], np.int32)])
-        turn = self._tokens.take() if len(slots) else 0
-        forward = self._prompts.forward(rows, segments, drawn, turn=turn, admissions=self._admissions)
+        sampled = [i for i, s in enumerate(segments) if s.sample is not None and not _is_host_sampled(s.sample)]
+        slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in sampled], np.int32)])
+        ring_index = self._tokens.take() if len(slots) else 0
+        forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=self._admissions)
         if len(slots):
-            to = forward.drawn
+            to = forward.sampled
             logits_TV = self._decoder.logits(forward.hidden_TD.index_select(0, to.rows))
-            self._sampler.draw(logits_TV, to.slots, to.positions, slots, self._target(to.turn_1))
-        careful = {}
+            self._sampler.sample(logits_TV, to.slots, to.positions, slots, self._target(to.ring_index_1))
+        host_sampled = {}
         for index, segment in enumerate(segments):
-            if segment.prompt_logprobs is not None or (segment.sample is not None and _is_careful(segment.sample)):
+            if segment.prompt_logprobs is not None or (segment.sample is not None and _is_host_sampled(segment.sample)):
                 last = int(forward.chunk_ends[index])
                 hidden_TD = forward.hidden_TD[last - len(segment.ids) : last]
                 # It is asked for when other steps have been launched.
                 own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
-                careful[index] = CarefulSegment.of(segment, own_TD)
-        over = self._clock.end(self._device)
-        fetched = self._tokens.fetch(len(slots), over) if len(slots) else None
-        return self._running(start, over, fetched, len(rows.slots), len(segments), drawn, careful)
+                host_sampled[index] = HostSampledSegment.of(segment, own_TD)
+        done = self._clock.end(self._device)
+        fetched = self._tokens.fetch(len(slots), done) if len(slots) else None
+        return self._running(start, done, fetched, len(rows.slots), len(segments), sampled, host_sampled)
 
 
-def _is_careful(sample: SampleInput) -> bool:
-    """Whether the token's logprobs are wanted: its logits are then looked at on the host."""
+def _is_host_sampled(sample: SampleInput) -> bool:
+    """Whether the token's logprobs are wanted: it is then sampled on the host, from logits that are copied there."""
     return sample.sampling.num_top_logprobs is not None

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the table of angles, and the rotation.
+"""Rotary position embedding: the table of angles, and its application.
 
 Source: Su et al., RoFormer (2021); the half-split pairing of checkpoints in Hugging Face format.
 """
@@ -23,7 +23,7 @@ class RopeTable:
 
     def __init__(self, head_dim: int, config: RopeConfig, device: torch.device) -> None:
         self._frequencies_h = rope_frequencies(head_dim, config.theta, config.scaling).to(device)
-        self._scale = config.scaling.rotation_scale if isinstance(config.scaling, YarnScaling) else 1.0
+        self._scale = config.scaling.rope_scale if isinstance(config.scaling, YarnScaling) else 1.0
         self._cos_Ph = self._frequencies_h.new_empty(0, head_dim // 2)
         self._sin_Ph = self._cos_Ph
 
@@ -47,7 +47,7 @@ class RopeTable:
         self._sin_Ph = torch.cat((self._sin_Ph, angles_Ph.sin() * self._scale))
 
 
-def rotate(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
+def apply_rope(x_THD: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
     """Turns the pairs (x[i], x[i + D/2]) of every head by the row's angles; float32 inside, dtype of x outside."""
     a_THh, b_THh = x_THD.float().chunk(2, dim=-1)
     turned = torch.cat((a_THh * cos_T1h - b_THh * sin_T1h, b_THh * cos_T1h + a_THh * sin_T1h), dim=-1)

@@ -62,7 +62,7 @@ def _read_scaling(section: ConfigReader, max_total_len: int) -> RopeScaling | Ya
         if scaling.high_freq_factor <= scaling.low_freq_factor:
             raise section.error("high_freq_factor", f"more than low_freq_factor ({scaling.low_freq_factor:g})")
         return scaling
-    # "dynamic" rotates a token by the length that its sequence has at that moment, so cached keys would depend on how
+    # "dynamic" takes a token's angles from the length that its sequence has at that moment, so keys would depend on how
     # the prompt was cut into chunks.
     raise section.unsupported(key, "default, linear, llama3, yarn")
 

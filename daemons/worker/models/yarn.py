@@ -13,8 +13,8 @@ class YarnScaling:
     """Pairs that turn more than `beta_fast` times within `original_max_len` keep their frequency, those that turn less
     than `beta_slow` times have it divided by `factor`, and between them is a ramp.
 
-    mscale and mscale_all_dim: weights of 0.1 x ln(factor) in the scale of rotated parts and of all scores; 0 = unset.
-    attention_factor: the scale of rotated parts, if not None. is_truncated: the ramp begins and ends at whole pairs.
+    mscale and mscale_all_dim: weights of 0.1 x ln(factor) in the scale of RoPE dims and of all scores; 0 = unset.
+    attention_factor: the scale of RoPE dims, if not None. is_truncated: the ramp begins and ends at whole pairs.
     """
 
     factor: float
@@ -27,7 +27,7 @@ class YarnScaling:
     is_truncated: bool
 
     @property
-    def rotation_scale(self) -> float:
+    def rope_scale(self) -> float:
         """What cos and sin are multiplied by."""
         if self.attention_factor is not None:
             return self.attention_factor

@@ -119,7 +119,7 @@ class StepExecutor:
         self._group_generation = 0
         self._last_step = 0
         self._launched: deque[LaunchedStep] = deque()
-        self._last_drawn = np.zeros(num_slots, np.int32)
+        self._last_sampled = np.zeros(num_slots, np.int32)
 
     def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
@@ -271,28 +271,28 @@ class StepExecutor:
         assert self._launched and self._launched[0] is step, "steps settle in the order of their launches"
         self._launched.popleft()
         output, batch, written = forward.running.output(), forward.batch, forward.written
-        # A row that did not know its token at the launch computed the one that the step before drew for its slot. The
+        # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         rows, table = batch.rows, self.table
-        ids = np.where(written.is_known, written.row_ids, self._last_drawn[rows.slots])
+        ids = np.where(written.is_known, written.row_ids, self._last_sampled[rows.slots])
         segment_ids = written.segment_ids or [segment.ids for segment in batch.segments]
         self.records.extend_if(
             written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
         )
-        self._last_drawn[rows.slots] = output.tokens
+        self._last_sampled[rows.slots] = output.tokens
         is_same = table.generations[rows.slots] == written.row_generations
         slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
         table.tokens[slots, positions] = output.tokens[is_same]
         table.known_len[slots] = positions + 1
         for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
             if segment.sample is not None:
-                assert got.token is not None, f"the runner drew no token for slot {row.slot}"
+                assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
         return output
 
     def _learn(self, row: Row, position: int, token: int) -> None:
-        assert 0 <= token < self.limits.vocab_size, f"the runner drew {token} for slot {row.slot}"
-        self._last_drawn[row.slot] = token
+        assert 0 <= token < self.limits.vocab_size, f"the runner sampled {token} for slot {row.slot}"
+        self._last_sampled[row.slot] = token
         if self.table.generations[row.slot] == row.generation:
             self.table.tokens[row.slot, position] = token
             self.table.known_len[row.slot] = position + 1

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from radixmesh.worker.v1 import worker_pb2
 
-# Of all retained plans of a hello, which is one message.
-MAX_RETAINED_BYTES = 32 << 20
+# Of all retained plans of a hello: one plan may be 64 MiB, and so may the hello.
+MAX_RETAINED_BYTES = 16 << 20
 
 
 class RetainedPlans:
@@ -52,15 +52,14 @@ class RetainedPlans:
         self._drop(0 if self._keeps_completed else step_id)
 
     def encoded(self) -> list[bytes]:
-        """An ExecuteRequest for each plan, the newest of max_bytes in all; the last one in any case."""
+        """An ExecuteRequest for each plan, the newest of max_bytes in all."""
         found: list[bytes] = []
         num_bytes = 0
         for plan in reversed(self._plans.values()):
-            data = worker_pb2.ExecuteRequest(plan=plan).SerializeToString()
-            num_bytes += len(data)
-            if found and num_bytes > self._max_bytes:
+            num_bytes += plan.ByteSize()
+            if num_bytes > self._max_bytes:
                 break
-            found.append(data)
+            found.append(worker_pb2.ExecuteRequest(plan=plan).SerializeToString())
         return found[::-1]
 
     def _drop(self, upto_step: int) -> None:

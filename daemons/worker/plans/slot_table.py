@@ -8,8 +8,8 @@ Token ranges of an occupied slot, cached_len <= computed_len <= total_len <= max
     | adopted pages | computed here     | known, no KV yet    |
     |----- prompt_ids -----|------ output_ids ----------------|
 
-Lengths count what was launched. The tokens from known_len to total_len are drawn by steps that still run: their values
-are on the device alone.
+Lengths count what was launched. The tokens from known_len to total_len are being sampled by steps that still run: their
+values are on the device alone.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Drawing tokens: a pure function of (logits, parameters, seed, position), the same on every rank and device."""
+"""Sampling of tokens: a pure function of (logits, parameters, seed, position), the same on every rank and device."""

@@ -1,4 +1,4 @@
-"""Which ids may be drawn: top-k, top-p and min-p over scaled logits.
+"""Filters of the ids that may be sampled: top-k, top-p and min-p over scaled logits.
 
 All three rank ids by (score descending, id ascending): equal scores are decided by the lower id, never by the order in
 which a sort happened to leave them. An id with score -inf is never kept.

@@ -1,4 +1,4 @@
-"""What changes a row of logits before anything is drawn: penalties, biases, suppressed ids."""
+"""Adjustments of a row of logits before sampling: penalties, biases, suppressed ids."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def adjust_logits(
 ) -> FloatArray:
     """A new row, float32 [vocabulary]: repetition, frequency and presence penalty, logit bias, then suppression.
 
-    NaN counts as -inf, so that a broken logit is never drawn. Ids outside the row have no effect. Repetition (Keskar
+    NaN counts as -inf, so that a broken logit is never sampled. Ids outside the row have no effect. Repetition (Keskar
     et al. 2019: positive logits divided, others multiplied) looks at prompt and output, once an id; frequency and
     presence at the output.
     """

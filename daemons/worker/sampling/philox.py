@@ -3,12 +3,12 @@
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; SC 2011).
 
     key       (seed & 0xffffffff, seed >> 32)            the request's 64-bit seed
-    counter   (token_id >> 2, position, 0, 0)            position: index of the drawn token in prompt + output
+    counter   (token_id >> 2, position, 0, 0)            position: index of the sampled token in prompt + output
     lane      token_id & 3                               which of the four 32-bit results
     u         (x + 0.5) * 2^-32                          in float64, where it is exact: never 0, never 1
     gumbel    -log(-log(u))                              in float64
 
-Whoever draws elsewhere (a GPU kernel) implements exactly this, or announces another sampler version.
+A sampler elsewhere (a GPU kernel) implements exactly this, or announces another sampler version.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Lanes(NamedTuple):
     x3: UintArray
 
 
-class Draw(NamedTuple):
-    """Whose noise is wanted: seed in [0, 2^64), position in [0, 2^32), token ids int64."""
+class NoiseKey(NamedTuple):
+    """Key of the noise of one row: seed in [0, 2^64), position in [0, 2^32), token ids int64."""
 
     seed: int
     position: int
@@ -58,25 +58,25 @@ def philox4x32(counters: tuple[UintArray, UintArray, UintArray, UintArray], key:
     return Lanes(c0, c1, c2, c3)
 
 
-def random_bits(draws: Sequence[Draw]) -> list[UintArray]:
-    """32 random bits of each token id of each draw, as uint64: integers, so that draws cannot influence each other."""
-    parts = [_quads(draw.token_ids.astype(np.uint64)) for draw in draws]
+def random_bits(keys: Sequence[NoiseKey]) -> list[UintArray]:
+    """32 random bits of each token id of each key, as uint64: integers, so that rows cannot influence each other."""
+    parts = [_quads(key.token_ids.astype(np.uint64)) for key in keys]
     sizes = [len(quads) for quads, _ in parts]
-    seeds = np.repeat(np.array([draw.seed for draw in draws], np.uint64), sizes)
-    positions = np.repeat(np.array([draw.position for draw in draws], np.uint64), sizes)
+    seeds = np.repeat(np.array([key.seed for key in keys], np.uint64), sizes)
+    positions = np.repeat(np.array([key.position for key in keys], np.uint64), sizes)
     zeros = np.zeros_like(positions)
     quads = np.concatenate([quads for quads, _ in parts])
     lanes = np.stack(philox4x32((quads, positions, zeros, zeros), (seeds & _LOW, seeds >> _SHIFT)), axis=1)
     bits, first = [], 0
-    for draw, (_, index), size in zip(draws, parts, sizes, strict=True):
-        bits.append(lanes[first + index, draw.token_ids & 3])
+    for key, (_, index), size in zip(keys, parts, sizes, strict=True):
+        bits.append(lanes[first + index, key.token_ids & 3])
         first += size
     return bits
 
 
-def gumbel_noise(draws: Sequence[Draw]) -> list[npt.NDArray[np.float64]]:
-    """Standard Gumbel noise of each token id of each draw: finite, whichever other ids and draws are asked for."""
-    return [-np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-32)) for bits in random_bits(draws)]
+def gumbel_noise(keys: Sequence[NoiseKey]) -> list[npt.NDArray[np.float64]]:
+    """Standard Gumbel noise of each token id of each key: finite, and independent of the other ids and keys."""
+    return [-np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-32)) for bits in random_bits(keys)]
 
 
 def _quads(ids: UintArray) -> tuple[UintArray, npt.NDArray[np.int64]]:

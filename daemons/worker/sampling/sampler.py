@@ -1,9 +1,9 @@
 """The sampler, version 1: one token from each row of logits.
 
 Order: repetition, frequency, presence penalty, logit bias, suppressed ids (`penalties.py`); then greedy takes the
-lowest id of the highest value and draws nothing; else temperature, top-k, top-p, min-p (`filters.py`), and of what is
+lowest id of the highest value, without noise; else temperature, top-k, top-p, min-p (`filters.py`), and of what is
 kept the id with the largest score + Gumbel noise (`philox.py`), the lowest id of equal ones. By the Gumbel-max trick
-(Gumbel 1954; Maddison et al. 2014) that draws from the softmax of the kept scores.
+(Gumbel 1954; Maddison et al. 2014) that samples from the softmax of the kept scores.
 
 A row's result never depends on another row, and noise belongs to ids: removing ids changes no other id's chance to win.
 
@@ -23,16 +23,16 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.filters import kept_ids
 from radixmesh.daemons.worker.sampling.penalties import adjust_logits
-from radixmesh.daemons.worker.sampling.philox import Draw, gumbel_noise
+from radixmesh.daemons.worker.sampling.philox import NoiseKey, gumbel_noise
 
 
 def sample_tokens(rows: FloatArray, inputs: Sequence[SampleInput]) -> list[int]:
     """The token of each row of logits, float32 [rows, vocabulary]; nothing is modified.
 
-    Rows come together only so that their noise is computed in one go. A sampling without seed draws with seed 0.
+    Rows come together only so that their noise is computed in one go. A sampling without seed takes seed 0.
     """
     tokens: list[int] = []
-    draws: list[Draw] = []
+    keys: list[NoiseKey] = []
     waiting: list[tuple[int, npt.NDArray[np.float64]]] = []
     for logits, sample in zip(rows, inputs, strict=True):
         row = adjust_logits(logits, sample.sampling, sample.prompt_ids, sample.output_ids, sample.suppressed_ids)
@@ -42,17 +42,17 @@ def sample_tokens(rows: FloatArray, inputs: Sequence[SampleInput]) -> list[int]:
             tokens.append(int(np.argmax(row)))
         else:
             ids, scores = candidates(row, sample.sampling)
-            draws.append(Draw(sample.sampling.seed or 0, sample.position, ids))
+            keys.append(NoiseKey(sample.sampling.seed or 0, sample.position, ids))
             waiting.append((len(tokens), scores))
             tokens.append(-1)
-    if draws:
-        for (index, scores), draw, noise in zip(waiting, draws, gumbel_noise(draws), strict=True):
-            tokens[index] = int(draw.token_ids[np.argmax(scores + noise)])
+    if keys:
+        for (index, scores), key, noise in zip(waiting, keys, gumbel_noise(keys), strict=True):
+            tokens[index] = int(key.token_ids[np.argmax(scores + noise)])
     return tokens
 
 
 def candidates(row: FloatArray, sampling: Sampling) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Ids that may be drawn, ascending, and their scores (adjusted logits over temperature, the maximum 0), float64.
+    """Ids that may be sampled, ascending, and their scores (adjusted logits over temperature, the maximum 0), float64.
 
     The row is adjusted, has no NaN and a value above -inf. Distances to the maximum are taken before the division, so
     that no temperature, however small, overflows.

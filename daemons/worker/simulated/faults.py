@@ -1,7 +1,7 @@
 """Faults on demand, at the edge of the Execute stream: what a scheduler must survive, at a step of one's choice.
 
 A fault is written `kind@STEP`, `kind@STEP:MS`, `kind%PROBABILITY` or `kind%PROBABILITY:MS`. At a step: once a process.
-With a probability: drawn anew for every step.
+With a probability: sampled anew for every step.
 
   refuse     the plan is refused (INTERNAL) and its epoch ends
   die        the step dies, as of an error of the device: STEP_FAILED, and the process ends

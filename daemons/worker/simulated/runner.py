@@ -85,7 +85,7 @@ class SimulatedRunner(ModelRunner):
         prefix = prefix + token_hashes(rows.ids, positions)
         self._kv[self._places(rows, positions)] = prefix
         witnesses = self._read(rows, witness_positions(prefix, positions))
-        return self.alphabet.draw(noise_of(prefix, witnesses, rows.seeds, rows.is_sampled, positions + 1))
+        return self.alphabet.sample(noise_of(prefix, witnesses, rows.seeds, rows.is_sampled, positions + 1))
 
     def _read(self, rows: DecodeRows, positions: IntArray) -> HashArray:
         return self._kv[self._places(rows, positions)]
@@ -116,7 +116,7 @@ class SimulatedRunner(ModelRunner):
         sampling = sample.sampling
         seeds, is_sampled = np.array([sampling.seed or 0], np.uint64), np.array([not sampling.is_greedy])
         noise = noise_of(prefix, witnesses, seeds, is_sampled, position + 1)
-        token = self.alphabet.draw_unsuppressed(int(noise[0]), frozenset(sample.suppressed_ids.tolist()))
+        token = self.alphabet.sample_unsuppressed(int(noise[0]), frozenset(sample.suppressed_ids.tolist()))
         if sampling.num_top_logprobs is None:
             return token, None
         return token, self._logprobs(np.array([token], np.int32), sampling.num_top_logprobs)

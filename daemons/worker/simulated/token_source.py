@@ -1,9 +1,9 @@
 """Made-up tokens: pure functions of a hash of everything before them.
 
 The KV of position p is h_p = h_(p-1) + mix(token_p, p) modulo 2^64, so it stands for the whole prefix. The token after
-position p is drawn from h_p, from the KV of four positions up to p that h_p picks, from the seed where temperature > 0,
-and from p + 1. A page that was lost, overwritten, swapped or read at a wrong offset changes what follows: at once where
-it is the last one, else as soon as a draw picks it.
+position p is a function of h_p, of the KV of four positions up to p that h_p picks, of the seed where temperature > 0,
+and of p + 1. A page that was lost, overwritten, swapped or read at a wrong offset changes what follows: at once where
+it is the last one, else as soon as a token picks it.
 mix is SplitMix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
 """
 
@@ -29,7 +29,7 @@ _RATE_UNIT = 2.0**-53
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alphabet:
-    """Ids that are drawn: int32 `ordinary` (not empty), and of `eos_ids` (may be empty) the share `eos_rate`."""
+    """Ids that are sampled: int32 `ordinary` (not empty), and of `eos_ids` (may be empty) the share `eos_rate`."""
 
     ordinary: IntArray
     eos_ids: IntArray
@@ -48,7 +48,7 @@ class Alphabet:
         inside = [i for i in eos_ids if 0 <= i < vocab_size]
         return cls(ordinary=ordinary.astype(np.int32), eos_ids=np.array(inside, np.int32), eos_rate=eos_rate)
 
-    def draw(self, noise: HashArray) -> IntArray:
+    def sample(self, noise: HashArray) -> IntArray:
         """One id per noise value."""
         tokens: IntArray = self.ordinary[noise % np.uint64(len(self.ordinary))]
         if self.eos_rate > 0.0 and len(self.eos_ids):
@@ -57,9 +57,9 @@ class Alphabet:
             tokens = np.where(is_eos, self.eos_ids[second % np.uint64(len(self.eos_ids))], tokens)
         return tokens
 
-    def draw_unsuppressed(self, noise: int, suppressed: frozenset[int]) -> int:
-        """As draw() for one value, but for ids in `suppressed`: the next ordinary one that is free comes instead."""
-        token = int(self.draw(np.array([noise], np.uint64))[0])
+    def sample_unsuppressed(self, noise: int, suppressed: frozenset[int]) -> int:
+        """As sample() for one value, but for ids in `suppressed`: the next ordinary one that is free comes instead."""
+        token = int(self.sample(np.array([noise], np.uint64))[0])
         if token not in suppressed:
             return token
         size = len(self.ordinary)
@@ -85,7 +85,7 @@ def token_hashes(ids: IntArray, positions: IntArray) -> HashArray:
 
 
 def witness_positions(prefix: HashArray, positions: IntArray) -> IntArray:
-    """Positions [4, rows], each <= its row's own, whose KV the draw after `positions` reads beside `prefix`."""
+    """Positions [4, rows], each <= its row's own, whose KV the token after `positions` reads beside `prefix`."""
     picks = mix(prefix[None, :] ^ _PICKS[:, None])
     return (picks % (positions.astype(np.uint64) + np.uint64(1))).astype(np.int32)
 
@@ -93,7 +93,7 @@ def witness_positions(prefix: HashArray, positions: IntArray) -> IntArray:
 def noise_of(
     prefix: HashArray, witnesses: HashArray, seeds: HashArray, is_sampled: BoolArray, positions: IntArray
 ) -> HashArray:
-    """What the tokens at `positions` are drawn from; `witnesses` [4, rows]. Greedy rows ignore their seed."""
+    """The noise that the tokens at `positions` are sampled from. witnesses: [4, rows]. Greedy rows ignore the seed."""
     witness = mix(witnesses + _PICKS[:, None]).sum(axis=0, dtype=np.uint64)
     keys = np.where(is_sampled, mix(seeds ^ _GAMMA), np.uint64(0))
     return mix(prefix ^ mix(witness + positions.astype(np.uint64)) ^ keys)
@@ -111,7 +111,7 @@ def simulated_continuation(
 ) -> list[int]:
     """What a simulated worker must continue `ids` (prompt, then output so far) with: the oracle of tests.
 
-    The first `num_suppressed` tokens are drawn outside `suppressed_ids`.
+    The first `num_suppressed` tokens are sampled outside `suppressed_ids`.
     """
     tokens = list(ids)
     contents = (
@@ -126,7 +126,7 @@ def simulated_continuation(
         seeds, is_sampled = np.array([seed], np.uint64), np.array([temperature > 0.0])
         noise = noise_of(prefix, witness, seeds, is_sampled, last + 1)
         is_suppressed = step < num_suppressed
-        token = alphabet.draw_unsuppressed(int(noise[0]), suppressed if is_suppressed else frozenset())
+        token = alphabet.sample_unsuppressed(int(noise[0]), suppressed if is_suppressed else frozenset())
         kv.append(int((prefix + token_hashes(np.array([token], np.int32), last + 1))[0]))
         tokens.append(token)
     return tokens[len(ids) :]

@@ -128,6 +128,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             raise _PipelineFull
         self._head.report()
+        # A target that is no URL is the head's fault: the request never begins.
+        httptools.parse_url(self.url).path.decode("ascii")
         self._is_in_head = False
         self._is_in_message = True
         self._num_discarded = 0

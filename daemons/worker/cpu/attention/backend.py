@@ -62,7 +62,7 @@ class StepAttention(ABC):
         """Softmax attention of every row over its own sequence up to itself.
 
         window, the layer's: a token sees itself and the `window - 1` before it; None = all before it.
-        query_THD: [rows with padding, heads, head_dim], rotated, not scaled. keys_SKD, values_SKD: the layer's whole
+        query_THD: [rows with padding, heads, head_dim], with RoPE, not scaled. keys_SKD, values_SKD: the layer's whole
         pool, [tokens of the pool, kv heads, head_dim], where the step's own tokens are already written. Returns
         [rows with padding, heads, head_dim] in the dtype of the query; padding rows hold finite numbers of no meaning.
         Modifies nothing. Pool tokens outside a row's own sequence may hold anything, NaN too.

@@ -175,11 +175,11 @@ def _flashinfer_bytes(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    from radixmesh.daemons.worker.cuda.flashinfer.attention import attention_lanes
-    from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import shared_prefix_lanes
+    from radixmesh.daemons.worker.cuda.flashinfer.attention import attention_plan_specs
+    from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import shared_prefix_plan_specs
     from radixmesh.daemons.worker.cuda.flashinfer.workspace import num_sms_of
 
-    decodes, extends = attention_lanes(
+    decodes, extends = attention_plan_specs(
         shape,
         device,
         dtype=dtype,
@@ -188,9 +188,9 @@ def _flashinfer_bytes(
         max_extend_tokens=settings.max_tokens_per_step,
         windows=windows,
     )
-    shared = shared_prefix_lanes(shape, dtype=dtype, page_size=settings.page_size, max_rows=settings.num_slots)
-    lanes = [*decodes, *extends, *(shared if _can_share(windows) else ())]
-    return sum(lane.num_bytes(num_sms_of(device)) for lane in lanes)
+    shared = shared_prefix_plan_specs(shape, dtype=dtype, page_size=settings.page_size, max_rows=settings.num_slots)
+    specs = [*decodes, *extends, *(shared if _can_share(windows) else ())]
+    return sum(spec.num_bytes(num_sms_of(device)) for spec in specs)
 
 
 def _can_share(windows: Sequence[int | None]) -> bool:

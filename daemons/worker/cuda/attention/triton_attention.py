@@ -39,7 +39,7 @@ class TritonAttention(DeviceAttention):
         is_deterministic: bool,
         use_pdl: bool,
     ) -> None:
-        """use_pdl: attention begins while the rotation ends, and its plan is made beside the kernel that begins a step
+        """use_pdl: attention begins while RoPE ends, and its plan is made beside the kernel that begins a step
         (Hopper and later)."""
         self.use_pdl = use_pdl
         self.is_batch_invariant = is_deterministic

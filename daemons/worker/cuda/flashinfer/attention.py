@@ -20,7 +20,7 @@ from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.paged_rows import PagedRows
 from radixmesh.daemons.worker.cuda.flashinfer.kernels import decode_kind_for, has_hopper_kernels
 from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig, KernelKind
-from radixmesh.daemons.worker.cuda.flashinfer.plan import LaneSpec, PlannedLane
+from radixmesh.daemons.worker.cuda.flashinfer.plan import FlashInferPlan, PlanSpec
 
 
 class FlashInferAttention:
@@ -46,7 +46,7 @@ class FlashInferAttention:
         self._page_size = page_size
         self._decode_rows = PagedRows(page_tables, page_size, max_rows)
         self._extend_rows = PagedRows(page_tables, page_size, max_rows)
-        specs = attention_lanes(
+        specs = attention_plan_specs(
             shape,
             page_tables.device,
             dtype=dtype,
@@ -57,8 +57,8 @@ class FlashInferAttention:
             decode_kind=decode_kind,
             extend_kind=extend_kind,
         )
-        self._decode_lanes, self._extend_lanes = (
-            {spec.config.window: PlannedLane(spec, page_tables.device) for spec in of_kind} for of_kind in specs
+        self._decode_plans, self._extend_plans = (
+            {spec.config.window: FlashInferPlan(spec, page_tables.device) for spec in of_kind} for of_kind in specs
         )
 
     def plan_decode(self, row_slots: IntArray, kv_lens: IntArray) -> None:
@@ -68,8 +68,8 @@ class FlashInferAttention:
         dummy slot with length 0 or 1.
         """
         self._decode_rows.place(row_slots, np.ones(len(row_slots), np.int32), kv_lens)
-        for lane in self._decode_lanes.values():
-            lane.plan(self._decode_rows)
+        for plan in self._decode_plans.values():
+            plan.update(self._decode_rows)
 
     def decode(
         self,
@@ -79,17 +79,17 @@ class FlashInferAttention:
         window: int | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[B, heads, head_dim] for the rows last planned. query: rotated, not scaled, its last axis dense.
+        """[B, heads, head_dim] for the rows last planned. query: with RoPE, not scaled, its last axis dense.
 
         keys, values: the layer's pool of [tokens, kv heads, head_dim], the rows' own tokens written. Capturable.
         """
-        return self._run(self._decode_lanes[window], self._decode_rows, query_BHd, keys_SKd, values_SKd, out)
+        return self._run(self._decode_plans[window], self._decode_rows, query_BHd, keys_SKd, values_SKd, out)
 
     def plan_extend(self, slots: IntArray, lens: IntArray, kv_lens: IntArray) -> None:
         """Prepares `extend` for chunks: the last `lens` of the `kv_lens` tokens of each slot. int32 [chunks], host."""
         self._extend_rows.place(slots, lens, kv_lens)
-        for lane in self._extend_lanes.values():
-            lane.plan(self._extend_rows)
+        for plan in self._extend_plans.values():
+            plan.update(self._extend_rows)
 
     def extend(
         self,
@@ -100,11 +100,11 @@ class FlashInferAttention:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `decode`, causal, for the chunks last planned, one after the other; rows after them are not written."""
-        return self._run(self._extend_lanes[window], self._extend_rows, query_THd, keys_SKd, values_SKd, out)
+        return self._run(self._extend_plans[window], self._extend_rows, query_THd, keys_SKd, values_SKd, out)
 
     def _run(
         self,
-        lane: PlannedLane,
+        plan: FlashInferPlan,
         rows: PagedRows,
         query_THd: torch.Tensor,
         keys_SKd: torch.Tensor,
@@ -114,11 +114,11 @@ class FlashInferAttention:
         if out is None:
             out = torch.empty(query_THd.shape, dtype=query_THd.dtype, device=query_THd.device)
         paged = (-1, self._page_size, *keys_SKd.shape[1:])
-        lane.run(rows, query_THd, keys_SKd.view(paged), values_SKd.view(paged), out)
+        plan.run(rows, query_THd, keys_SKd.view(paged), values_SKd.view(paged), out)
         return out
 
 
-def attention_lanes(
+def attention_plan_specs(
     shape: AttentionShape,
     device: torch.device,
     *,
@@ -129,13 +129,13 @@ def attention_lanes(
     windows: Sequence[int | None] = (None,),
     decode_kind: KernelKind | None = None,
     extend_kind: KernelKind | None = None,
-) -> tuple[list[LaneSpec], list[LaneSpec]]:
+) -> tuple[list[PlanSpec], list[PlanSpec]]:
     """Those of decode and of extend, one a window. Arguments as of `FlashInferAttention`."""
     if extend_kind is None:
         extend_kind = KernelKind.HOPPER if has_hopper_kernels(device) else KernelKind.TENSOR_CORES
     decodes, extends = (
         [
-            LaneSpec(
+            PlanSpec(
                 kind=kind,
                 config=KernelConfig(
                     shape=shape,

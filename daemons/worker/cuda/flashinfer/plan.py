@@ -14,8 +14,8 @@ from radixmesh.daemons.worker.cuda.step.pinned_ring import PinnedRing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LaneSpec:
-    """What is planned: a kernel, and the largest step. longest: as `allocate_workspace` takes it."""
+class PlanSpec:
+    """A FlashInfer kernel and the largest step it is planned for. longest: as `allocate_workspace` takes it."""
 
     kind: KernelKind
     config: KernelConfig
@@ -24,7 +24,7 @@ class LaneSpec:
     longest: int = 1
 
     def num_bytes(self, num_sms: int) -> int:
-        """Of the device's memory, that a lane takes."""
+        """Device memory that the plan takes."""
         return sum(
             workspace_bytes(
                 self.kind,
@@ -37,10 +37,10 @@ class LaneSpec:
         )
 
 
-class PlannedLane:
-    """A kernel and the plan of it that is in force."""
+class FlashInferPlan:
+    """A FlashInfer kernel and its current plan."""
 
-    def __init__(self, spec: LaneSpec, device: torch.device) -> None:
+    def __init__(self, spec: PlanSpec, device: torch.device) -> None:
         config = spec.config
         self._kernel = create_kernel(spec.kind, config)
         self._workspace = allocate_workspace(
@@ -56,8 +56,8 @@ class PlannedLane:
         # What graphs have captured, by numbers of rows and queries: they would read another layout as this one.
         self._captured: dict[tuple[int, int], tuple[int, ...]] | None = {} if config.in_graphs else None
 
-    def plan(self, rows: PagedRows) -> None:
-        """Sends the plan to the device on the current stream."""
+    def update(self, rows: PagedRows) -> None:
+        """Plans for `rows` and sends the plan to the device on the current stream."""
         self._layout = self._kernel.plan(rows, self._workspace, self._staging.take())
         self._staging.fence()
         if self._captured is not None:

@@ -17,7 +17,7 @@ from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.paged_rows import PagedRows
 from radixmesh.daemons.worker.cuda.flashinfer.kernels import decode_kind_for
 from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig, KernelKind, merge_module
-from radixmesh.daemons.worker.cuda.flashinfer.plan import LaneSpec, PlannedLane
+from radixmesh.daemons.worker.cuda.flashinfer.plan import FlashInferPlan, PlanSpec
 
 # Rows (queries x heads of a group) of the tile that the prefix's keys are multiplied with.
 _TILE = 64
@@ -41,9 +41,11 @@ class FlashInferSharedPrefix:
         self._dummy_slot = page_tables.shape[0] - 1
         self._prefix_rows = PagedRows(page_tables, page_size, max_rows)
         self._suffix_rows = PagedRows(page_tables, page_size, max_rows)
-        specs = shared_prefix_lanes(shape, dtype=dtype, page_size=page_size, max_rows=max_rows, suffix_kind=suffix_kind)
+        specs = shared_prefix_plan_specs(
+            shape, dtype=dtype, page_size=page_size, max_rows=max_rows, suffix_kind=suffix_kind
+        )
         self._tile_rows = specs[0].longest
-        self._prefix_lane, self._suffix_lane = (PlannedLane(spec, device) for spec in specs)
+        self._prefix_plan, self._suffix_plan = (FlashInferPlan(spec, device) for spec in specs)
         self._merge = merge_module()
         self._prefix_out = torch.empty(max_rows, shape.num_heads, shape.head_dim, dtype=dtype, device=device)
         self._lses = torch.empty(2, max_rows, shape.num_heads, dtype=torch.float32, device=device)
@@ -66,7 +68,7 @@ class FlashInferSharedPrefix:
         shared[:in_groups] = np.repeat(prefix_lens, group_sizes)
         assert (shared < kv_lens).all(), "a row's last token is its own"
         self._suffix_rows.place(row_slots, np.ones(rows, np.int32), kv_lens - shared, shared // self._page_size)
-        self._suffix_lane.plan(self._suffix_rows)
+        self._suffix_plan.update(self._suffix_rows)
         first_slots = row_slots[np.cumsum(group_sizes) - group_sizes]
         groups = (first_slots.tobytes(), group_sizes.tobytes(), prefix_lens.tobytes(), bytes(rows))
         if groups != self._planned_groups:
@@ -88,8 +90,8 @@ class FlashInferSharedPrefix:
         paged = (-1, self._page_size, *keys_SKd.shape[1:])
         keys, values = keys_SKd.view(paged), values_SKd.view(paged)
         prefix_out, prefix_lse, lse = self._prefix_out[:rows], self._lses[0, :rows], self._lses[1, :rows]
-        self._prefix_lane.run(self._prefix_rows, query_BHd, keys, values, prefix_out, prefix_lse)
-        self._suffix_lane.run(self._suffix_rows, query_BHd, keys, values, out, lse)
+        self._prefix_plan.run(self._prefix_rows, query_BHd, keys, values, prefix_out, prefix_lse)
+        self._suffix_plan.run(self._suffix_rows, query_BHd, keys, values, out, lse)
         self._merge.merge_state_in_place(out, lse, prefix_out, prefix_lse, None)
         return out
 
@@ -107,21 +109,21 @@ class FlashInferSharedPrefix:
         if left:
             sizes[groups] = left
         self._prefix_rows.place(slots, sizes, lengths)
-        self._prefix_lane.plan(self._prefix_rows)
+        self._prefix_plan.update(self._prefix_rows)
 
 
-def shared_prefix_lanes(
+def shared_prefix_plan_specs(
     shape: AttentionShape,
     *,
     dtype: torch.dtype,
     page_size: int,
     max_rows: int,
     suffix_kind: KernelKind | None = None,
-) -> tuple[LaneSpec, LaneSpec]:
+) -> tuple[PlanSpec, PlanSpec]:
     """Those of prefixes and of what is the rows' own. Arguments as of `FlashInferSharedPrefix`."""
     config = KernelConfig(shape=shape, dtype=dtype, page_size=page_size, window=None, is_causal=False, in_graphs=True)
     prefix, suffix = (
-        LaneSpec(kind=kind, config=config, max_rows=max_rows, max_queries=max_rows, longest=longest)
+        PlanSpec(kind=kind, config=config, max_rows=max_rows, max_queries=max_rows, longest=longest)
         for kind, longest in (
             (KernelKind.TENSOR_CORES, max(1, _TILE // shape.group_size)),
             (suffix_kind or decode_kind_for(shape), 1),

@@ -1,4 +1,4 @@
-"""What computes products of FP8 rows with FP8 weights: torch's library, or a kernel of our own.
+"""What computes GEMMs of FP8 rows with FP8 weights: torch's library, or a kernel of our own.
 
 Legend: T rows, N features out, K features in. Weights are [out, in].
 """
@@ -28,11 +28,11 @@ _log = get_logger(__name__)
 _FIXED_TILE = TileConfig(rows=64, columns=64, num_warps=4, num_stages=4)
 # The library takes 16 bytes at a time.
 _LIBRARY_FEATURES, _LIBRARY_ROWS, _LIBRARY_GROUPS = 16, 4, 4
-# Rows and features of the product that the library is tried on, and how far bfloat16 may be off.
+# Rows and features of the GEMM that the library is tried on, and how far bfloat16 may be off.
 _TRIED_ROWS, _TRIED_FEATURES, _TRIED_ERROR = (2, 36, 255), 512, 0.01
 
 
-class Fp8Products(ABC):
+class Fp8Gemm(ABC):
     """With sums in float32."""
 
     @abstractmethod
@@ -40,14 +40,14 @@ class Fp8Products(ABC):
         """[T, N] in dtype. Rows and matrix have the same groups along K."""
 
 
-class TorchFp8Products(Fp8Products):
+class TorchFp8Gemm(Fp8Gemm):
     """The reference."""
 
     def linear(self, rows: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
         return fp8_linear_reference(rows, w, dtype)
 
 
-class TritonFp8Products(Fp8Products):
+class TritonFp8Gemm(Fp8Gemm):
     """The project's kernel, which takes any groups, sizes and dtypes."""
 
     def __init__(self, *, use_pdl: bool = False, is_deterministic: bool = False) -> None:
@@ -63,11 +63,11 @@ class TritonFp8Products(Fp8Products):
         return fp8_linear(rows, w, dtype, use_pdl=self._use_pdl, config=tile)
 
 
-class ScaledMmProducts(Fp8Products):
+class ScaledMmGemm(Fp8Gemm):
     """torch._scaled_mm, which is cuBLASLt's; `others` for what it does not take. groupings: whether of matrices with
     scales by block (True), by channel (False), or both."""
 
-    def __init__(self, others: Fp8Products, groupings: frozenset[bool] = frozenset({False, True})) -> None:
+    def __init__(self, others: Fp8Gemm, groupings: frozenset[bool] = frozenset({False, True})) -> None:
         self._others = others
         self.groupings = groupings
 
@@ -118,13 +118,13 @@ class Choice(NamedTuple):
     tile: TileConfig
 
 
-class ChosenFp8Products(Fp8Products):
+class TunedFp8Gemm(Fp8Gemm):
     """By a table of what was measured: for each shape, choices by ascending max_rows, the last for all larger steps."""
 
     def __init__(
         self,
-        library: ScaledMmProducts,
-        ours: TritonFp8Products,
+        library: ScaledMmGemm,
+        ours: TritonFp8Gemm,
         table: Mapping[MatrixShape, Sequence[Choice]],
     ) -> None:
         self._library = library
@@ -141,22 +141,22 @@ class ChosenFp8Products(Fp8Products):
         return self._ours.in_tiles(rows, w, dtype, choice.tile)
 
 
-def tried_library(ours: Fp8Products, device: torch.device) -> ScaledMmProducts:
-    """For the groupings of which it computes a small product as it should, which may be none."""
+def tried_library(ours: Fp8Gemm, device: torch.device) -> ScaledMmGemm:
+    """For the groupings of which it computes a small GEMM as it should, which may be none."""
     groupings = set()
     for is_grouped in (False, True):
         try:
-            check_small_product(ScaledMmProducts(_Refusing()), device, is_grouped=is_grouped)
+            check_small_gemm(ScaledMmGemm(_Refusing()), device, is_grouped=is_grouped)
             groupings.add(is_grouped)
         # Also what CUDA itself reports: if it cannot go on, what comes behind this says so.
         except (RuntimeError, AttributeError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             _log.warning("fp8_library_not_used", scales="block" if is_grouped else "channel", reason=reason)
-    return ScaledMmProducts(ours, frozenset(groupings))
+    return ScaledMmGemm(ours, frozenset(groupings))
 
 
-def check_small_product(products: Fp8Products, device: torch.device, *, is_grouped: bool) -> None:
-    """Raises RuntimeError, or what the library raises, where a product is not what it should be."""
+def check_small_gemm(gemm: Fp8Gemm, device: torch.device, *, is_grouped: bool) -> None:
+    """Raises RuntimeError, or what the library raises, where a GEMM is not what it should be."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(num_rows: int) -> torch.Tensor:
@@ -169,10 +169,10 @@ def check_small_product(products: Fp8Products, device: torch.device, *, is_group
         by_row = torch.linspace(0.1, 10, num_rows, device=device)[:, None]
         rows = _padded(quantize_rows_reference(random(num_rows) * by_row / columns, is_grouped=is_grouped))
         want = fp8_linear_reference(rows, w, torch.float32)
-        got = products.linear(rows, w, torch.bfloat16).float()
+        got = gemm.linear(rows, w, torch.bfloat16).float()
         error = float((got - want).norm() / want.norm())
         if not error < _TRIED_ERROR:
-            raise RuntimeError(f"a product of {num_rows} rows is off by {error:.3g}")
+            raise RuntimeError(f"a GEMM of {num_rows} rows is off by {error:.3g}")
 
 
 def _padded(rows: QuantizedRows) -> QuantizedRows:
@@ -187,6 +187,6 @@ def _padded(rows: QuantizedRows) -> QuantizedRows:
     return padded
 
 
-class _Refusing(Fp8Products):
+class _Refusing(Fp8Gemm):
     def linear(self, rows: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
         raise RuntimeError(f"the library does not take a matrix {tuple(w.shape)}")

@@ -1,6 +1,6 @@
 """The seam between the maths of a decoder with FP8 weights and what computes it: fused kernels, or plain torch.
 
-Whatever product is asked for, its matrix says what it takes: one that stayed in the model's dtype takes rows in it.
+Whatever GEMM is asked for, its matrix says what it takes: one that stayed in the model's dtype takes rows in it.
 
 Legend: T rows, D hidden size, N features out, K features in, F mlp size. Weights are [out, in].
 """
@@ -11,24 +11,24 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from radixmesh.daemons.worker.cuda.fp8.gemm import Fp8Products, TorchFp8Products
+from radixmesh.daemons.worker.cuda.fp8.gemm import Fp8Gemm, TorchFp8Gemm
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
-from radixmesh.daemons.worker.cuda.ops import Ops, RawProduct
-from radixmesh.kernels.fp8.gemv import fp8_gate_up_silu, fp8_linear_few
+from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, Ops
+from radixmesh.kernels.fp8.gemv import fp8_gate_up_silu, fp8_gemv
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_rows_reference
 from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
 
 Rows = torch.Tensor | QuantizedRows
-"""[T, K] as the product that they are for takes them."""
+"""[T, K] as the GEMM that they are for takes them."""
 
 
 class Fp8Ops(ABC):
-    """plain: for matrices in the model's dtype, and all that is no product. products: of FP8 rows."""
+    """plain: for matrices in the model's dtype, and all that is no GEMM. GEMMs: of FP8 rows."""
 
-    def __init__(self, plain: Ops, products: Fp8Products) -> None:
+    def __init__(self, plain: Ops, gemm: Fp8Gemm) -> None:
         self._plain = plain
-        self._products = products
+        self._gemm = gemm
 
     @property
     def max_fused_rows(self) -> int:
@@ -36,19 +36,21 @@ class Fp8Ops(ABC):
         return self._plain.max_fused_rows
 
     def rows(self, x_TK: torch.Tensor, w: Matrix) -> Rows:
-        """x for a product with w."""
+        """x for a GEMM with w."""
         return self._quantized(x_TK, w.is_grouped) if isinstance(w, QuantizedMatrix) else x_TK
 
-    def normed(self, x_TD: torch.Tensor, added: RawProduct | None, norm_D: torch.Tensor, eps: float, w: Matrix) -> Rows:
-        """x normed, for a product with w. First `added` is added to x in place."""
+    def normed(
+        self, x_TD: torch.Tensor, added: DeferredNormGemm | None, norm_D: torch.Tensor, eps: float, w: Matrix
+    ) -> Rows:
+        """x normed, for a GEMM with w. First `added` is added to x in place."""
         if isinstance(w, QuantizedMatrix):
             return self._normed(x_TD, added, norm_D, eps, w.is_grouped)
         if added is not None:
-            add_product(x_TD, added)
+            add_gemm(x_TD, added)
         return self._plain.rms_norm(x_TD, norm_D, eps)
 
-    def gated(self, gate_up: RawProduct, eps: float, w: Matrix) -> Rows:
-        """silu(gate) x up, for a product with w."""
+    def gated(self, gate_up: DeferredNormGemm, eps: float, w: Matrix) -> Rows:
+        """silu(gate) x up, for a GEMM with w."""
         if isinstance(w, QuantizedMatrix):
             return self._gated(gate_up, w.is_grouped)
         return self._plain.silu_mul(gate_up, eps)
@@ -57,7 +59,7 @@ class Fp8Ops(ABC):
         """[T, N]."""
         if isinstance(w, QuantizedMatrix):
             assert isinstance(rows, QuantizedRows), type(rows)
-            return self._products.linear(rows, w, dtype)
+            return self._gemm.linear(rows, w, dtype)
         assert isinstance(rows, torch.Tensor), type(rows)
         return self._plain.linear(rows, w)
 
@@ -87,11 +89,11 @@ class Fp8Ops(ABC):
 
     @abstractmethod
     def _normed(
-        self, x_TD: torch.Tensor, added: RawProduct | None, norm_D: torch.Tensor, eps: float, is_grouped: bool
+        self, x_TD: torch.Tensor, added: DeferredNormGemm | None, norm_D: torch.Tensor, eps: float, is_grouped: bool
     ) -> QuantizedRows: ...
 
     @abstractmethod
-    def _gated(self, gate_up: RawProduct, is_grouped: bool) -> QuantizedRows: ...
+    def _gated(self, gate_up: DeferredNormGemm, is_grouped: bool) -> QuantizedRows: ...
 
     def _linear_fused(
         self,
@@ -102,56 +104,56 @@ class Fp8Ops(ABC):
         norm_K: torch.Tensor | None,
         eps: float | None,
     ) -> torch.Tensor:
-        raise AssertionError("no fused products here")
+        raise AssertionError("no fused GEMMs here")
 
     def _gate_up_silu(self, x_TD: torch.Tensor, w: QuantizedMatrix, norm_D: torch.Tensor, eps: float) -> torch.Tensor:
-        raise AssertionError("no fused products here")
+        raise AssertionError("no fused GEMMs here")
 
 
 class TorchFp8Ops(Fp8Ops):
     """The references of the kernels."""
 
     def __init__(self, plain: Ops) -> None:
-        super().__init__(plain, TorchFp8Products())
+        super().__init__(plain, TorchFp8Gemm())
 
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows:
         return quantize_rows_reference(x_TK, is_grouped=is_grouped)
 
     def _normed(
-        self, x_TD: torch.Tensor, added: RawProduct | None, norm_D: torch.Tensor, eps: float, is_grouped: bool
+        self, x_TD: torch.Tensor, added: DeferredNormGemm | None, norm_D: torch.Tensor, eps: float, is_grouped: bool
     ) -> QuantizedRows:
-        product_TD, bias_D = (None, None) if added is None else (added.out_TN, added.bias_N)
-        return norm_quantize_reference(x_TD, norm_D, eps, product_TD=product_TD, bias_D=bias_D, is_grouped=is_grouped)
+        delta_TD, bias_D = (None, None) if added is None else (added.out_TN, added.bias_N)
+        return norm_quantize_reference(x_TD, norm_D, eps, delta_TD=delta_TD, bias_D=bias_D, is_grouped=is_grouped)
 
-    def _gated(self, gate_up: RawProduct, is_grouped: bool) -> QuantizedRows:
+    def _gated(self, gate_up: DeferredNormGemm, is_grouped: bool) -> QuantizedRows:
         return silu_quantize_reference(gate_up.out_TN, bias_2F=gate_up.bias_N, is_grouped=is_grouped)
 
 
 class TritonFp8Ops(Fp8Ops):
     """The project's kernels. use_pdl: as for TritonOps."""
 
-    def __init__(self, plain: Ops, products: Fp8Products, *, use_pdl: bool = False) -> None:
-        super().__init__(plain, products)
+    def __init__(self, plain: Ops, gemm: Fp8Gemm, *, use_pdl: bool = False) -> None:
+        super().__init__(plain, gemm)
         self._use_pdl = use_pdl
 
     def _quantized(self, x_TK: torch.Tensor, is_grouped: bool) -> QuantizedRows:
         return quantize_rows(x_TK, is_grouped=is_grouped, use_pdl=self._use_pdl)
 
     def _normed(
-        self, x_TD: torch.Tensor, added: RawProduct | None, norm_D: torch.Tensor, eps: float, is_grouped: bool
+        self, x_TD: torch.Tensor, added: DeferredNormGemm | None, norm_D: torch.Tensor, eps: float, is_grouped: bool
     ) -> QuantizedRows:
-        product_TD, bias_D = (None, None) if added is None else (added.out_TN, added.bias_N)
+        delta_TD, bias_D = (None, None) if added is None else (added.out_TN, added.bias_N)
         return norm_quantize(
             x_TD,
             norm_D,
             eps,
-            product_TD=product_TD,
+            delta_TD=delta_TD,
             bias_D=bias_D,
             is_grouped=is_grouped,
             use_pdl=self._use_pdl,
         )
 
-    def _gated(self, gate_up: RawProduct, is_grouped: bool) -> QuantizedRows:
+    def _gated(self, gate_up: DeferredNormGemm, is_grouped: bool) -> QuantizedRows:
         return silu_quantize(gate_up.out_TN, bias_2F=gate_up.bias_N, is_grouped=is_grouped, use_pdl=self._use_pdl)
 
     def _linear_fused(
@@ -163,15 +165,15 @@ class TritonFp8Ops(Fp8Ops):
         norm_K: torch.Tensor | None,
         eps: float | None,
     ) -> torch.Tensor:
-        return fp8_linear_few(x_TK, w, b_N, add_to_TN, norm_K, eps, out=add_to_TN, use_pdl=self._use_pdl)
+        return fp8_gemv(x_TK, w, b_N, add_to_TN, norm_K, eps, out=add_to_TN, use_pdl=self._use_pdl)
 
     def _gate_up_silu(self, x_TD: torch.Tensor, w: QuantizedMatrix, norm_D: torch.Tensor, eps: float) -> torch.Tensor:
         return fp8_gate_up_silu(x_TD, w, norm_D, eps, use_pdl=self._use_pdl)
 
 
-def add_product(x_TD: torch.Tensor, product: RawProduct) -> None:
-    """Adds a product of normed rows, with its bias, to x in place."""
-    assert product.unnormed_TD is None
-    x_TD += product.out_TN
-    if product.bias_N is not None:
-        x_TD += product.bias_N
+def add_gemm(x_TD: torch.Tensor, gemm: DeferredNormGemm) -> None:
+    """Adds a GEMM of normed rows, with its bias, to x in place."""
+    assert gemm.norm_input_TD is None
+    x_TD += gemm.out_TN
+    if gemm.bias_N is not None:
+        x_TD += gemm.bias_N

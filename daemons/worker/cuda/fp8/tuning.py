@@ -1,4 +1,4 @@
-"""Chooses by measurement, once at the start, what computes products with FP8 weights: the library, or which tiles."""
+"""Chooses by measurement, once at the start, what computes GEMMs with FP8 weights: the library, or which tiles."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.fp8.gemm import (
     Choice,
-    ChosenFp8Products,
-    Fp8Products,
+    Fp8Gemm,
     MatrixShape,
-    ScaledMmProducts,
-    TritonFp8Products,
+    ScaledMmGemm,
+    TritonFp8Gemm,
+    TunedFp8Gemm,
     tried_library,
 )
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
@@ -42,19 +42,19 @@ class Candidate(NamedTuple):
     tile: TileConfig | None
 
 
-class Fp8Stand(ABC):
-    """Operands of the products of one shape at one number of rows, on which candidates are timed."""
+class Fp8Benchmark(ABC):
+    """Operands of the GEMMs of one shape at one number of rows, on which candidates are timed."""
 
     @abstractmethod
     def candidate(self, candidate: Candidate) -> Callable[[], float] | None:
-        """What it gives takes the time once, in microseconds; None where the candidate does not take the product."""
+        """What it gives takes the time once, in microseconds; None where the candidate does not take the GEMM."""
 
 
-CreateFp8Stand = Callable[[int, Sequence[QuantizedMatrix]], Fp8Stand]
+CreateFp8Benchmark = Callable[[int, Sequence[QuantizedMatrix]], Fp8Benchmark]
 """For a number of rows, with the matrices of one shape of all layers."""
 
 
-def create_fp8_products(
+def create_fp8_gemm(
     layers: Sequence[LayerMatrices],
     dtype: torch.dtype,
     device: torch.device,
@@ -63,9 +63,9 @@ def create_fp8_products(
     use_pdl: bool,
     is_deterministic: bool,
     is_tuned: bool,
-) -> Fp8Products:
+) -> Fp8Gemm:
     """max_rows: of the largest step. is_tuned: chosen by measurement; otherwise the library wherever it works."""
-    ours = TritonFp8Products(use_pdl=use_pdl, is_deterministic=is_deterministic)
+    ours = TritonFp8Gemm(use_pdl=use_pdl, is_deterministic=is_deterministic)
     if is_deterministic:
         return ours
     library = tried_library(ours, device)
@@ -75,20 +75,20 @@ def create_fp8_products(
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     sizes = measured_sizes(max_rows)
     try:
-        table = choose(layers, sizes, partial(GraphFp8Stand, library, ours, dtype, stream))
+        table = choose(layers, sizes, partial(GraphFp8Benchmark, library, ours, dtype, stream))
     # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
     except RuntimeError as error:
-        _log.warning("fp8_products_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_products")
+        _log.warning("fp8_gemm_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
         return library
     finally:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     _log.info(
-        "fp8_products_tuned",
+        "fp8_gemm_tuned",
         chosen={f"{shape.num_out}x{shape.num_in}": _named(choices) for shape, choices in table.items()},
         seconds=round(time.monotonic() - started, 3),
     )
-    return ChosenFp8Products(library, ours, table)
+    return TunedFp8Gemm(library, ours, table)
 
 
 def measured_sizes(max_rows: int) -> tuple[int, ...]:
@@ -98,22 +98,22 @@ def measured_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def choose(
-    layers: Sequence[LayerMatrices], sizes: Sequence[int], create_stand: CreateFp8Stand
+    layers: Sequence[LayerMatrices], sizes: Sequence[int], create_benchmark: CreateFp8Benchmark
 ) -> dict[MatrixShape, tuple[Choice, ...]]:
     """The fastest for each shape and size."""
     return {
-        shape: tuple(_fastest(size, shape.num_out, create_stand(size, matrices)) for size in sizes)
+        shape: tuple(_fastest(size, shape.num_out, create_benchmark(size, matrices)) for size in sizes)
         for shape, matrices in _by_shape(layers).items()
     }
 
 
-class GraphFp8Stand(Fp8Stand):
+class GraphFp8Benchmark(Fp8Benchmark):
     """Candidates as they run in a step: captured, each launch with the weights of another layer."""
 
     def __init__(
         self,
-        library: ScaledMmProducts,
-        ours: TritonFp8Products,
+        library: ScaledMmGemm,
+        ours: TritonFp8Gemm,
         dtype: torch.dtype,
         stream: torch.cuda.Stream,
         num_rows: int,
@@ -125,7 +125,7 @@ class GraphFp8Stand(Fp8Stand):
         self._stream = stream
         self._matrices = beyond_cache(matrices, matrices[0].data_NK.nbytes)
         first = matrices[0]
-        # Zeros would cost less power, and power is what bounds the larger products.
+        # Zeros would cost less power, and power is what bounds the larger GEMMs.
         x_TK = torch.randn(num_rows, first.shape[1], dtype=dtype, device=first.data_NK.device)
         self._rows = quantize_rows(x_TK, is_grouped=first.is_grouped)
         torch.cuda.synchronize(first.data_NK.device)
@@ -141,18 +141,18 @@ class GraphFp8Stand(Fp8Stand):
         return self._ours.in_tiles(self._rows, w, self._dtype, candidate.tile)
 
 
-def _fastest(num_rows: int, num_out: int, stand: Fp8Stand) -> Choice:
+def _fastest(num_rows: int, num_out: int, benchmark: Fp8Benchmark) -> Choice:
     default = default_tile(num_rows, num_out)
     takes = {
         candidate: take
         for candidate in _candidates(num_rows, num_out)
-        if (take := stand.candidate(candidate)) is not None
+        if (take := benchmark.candidate(candidate)) is not None
     }
     least = dict.fromkeys(takes, float("inf"))
     for _ in range(_ROUNDS):
         for candidate, take in takes.items():
             least[candidate] = min(least[candidate], take())
-    # The library where it takes the product, else our default: what is to take its place gains something.
+    # The library where it takes the GEMM, else our default: what is to take its place gains something.
     usual = next(iter(takes))
     best = min(least, key=lambda candidate: least[candidate])
     best = best if least[best] <= (1 - _LEAST_GAIN) * least[usual] else usual

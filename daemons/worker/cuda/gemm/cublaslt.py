@@ -1,6 +1,6 @@
-"""Matrix products through cuBLASLt with an algorithm of the caller's choice: torch always takes the library's first.
+"""GEMMs through cuBLASLt with an algorithm of the caller's choice: torch always takes the library's first.
 
-Legend: T rows, N features out, K features in. In the library's column-major terms a product is
+Legend: T rows, N features out, K features in. In the library's column-major terms a GEMM is
 D[N, T] = W[K, N]^T x X[K, T] + beta D, all three as torch lays out row-major [N, K], [T, K] and [T, N]. The enums are
 those of cublasLt.h of CUDA 12 and 13.
 """
@@ -38,7 +38,7 @@ _WORKSPACE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to compute a product. order: its place among those that the library named, the likely fastest first."""
+    """One way to compute a GEMM. order: its place among those that the library named, the likely fastest first."""
 
     order: int
     algo: Algo
@@ -47,7 +47,7 @@ class Algorithm:
 
 
 @dataclass(frozen=True, slots=True)
-class ProductShape:
+class GemmShape:
     """[T, K] x [N, K]^T -> [T, N], contiguous. is_added: onto what the result holds already."""
 
     num_rows: int
@@ -58,7 +58,7 @@ class ProductShape:
 
 
 class CublasLt:
-    """The library's context on the current CUDA device, and work space that its products share: one stream at a time.
+    """The library's context on the current CUDA device, and work space that its GEMMs share: one stream at a time.
 
     library: for tests; otherwise the one that torch has loaded. alignment: bytes, of the start of every tensor; what
     torch allocates on a GPU has 512. Raises CublasLtError.
@@ -99,12 +99,12 @@ class CublasLt:
         return 0 if self.device.type == "cpu" else torch.cuda.current_stream(self.device).cuda_stream
 
 
-class Product:
+class CublasLtMatmul:
     """One shape's descriptors. Raises CublasLtError where the library refuses the shape."""
 
-    def __init__(self, lt: CublasLt, shape: ProductShape) -> None:
+    def __init__(self, lt: CublasLt, shape: GemmShape) -> None:
         if shape.dtype not in _TYPES:
-            raise CublasLtError(f"no products of {shape.dtype}")
+            raise CublasLtError(f"no GEMMs of {shape.dtype}")
         self.shape = shape
         self._lt = lt
         self._alpha, self._beta = ctypes.c_float(1.0), ctypes.c_float(float(shape.is_added))
@@ -149,7 +149,7 @@ class Product:
         ]
 
     def adopt(self, algorithm: Algorithm) -> Algorithm | None:
-        """The same way for this product where it was found for one of other rows; None if it does not fit."""
+        """The same way for this GEMM where it was found for one of other rows; None if it does not fit."""
         lt, result, algo = self._lt, HeuristicResult(), _copied(algorithm.algo)
         layouts = (self._weight, self._x, self._out, self._out)
         status = lt.library.cublasLtMatmulAlgoCheck(
@@ -241,7 +241,7 @@ class Product:
         return preference
 
 
-def check_small_product(lt: CublasLt, dtype: torch.dtype) -> None:
+def check_small_gemm(lt: CublasLt, dtype: torch.dtype) -> None:
     """Computes one with each of the library's first algorithms. Raises CublasLtError unless torch agrees."""
     generator = torch.Generator(lt.device).manual_seed(0)
 
@@ -250,19 +250,17 @@ def check_small_product(lt: CublasLt, dtype: torch.dtype) -> None:
 
     x_TK, w_NK, before_TN = random(32, 256), random(384, 256), random(32, 384)
     for is_added in (False, True):
-        product = Product(lt, ProductShape(32, 384, 256, dtype, is_added))
+        matmul = CublasLtMatmul(lt, GemmShape(32, 384, 256, dtype, is_added))
         expected = x_TK.float() @ w_NK.float().t() + float(is_added) * before_TN.float()
-        algorithms = product.algorithms(4)
+        algorithms = matmul.algorithms(4)
         if not algorithms:
-            raise CublasLtError("the library names no algorithm for a small product")
+            raise CublasLtError("the library names no algorithm for a small GEMM")
         for algorithm in algorithms:
             out_TN = before_TN.clone()
-            product.run(algorithm, x_TK, w_NK, out_TN)
+            matmul.run(algorithm, x_TK, w_NK, out_TN)
             error = float((out_TN.float() - expected).abs().max() / expected.abs().max())
             if not error < 0.01:
-                raise CublasLtError(
-                    f"a small product differs from torch's by {error:.3g} (algorithm {algorithm.order})"
-                )
+                raise CublasLtError(f"a small GEMM differs from torch's by {error:.3g} (algorithm {algorithm.order})")
 
 
 def _copied(algo: Algo) -> Algo:

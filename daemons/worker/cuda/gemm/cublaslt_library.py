@@ -13,7 +13,7 @@ class CublasLtError(RuntimeError):
 
 
 class Algo(ctypes.Structure):
-    """cublasLtMatmulAlgo_t: opaque; may be copied, and kept for a product of the same shapes."""
+    """cublasLtMatmulAlgo_t: opaque; may be copied, and kept for a GEMM of the same shapes."""
 
     _fields_ = [("data", ctypes.c_uint64 * 8)]
 

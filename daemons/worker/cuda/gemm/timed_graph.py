@@ -49,5 +49,5 @@ def elapsed_micros(work: Callable[[], object], stream: torch.cuda.Stream) -> flo
 
 
 def beyond_cache(matrices: Sequence[Matrix], nbytes: int) -> Sequence[Matrix]:
-    """The first of them, of so many bytes each, that no cache holds together: what a step's products find."""
+    """The first of them, of so many bytes each, that no cache holds together: what a step's GEMMs find."""
     return matrices[: max(1, -(-_CACHE_BYTES // nbytes))]

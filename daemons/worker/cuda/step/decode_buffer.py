@@ -1,9 +1,9 @@
-"""The numbers of a step of decodes alone, packed on the host, from where the device fetches all of them at once.
+"""The inputs of a step of decodes alone, packed on the host; the device fetches all of them in one kernel.
 
-    [ number of entries | turn | slots | positions | KV lengths | new tokens | entries (place, page) ... ]
+    [ number of entries | ring index | slots | positions | KV lengths | new tokens | entries (index, page) ... ]
 
-Where each lies depends on the number of rows alone: a graph of so many rows finds them there. Parts begin at multiples
-of 16 bytes, by which kernels are specialised.
+The offset of each part depends on the number of rows alone, so that a graph captured for so many rows finds them.
+Parts begin at multiples of 16 bytes, because kernels are specialised by the alignment of their pointers.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
-from radixmesh.daemons.worker.cuda.device import Device, Mark
+from radixmesh.daemons.worker.cuda.device import Device, DeviceEvent
 from radixmesh.daemons.worker.runner import DecodeRows
-from radixmesh.kernels.receive import receive
+from radixmesh.kernels.fetch_step_inputs import fetch_step_inputs
 
-# Steps may be launched so far ahead without the host waiting for memory to pack the next one's numbers in.
-_POSTS = 16
-_ALIGNED = 4  # Numbers.
-_LINE = 32  # Numbers of a line of a cache, of which two posts have none together.
-_TURN, _HEAD = 4, 8
+# Staging slots: the host may launch so many steps ahead before it waits for one of them to be free again.
+_STAGING_SLOTS = 16
+_ALIGNED = 4  # int32 numbers.
+_LINE = 32  # int32 numbers of a cache line: no two staging slots share one.
+_RING_INDEX, _HEAD = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeViews:
-    """A step's numbers on the device, int32. tokens: of rows whose slot was just taken, -1 of the others."""
+    """The inputs of a step on the device, int32. tokens: -1 but for rows whose slot was just taken."""
 
     slots: torch.Tensor
     positions: torch.Tensor
@@ -36,7 +36,7 @@ class DecodeViews:
     tokens: torch.Tensor
     entries_E2: torch.Tensor
     num_entries_1: torch.Tensor
-    turn_1: torch.Tensor
+    ring_index_1: torch.Tensor
 
     def attention(self, page_tables: torch.Tensor) -> DeviceStep:
         """What attention needs."""
@@ -55,10 +55,10 @@ class DecodeViews:
 
 
 class DecodeBuffer:
-    """Memory on the device for one step at a time: steps follow each other on one stream.
+    """Device memory for the inputs of one step at a time, and staging slots on the host; steps run on one stream.
 
-    Each `send` is received by one run, or replay, of a step that was launched after it, in their order.
-    max_entries: of page tables, that one step may bring with it.
+    Each `stage` is fetched by one run, or replay, of a step that is launched after it, in the same order.
+    max_entries: most page table entries that one step may bring with it.
     """
 
     def __init__(self, device: Device, *, max_rows: int, dummy_slot: int) -> None:
@@ -66,20 +66,20 @@ class DecodeBuffer:
         self._dummy_slot = dummy_slot
         size = _aligned(_HEAD + 4 * _aligned(max_rows) + 2 * self.max_entries, _LINE)
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
-        self._posts = device.host_ints(_POSTS, size)
-        self._ints: list[IntArray] = [post.numpy() for post in self._posts]
-        self._next_post = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
-        self._num_sent = 0
-        self._over: list[Mark | None] = [None] * _POSTS
+        self._staging = device.host_ints(_STAGING_SLOTS, size)
+        self._ints: list[IntArray] = [slot.numpy() for slot in self._staging]
+        self._next_index = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        self._num_staged = 0
+        self._done: list[DeviceEvent | None] = [None] * _STAGING_SLOTS
         self._views: dict[int, DecodeViews] = {}
 
-    def receive(self, num_rows: int) -> DecodeViews:
-        """Part of a step of so many rows: has the device fetch its numbers, behind all work so far."""
-        receive(self._posts, self._next_post, self._buffer, _HEAD + 4 * _aligned(num_rows))
+    def fetch(self, num_rows: int) -> DecodeViews:
+        """Launches the fetch of the step's inputs, part of a step of so many rows, behind all work so far."""
+        fetch_step_inputs(self._staging, self._next_index, self._buffer, _HEAD + 4 * _aligned(num_rows))
         return self.views(num_rows)
 
     def views(self, num_rows: int) -> DecodeViews:
-        """Of a step of so many rows, padding included: the same memory for every such step."""
+        """The inputs of a step of so many rows, padding included: the same memory for every such step."""
         if num_rows not in self._views:
             size = _aligned(num_rows)
             parts = [self._buffer[_HEAD + part * size :][:num_rows] for part in range(4)]
@@ -90,27 +90,28 @@ class DecodeBuffer:
                 tokens=parts[3],
                 entries_E2=self._buffer[_HEAD + 4 * size :][: 2 * self.max_entries].view(-1, 2),
                 num_entries_1=self._buffer[:1],
-                turn_1=self._buffer[_TURN : _TURN + 1],
+                ring_index_1=self._buffer[_RING_INDEX : _RING_INDEX + 1],
             )
         return self._views[num_rows]
 
-    def fence(self, over: Mark) -> None:
-        """What was sent last is in use until then."""
-        self._over[(self._num_sent - 1) % _POSTS] = over
+    def fence(self, done: DeviceEvent) -> None:
+        """The staging slot that was filled last is in use until the event `done`."""
+        self._done[(self._num_staged - 1) % _STAGING_SLOTS] = done
 
-    def send(self, rows: DecodeRows, num_rows: int, tokens: IntArray, entries: IntArray, turn: int) -> None:
-        """Leaves a step's numbers for the device; waits where it is all posts behind.
+    def stage(self, rows: DecodeRows, num_rows: int, tokens: IntArray, entries: IntArray, ring_index: int) -> None:
+        """Fills the next staging slot with a step's inputs; waits for the device where all of them are in use.
 
-        num_rows: with rows of padding, of the dummy slot. tokens int32 [rows]: new ones, or -1. entries int32
-        [at most max_entries, 2]: place and page.
+        num_rows: with rows of padding, which belong to the dummy slot. tokens int32 [rows]: a new last token, or -1.
+        entries int32 [at most max_entries, 2]: index in the flat page tables, and page. ring_index: where in the
+        token ring the step's tokens go.
         """
         count, size = len(rows.slots), _aligned(num_rows)
-        place = self._num_sent % _POSTS
-        over, self._over[place] = self._over[place], None
-        if over is not None:
-            over.wait()
-        ints = self._ints[place]
-        ints[0], ints[_TURN] = len(entries), turn
+        index = self._num_staged % _STAGING_SLOTS
+        done, self._done[index] = self._done[index], None
+        if done is not None:
+            done.wait()
+        ints = self._ints[index]
+        ints[0], ints[_RING_INDEX] = len(entries), ring_index
         first = _HEAD + 4 * size
         slots, positions, kv_lens, new_tokens = ints[_HEAD:first].reshape(4, size)
         slots[:count], slots[count:] = rows.slots, self._dummy_slot
@@ -120,7 +121,7 @@ class DecodeBuffer:
         new_tokens[:count], new_tokens[count:] = tokens, -1
         end = first + 2 * len(entries)
         ints[first:end] = entries.reshape(-1)
-        self._num_sent += 1
+        self._num_staged += 1
 
 
 def _aligned(count: int, of: int = _ALIGNED) -> int:

@@ -1,4 +1,4 @@
-"""Logits that the host looks at: of segments whose logprobs are wanted, and for comparing."""
+"""Logits on the host: of host-sampled segments, whose logprobs are wanted, and for comparing in tests and benches."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
-class CarefulSegment:
-    """A segment, copied from the host's tables, and its rows of hidden states."""
+class HostSampledSegment:
+    """A segment that is sampled on the host: a copy of it, and its rows of hidden states."""
 
     segment: Segment
     hidden_TD: torch.Tensor
 
     @classmethod
-    def of(cls, segment: Segment, hidden_TD: torch.Tensor) -> CarefulSegment:
+    def of(cls, segment: Segment, hidden_TD: torch.Tensor) -> HostSampledSegment:
         """A copy: the host's tables change while the step runs."""
         return cls(_copied(segment), hidden_TD)
 
@@ -46,23 +46,23 @@ class HostLogits:
             return np.concatenate([self._few(rows_TD) for rows_TD in torch.split(hidden_TD, _ROWS)])
 
     @torch.inference_mode()
-    def careful_output(self, careful: CarefulSegment, token: int | None) -> SegmentOutput:
-        """Of a segment whose logits are wanted on the host; `token` where the device drew it."""
-        segment, logprobs = careful.segment, None
+    def output_of(self, host_sampled: HostSampledSegment, token: int | None) -> SegmentOutput:
+        """The output of a host-sampled segment; `token` where the device sampled it already."""
+        segment, logprobs = host_sampled.segment, None
         with self._device.in_order():
             if segment.sample is not None and token is None:
-                row = self._few(careful.hidden_TD[-1:])
+                row = self._few(host_sampled.hidden_TD[-1:])
                 token = sample_tokens(row, [segment.sample])[0]
                 num_top = segment.sample.sampling.num_top_logprobs
                 logprobs = None if num_top is None else token_logprobs(row, [token], num_top)
-            prompt_logprobs = self._prompt_logprobs(careful) if segment.prompt_logprobs is not None else None
+            prompt_logprobs = self._prompt_logprobs(host_sampled) if segment.prompt_logprobs is not None else None
         return SegmentOutput(token=token, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
-    def _prompt_logprobs(self, careful: CarefulSegment) -> TokenLogprobs:
-        segment, wanted = careful.segment, careful.segment.prompt_logprobs
+    def _prompt_logprobs(self, host_sampled: HostSampledSegment) -> TokenLogprobs:
+        segment, wanted = host_sampled.segment, host_sampled.segment.prompt_logprobs
         assert wanted is not None
         # Position p is predicted by the row of p - 1.
-        hidden_TD = careful.hidden_TD[wanted.start - 1 - segment.start : wanted.stop - 1 - segment.start]
+        hidden_TD = host_sampled.hidden_TD[wanted.start - 1 - segment.start : wanted.stop - 1 - segment.start]
         ids = segment.prompt_ids[wanted.start : wanted.stop].tolist()
         parts = [
             token_logprobs(

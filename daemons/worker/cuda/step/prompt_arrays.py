@@ -1,7 +1,7 @@
 """The integers of a step with chunks, packed on the host so that one copy brings them to the device.
 
     rows     | decode rows | chunk 0 | chunk 1 | ... | padding |      ids, positions, slots of each
-    ids      | -1: drawn by the device | of the chunks | 0     |
+    ids      | -1: sampled by the device | of the chunks | 0     |
 
 Where they lie depends on a `PromptShape` alone, so a graph that was captured for one finds those of any step in it.
 """
@@ -32,14 +32,14 @@ class PromptShape(NamedTuple):
     num_chunks: int
 
 
-class DrawnRows(NamedTuple):
-    """Rows of hidden states from which tokens are drawn: which, of which slots and for which positions, int32 [N].
-    turn_1: the turn that the tokens take on their way to the host."""
+class SampledRows(NamedTuple):
+    """Rows of hidden states from which tokens are sampled, and the slots and positions of these tokens: int32 [N] each.
+    ring_index_1: row of the token ring that the tokens go to."""
 
     rows: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
-    turn_1: torch.Tensor
+    ring_index_1: torch.Tensor
 
 
 class PromptBuffer:
@@ -48,15 +48,15 @@ class PromptBuffer:
     def __init__(self, device: Device, *, max_slots: int, max_rows: int, dummy_slot: int) -> None:
         self._device = device
         self._dummy_slot = dummy_slot
-        # Rows: ids, positions, slots. Decodes: KV lengths. Chunks: three. Drawn rows: three. Then what rounding adds,
-        # the turn, and the chunks that a graph of very few rows has room for.
+        # Rows: ids, positions, slots. Decodes: KV lengths. Chunks: three. Sampled rows: three. Then what rounding adds,
+        # the ring index, and the chunks that a graph of very few rows has room for.
         size = 3 * max_rows + max_slots + 3 * max_rows + 3 * max_slots + 32 * _ALIGNMENT
         self._buffer = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
 
     def views(self, shape: PromptShape) -> PromptViews:
         """The same memory for every step of the shape."""
-        sizes, places = _places(shape)
-        return PromptViews(shape, *(self._buffer[at : at + size] for at, size in zip(places, sizes, strict=False)))
+        sizes, offsets = _offsets(shape)
+        return PromptViews(shape, *(self._buffer[at : at + size] for at, size in zip(offsets, sizes, strict=False)))
 
     def upload(
         self,
@@ -64,28 +64,28 @@ class PromptBuffer:
         step: HostStep,
         rows: DecodeRows,
         segments: Sequence[Segment],
-        drawn: Sequence[int] = (),
-        turn: int = 0,
-    ) -> DrawnRows:
-        """Sends a step's numbers behind all work so far. drawn: indexes of the segments whose tokens are drawn, after
-        those of the decode rows; `turn` is theirs."""
-        sizes, places = _places(shape)
+        sampled: Sequence[int] = (),
+        ring_index: int = 0,
+    ) -> SampledRows:
+        """Sends a step's numbers behind all work so far. sampled: indexes of the segments whose tokens are sampled,
+        after those of the decode rows; all go to row `ring_index` of the token ring."""
+        sizes, offsets = _offsets(shape)
         # As an index an empty tuple would take all of them.
-        of_chunks = np.array(drawn, np.intp)
-        num_drawn = len(rows.slots) + len(drawn)
-        end = places[-1]
-        stride = _rounded(num_drawn)
+        of_chunks = np.array(sampled, np.intp)
+        num_sampled = len(rows.slots) + len(sampled)
+        end = offsets[-1]
+        stride = _rounded(num_sampled)
         packed = np.zeros(end + 3 * stride + 1, np.int32)
-        self._fill([packed[at : at + size] for at, size in zip(places, sizes, strict=False)], step, rows, segments)
+        self._fill([packed[at : at + size] for at, size in zip(offsets, sizes, strict=False)], step, rows, segments)
         starts = len(rows.slots) + np.cumsum(step.chunk_lens)
-        of_drawn = packed[end:-1].reshape(3, stride)[:, :num_drawn]
-        of_drawn[0] = np.concatenate((np.arange(len(rows.slots)), starts[of_chunks] - 1))
-        of_drawn[1] = np.concatenate((rows.slots, step.chunk_slots[of_chunks]))
-        of_drawn[2] = np.concatenate((rows.positions + 1, step.chunk_kv_lens[of_chunks]))
-        packed[-1] = turn
+        of_sampled = packed[end:-1].reshape(3, stride)[:, :num_sampled]
+        of_sampled[0] = np.concatenate((np.arange(len(rows.slots)), starts[of_chunks] - 1))
+        of_sampled[1] = np.concatenate((rows.slots, step.chunk_slots[of_chunks]))
+        of_sampled[2] = np.concatenate((rows.positions + 1, step.chunk_kv_lens[of_chunks]))
+        packed[-1] = ring_index
         self._device.upload(packed, self._buffer)
-        at, slots, positions = (self._buffer[end + i * stride :][:num_drawn] for i in range(3))
-        return DrawnRows(at, slots, positions, self._buffer[end + 3 * stride :][:1])
+        at, slots, positions = (self._buffer[end + i * stride :][:num_sampled] for i in range(3))
+        return SampledRows(at, slots, positions, self._buffer[end + 3 * stride :][:1])
 
     def _fill(self, parts: Sequence[IntArray], step: HostStep, rows: DecodeRows, segments: Sequence[Segment]) -> None:
         ids, positions, slots, kv_lens, chunk_slots, row_starts, chunk_kv_lens = parts
@@ -129,7 +129,7 @@ class PromptViews:
         self._chunks = (chunk_slots, chunk_row_starts, chunk_kv_lens)
 
     def ids(self, last_tokens: torch.Tensor) -> torch.Tensor:
-        """int32 [rows]. Decode rows take what was drawn for their slot last."""
+        """int32 [rows]. Decode rows take what was sampled for their slot last."""
         return torch.where(self._ids < 0, last_tokens.index_select(0, self.slots), self._ids)
 
     def attention(self, page_tables: torch.Tensor, max_chunk_len: int) -> DeviceStep:
@@ -148,8 +148,8 @@ class PromptViews:
         )
 
 
-def _places(shape: PromptShape) -> tuple[list[int], list[int]]:
-    """Sizes of the parts of `PromptViews`, where each begins, and where they end."""
+def _offsets(shape: PromptShape) -> tuple[list[int], list[int]]:
+    """Sizes of the parts of `PromptViews`, their offsets, and the offset behind the last."""
     num_rows, num_decodes, num_chunks = shape
     sizes = [num_rows, num_rows, num_rows, num_decodes, num_chunks, num_chunks + 1, num_chunks]
     return sizes, [0, *accumulate(_rounded(size) for size in sizes)]

@@ -22,7 +22,7 @@ from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
-from radixmesh.daemons.worker.cuda.step.prompt_arrays import DrawnRows, PromptBuffer, PromptShape, PromptViews
+from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 
@@ -40,12 +40,12 @@ _WARM_LENGTHS = (1, 17, 100, 128, 1000, 1100, 1536, 2048, 3000, 4096, 6000, 8191
 @dataclass(frozen=True, slots=True)
 class PromptForward:
     """hidden_TD: rows as the step has them, decodes first; `is_overwritten` by the next step's. chunk_ends: the row
-    after the last one of each chunk. drawn: where tokens are drawn from."""
+    after the last one of each chunk. sampled: the rows that tokens are sampled from."""
 
     hidden_TD: torch.Tensor
     is_overwritten: bool
     chunk_ends: IntArray
-    drawn: DrawnRows
+    sampled: SampledRows
 
 
 class PromptSteps:
@@ -99,14 +99,14 @@ class PromptSteps:
         self,
         rows: DecodeRows,
         segments: Sequence[Segment],
-        drawn: Sequence[int] = (),
+        sampled: Sequence[int] = (),
         *,
-        turn: int = 0,
+        ring_index: int = 0,
         admissions: int = 0,
         is_captured: bool = True,
     ) -> PromptForward:
-        """Launches or replays a step; page tables are on the device. drawn: segments whose tokens will be drawn, in
-        this `turn`.
+        """Launches or replays a step; page tables are on the device. sampled: indexes of the segments whose
+        tokens are sampled behind it, into row `ring_index` of the token ring.
 
         is_captured: False has it launched kernel by kernel.
         """
@@ -116,13 +116,13 @@ class PromptSteps:
         shape = PromptShape(num_rows, num_decodes, num_chunks) if size is None else self._shape(size)
         step = host_step(rows, segments, shape.num_decodes, admissions)
         variant = self._attention.plan(step)
-        drawn_rows = self._buffer.upload(shape, step, rows, segments, drawn, turn)
+        sampled_rows = self._buffer.upload(shape, step, rows, segments, sampled, ring_index)
         if size is None:
             hidden_TD = self._run(self._buffer.views(shape), int(step.chunk_lens.max()), variant)
         else:
             hidden_TD = self._graphs.replay(size, variant)
         chunk_ends = num_decodes + np.cumsum(step.chunk_lens)
-        return PromptForward(hidden_TD, size is not None, chunk_ends, drawn_rows)
+        return PromptForward(hidden_TD, size is not None, chunk_ends, sampled_rows)
 
     def _run(self, views: PromptViews, max_chunk_len: int, variant: str) -> torch.Tensor:
         """Hidden states of all rows, [T, D]. What a graph records."""

@@ -1,4 +1,4 @@
-"""How tokens are drawn, kept on the device by slot, and the drawing. Options travel once, as a request is admitted."""
+"""Sampling on the device, with options kept there by slot. Options are sent once, when a request is admitted."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
-from radixmesh.kernels.sampling.sample import DrawScratch, TokenTarget, compile_draws, draw
+from radixmesh.kernels.sampling.sample import SampleScratch, TokenTarget, compile_sampling, sample_rows
 from radixmesh.kernels.sampling.sample_params import SampleParams
 
 _INT32_MAX = 2**31 - 1
 
 
 class Needs(IntFlag):
-    """What drawing for a slot takes beyond an argmax."""
+    """What sampling for a slot takes beyond an argmax."""
 
     NOTHING = 0
     NOISE = 1
@@ -45,13 +45,13 @@ class SlotSampler:
             device=device,
         )
         self._max_rows, self._vocab_size = max_rows, vocab_size
-        self._scratch = DrawScratch(max_rows, vocab_size, device, has_penalties=False)
-        self._penalty_scratch: DrawScratch | None = None
+        self._scratch = SampleScratch(max_rows, vocab_size, device, has_penalties=False)
+        self._penalty_scratch: SampleScratch | None = None
         self._admitted: dict[int, Admit] = {}
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compiles every kind of draw from logits of `dtype`."""
-        compile_draws(self._params, self._vocab_size, dtype)
+        """Compiles every variant of the sampling kernels for logits of `dtype`."""
+        compile_sampling(self._params, self._vocab_size, dtype)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot. What it asks for is sent with the next step."""
@@ -76,7 +76,7 @@ class SlotSampler:
             if self._needs[admit.slot] & Needs.PENALTIES:
                 self._send_lists(admit)
 
-    def draw_greedily(
+    def sample_greedily(
         self,
         logits_TV: torch.Tensor,
         slots: torch.Tensor,
@@ -85,10 +85,12 @@ class SlotSampler:
         *,
         use_pdl: bool,
     ) -> None:
-        """Takes every row's argmax, whatever its slot asks for: what a graph can record. See `redraw`."""
-        draw(logits_TV, self._params, slots, positions, self._scratch, target, has_sampled=False, use_pdl=use_pdl)
+        """Takes every row's argmax, whatever its slot asks for, so that a graph can record it. See `resample`."""
+        sample_rows(
+            logits_TV, self._params, slots, positions, self._scratch, target, has_sampled=False, use_pdl=use_pdl
+        )
 
-    def redraw(
+    def resample(
         self,
         logits_TV: torch.Tensor,
         slots: torch.Tensor,
@@ -96,12 +98,11 @@ class SlotSampler:
         host_slots: IntArray,
         target: TokenTarget,
     ) -> None:
-        """Draws anew what was drawn greedily from the same logits just before, if one of the rows is to be drawn
-        otherwise."""
+        """Samples again from the logits of the `sample_greedily` just before, if one of the rows is not greedy."""
         if self._needs_of(host_slots):
-            self.draw(logits_TV, slots, positions, host_slots, target, has_highest=True)
+            self.sample(logits_TV, slots, positions, host_slots, target, has_highest=True)
 
-    def draw(
+    def sample(
         self,
         logits_TV: torch.Tensor,
         slots: torch.Tensor,
@@ -111,13 +112,13 @@ class SlotSampler:
         *,
         has_highest: bool = False,
     ) -> None:
-        """Draws from rows of logits into `target`: of which slots, and at which positions (int32, on the device).
+        """Samples a token from each row of logits into `target`. slots and positions: int32 [rows] on the device.
 
-        has_highest: they were drawn from greedily just before.
+        has_highest: `sample_greedily` ran on the same logits just before.
         """
         needs = self._needs_of(host_slots)
         has_penalties = bool(needs & Needs.PENALTIES)
-        draw(
+        sample_rows(
             logits_TV,
             self._params,
             slots,
@@ -133,10 +134,10 @@ class SlotSampler:
     def _needs_of(self, host_slots: IntArray) -> Needs:
         return Needs(int(np.bitwise_or.reduce(self._needs[host_slots], initial=0)))
 
-    def _with_penalties(self) -> DrawScratch:
+    def _with_penalties(self) -> SampleScratch:
         """Made when first needed: it is large."""
         if self._penalty_scratch is None:
-            self._penalty_scratch = DrawScratch(self._max_rows, self._vocab_size, self._device, has_penalties=True)
+            self._penalty_scratch = SampleScratch(self._max_rows, self._vocab_size, self._device, has_penalties=True)
         return self._penalty_scratch
 
     def _columns(self, admits: Sequence[Admit]) -> list[tuple[torch.Tensor, npt.NDArray[np.generic]]]:
@@ -180,7 +181,7 @@ class SlotSampler:
 
 
 def needs_of(admit: Admit) -> Needs:
-    """What drawing for the request takes."""
+    """What sampling for the request takes."""
     sampling, needs = admit.sampling, Needs.NOTHING
     if not sampling.is_greedy:
         needs |= Needs.NOISE

@@ -1,4 +1,4 @@
-"""What the device keeps by slot: page tables and last tokens. Written from the host as it changes."""
+"""State by slot on the device: page tables and last tokens. The host sends what changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from radixmesh.daemons.worker.cuda.device import Device
 class SlotState:
     """Tables of [num_slots + 1]: the last slot is a dummy, whose page is the pool's dummy page, for rows of padding.
 
-    page_tables int32 [num_slots + 1, pages]; last_tokens int32 [num_slots + 1]: drawn last, the next decode's input.
+    page_tables int32 [num_slots + 1, pages]; last_tokens int32 [num_slots + 1]: the
+    token that was sampled last, the input of the next decode.
     """
 
     def __init__(self, device: Device, *, num_slots: int, max_pages: int, dummy_page: int) -> None:
@@ -40,8 +41,8 @@ class SlotState:
         self._num_sent[list(slots)] = 0
 
     def new_entries(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> IntArray:
-        """What the device's tables of `slots` lack of the host's, int32 [entries, 2]: the place, counted from the first
-        slot's first page, and the page. It counts as sent."""
+        """Page table entries of `slots` that the device does not have yet, int32 [entries, 2]: the index in the flat
+        tables, and the page. They count as sent."""
         counts, sent = num_pages[slots], self._num_sent[slots]
         lacking = counts - sent
         num_new = int(lacking.sum())
@@ -73,8 +74,8 @@ class SlotState:
     def send_entries(self, entries: IntArray) -> None:
         """Writes new_entries()'s, behind all work so far."""
         if len(entries):
-            places, pages = self._sent(entries.T)
-            self.page_tables.view(-1).index_copy_(0, places.long(), pages)
+            indexes, pages = self._sent(entries.T)
+            self.page_tables.view(-1).index_copy_(0, indexes.long(), pages)
 
     def _send_tokens(self, tokens: Mapping[int, int]) -> None:
         if tokens:

@@ -1,4 +1,4 @@
-"""The first steps of a worker, which take host and device longer than those after them: of nobody's tokens."""
+"""Warm-up steps: the first steps of a worker are slow on host and device, so they run before any request does."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from radixmesh.daemons.worker.runner import DecodeRows, SampleInput, Segment
 _PROMPT_LEN = 128
 
 
-def first_steps(
+def warm_up_steps(
     *, num_slots: int, max_prompt_len: int, max_tokens_per_step: int, num_decodes: int
 ) -> Iterator[tuple[DecodeRows, Sequence[Segment]]]:
-    """One prompt, as many prompts as a step takes, then decodes of one row, all in the dummy slot, which comes behind
-    the others and whose pages are the dummy page."""
+    """One prompt, as many prompts as a step takes, then decodes of one row. All are in the dummy slot, which is the
+    last one and whose pages are the dummy page."""
     none = np.zeros(1, np.int32)
     tables, num_pages = np.zeros((num_slots + 1, 1), np.int32), np.zeros(num_slots + 1, np.int32)
     length = min(_PROMPT_LEN, max_prompt_len, max_tokens_per_step)

@@ -1,4 +1,4 @@
-"""Weights of norms folded into the products behind them.
+"""Weights of norms folded into the GEMMs behind them.
 
 norm(x) @ W = (x s w) @ W = s (x @ (diag(w) W))        w the norm's weight, s = 1 / sqrt(mean(x^2) + eps)
 """

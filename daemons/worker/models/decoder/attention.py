@@ -10,7 +10,7 @@ import torch
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights
 from radixmesh.daemons.worker.models.model import Placement
-from radixmesh.daemons.worker.models.rope import rotate
+from radixmesh.daemons.worker.models.rope import apply_rope
 from radixmesh.daemons.worker.models.row_maths import linear, plus, rms_norm
 from radixmesh.daemons.worker.tiles import Tensors
 
@@ -24,14 +24,14 @@ class GroupedAttention:
         self._group = placement.group
 
     def project(self, inputs: Tensors) -> Tensors:
-        """(x_TD, cos_T1h, sin_T1h) -> q_THd and k_TKd, rotated, and v_TKd."""
+        """(x_TD, cos_T1h, sin_T1h) -> q_THd and k_TKd, with RoPE, and v_TKd."""
         x_TD, cos_T1h, sin_T1h = inputs
         config, weights = self._config, self._weights
         x_TD = rms_norm(x_TD, weights.norm_D, config.norm_eps)
         qkv = linear(x_TD, weights.w_qkv_DX, weights.b_qkv_X).view(x_TD.shape[0], -1, config.head_dim)
-        num_rotated = config.num_heads + config.num_kv_heads
-        rotated = rotate(self._normed(qkv[:, :num_rotated]), cos_T1h, sin_T1h)
-        return rotated[:, : config.num_heads], rotated[:, config.num_heads :], qkv[:, num_rotated:]
+        num_rope_heads = config.num_heads + config.num_kv_heads
+        with_rope = apply_rope(self._normed(qkv[:, :num_rope_heads]), cos_T1h, sin_T1h)
+        return with_rope[:, : config.num_heads], with_rope[:, config.num_heads :], qkv[:, num_rope_heads:]
 
     def add_output(self, x_TD: torch.Tensor, o_THd: torch.Tensor) -> torch.Tensor:
         """x with the projected output of the heads added."""

@@ -26,7 +26,7 @@ class ExpertsConfig:
 class DecoderConfig:
     """windows: by layer, how many tokens one sees, itself among them; None = all before it.
 
-    has_head_norm: queries and keys are normed per head before rotation. is_tied: the output projection is the
+    has_head_norm: queries and keys are normed per head before RoPE. is_tied: the output projection is the
     embedding. is_scoring: there is no output projection but one that gives a score.
     """
 

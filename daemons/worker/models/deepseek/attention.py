@@ -1,12 +1,12 @@
 """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1) over the compressed cache.
 
-Of a token only its latent (rank R, shared by all heads) and one rotated key are cached. A head's key is [E_k latent,
-rotated key], its value E_v latent; so its score is q . E_k latent = (q E_k) . latent, and the weighted sum of values is
+Of a token only its latent (rank R, shared by all heads) and one RoPE key are cached. A head's key is [E_k latent,
+RoPE key], its value E_v latent; so its score is q . E_k latent = (q E_k) . latent, and the weighted sum of values is
 E_v applied to the weighted sum of latents. Both expansions are applied to the new rows only, and attention runs with
 one KV head on what is cached. Prefill goes the same way as decode: expanding keys first is fewer operations for long
 prompts, but would add in another order, and a row's bits would depend on how its prompt was cut.
 
-Legend: T rows, D hidden size, H heads, n / r / v a head's plain, rotated and value dims, R rank, C = R + r, h = r / 2.
+Legend: T rows, D hidden size, H heads, n / r / v a head's plain, RoPE and value dims, R rank, C = R + r, h = r / 2.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
 from radixmesh.daemons.worker.models.deepseek.weights import LatentAttentionWeights
 from radixmesh.daemons.worker.models.model import Placement
-from radixmesh.daemons.worker.models.rope import rotate
+from radixmesh.daemons.worker.models.rope import apply_rope
 from radixmesh.daemons.worker.models.row_maths import linear, plus, rms_norm
 from radixmesh.daemons.worker.tiles import Tensors
 
@@ -51,18 +51,18 @@ class LatentAttention:
         q_THY = q_TQ.reshape(x_TD.shape[0], config.num_heads, config.query_dim)
         query_HTR = q_THY[..., : config.nope_dim].transpose(0, 1) @ self._key_HnR
         latent_T1R = rms_norm(latent_TR, weights.latent_norm_R, _INNER_EPS).unsqueeze(1)
-        turned_THr = self._rotated(q_THY[..., config.nope_dim :], cos_T1h, sin_T1h)
-        key_T1r = self._rotated(key_Tr.unsqueeze(1), cos_T1h, sin_T1h)
-        return torch.cat((query_HTR.transpose(0, 1), turned_THr), dim=-1), torch.cat((latent_T1R, key_T1r), dim=-1)
+        query_THr = self._with_rope(q_THY[..., config.nope_dim :], cos_T1h, sin_T1h)
+        key_T1r = self._with_rope(key_Tr.unsqueeze(1), cos_T1h, sin_T1h)
+        return torch.cat((query_HTR.transpose(0, 1), query_THr), dim=-1), torch.cat((latent_T1R, key_T1r), dim=-1)
 
     def output(self, o_THC: torch.Tensor) -> torch.Tensor:
-        """From sums of what is cached, of which rotated keys are dropped, to what is added to the row: [T, D]."""
+        """From sums of what is cached, of which RoPE keys are dropped, to what is added to the row: [T, D]."""
         latent_HTR = o_THC[..., : self._config.kv_lora_rank].transpose(0, 1)
         o_TO = (latent_HTR @ self._value_HRv).transpose(0, 1).flatten(1)
         return plus(self._group.all_reduce(o_TO @ self._weights.w_out_OD), self._weights.b_out_D)
 
-    def _rotated(self, x_THr: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
+    def _with_rope(self, x_THr: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
         """Pairs are neighbours in the checkpoint and halves afterwards, for queries and keys alike."""
         if self._config.is_rope_interleaved:
             x_THr = torch.cat((x_THr[..., 0::2], x_THr[..., 1::2]), dim=-1)
-        return rotate(x_THr, cos_T1h, sin_T1h)
+        return apply_rope(x_THr, cos_T1h, sin_T1h)

@@ -47,7 +47,7 @@ class DeepseekConfig:
     q_lora_rank: int | None
     kv_lora_rank: int
     nope_dim: int
-    """Of each query head, what carries no rotation."""
+    """Of each query head, the part without RoPE."""
     rope_dim: int
     value_dim: int
     has_attention_bias: bool

@@ -1,7 +1,7 @@
 """The maths of DeepSeek-V2 and V3: blocks of latent attention and a dense or a mixture-of-experts MLP.
 
 Legend: T rows (tokens of all segments, padded), D hidden size, H heads, C cached numbers of a token, h half of the
-rotated dims, F mlp size, V vocabulary.
+RoPE dims, F mlp size, V vocabulary.
 """
 
 from __future__ import annotations

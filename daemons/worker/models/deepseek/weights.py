@@ -1,6 +1,6 @@
 """The weights of a DeepSeek model, in the layout that the maths wants.
 
-Legend: D hidden size, H heads, Q query rank, n / r / v a head's plain, rotated and value dims, R rank of the latents,
+Legend: D hidden size, H heads, Q query rank, n / r / v a head's plain, RoPE and value dims, R rank of the latents,
 F mlp size, E experts, V vocabulary. Projections are [in, out]; what reads the same rows is one.
 """
 
@@ -23,7 +23,7 @@ class LatentAttentionWeights:
     """Multi-head latent attention. The query's second projection is None where the model projects it at once."""
 
     w_in_DX: torch.Tensor
-    """X = (Q, or H x (n + r)) + R + r: query, latent, rotated key."""
+    """X = (Q, or H x (n + r)) + R + r: query, latent, RoPE key."""
     b_in_X: torch.Tensor | None
     query_norm_Q: torch.Tensor | None
     w_query_QY: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""What computes products of many rows: the library's own choice of an algorithm, or one that was measured.
+"""What computes GEMMs of many rows: the library's own choice of an algorithm, or one that was measured.
 
 Legend: T rows, N features out, K features in. Weights are [out, in].
 """
@@ -12,13 +12,13 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, Product, ProductShape
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, CublasLtMatmul, GemmShape
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import CublasLtError
 
 _log = get_logger(__name__)
 
 
-class Products(ABC):
+class GemmBackend(ABC):
     """In the dtype of the inputs, with sums in float32."""
 
     @abstractmethod
@@ -26,19 +26,19 @@ class Products(ABC):
 
     @abstractmethod
     def add_linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, residual_TN: torch.Tensor) -> None:
-        """Adds the product to the residual in place."""
+        """Adds the GEMM to the residual in place."""
 
     def changed(self, residual_TN: torch.Tensor) -> None:
         """Told when another one has added to a residual behind `add_linear`."""
         return None
 
     def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor | None:
-        """silu(gate) x up of both products times each row's 1 / sqrt(mean(x^2) + eps), [T, F]; None where no one kernel
-        computes it better than a product and what reads it."""
+        """silu(gate) x up of both GEMMs times each row's 1 / sqrt(mean(x^2) + eps), [T, F]; None where no one kernel
+        computes it better than a GEMM and what reads it."""
         return None
 
 
-class TorchProducts(Products):
+class TorchGemm(GemmBackend):
     """cuBLAS with the first algorithm that it names."""
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
@@ -48,15 +48,15 @@ class TorchProducts(Products):
         residual_TN.addmm_(x_TK, w_NK.t())
 
 
-class ChosenProduct(NamedTuple):
-    product: Product
+class ChosenMatmul(NamedTuple):
+    matmul: CublasLtMatmul
     algorithm: Algorithm
 
 
-class TunedProducts(TorchProducts):
-    """The chosen algorithm where a product of these shapes has one that runs; torch for the others."""
+class TunedGemm(TorchGemm):
+    """The chosen algorithm where a GEMM of these shapes has one that runs; torch for the others."""
 
-    def __init__(self, table: Mapping[ProductShape, ChosenProduct]) -> None:
+    def __init__(self, table: Mapping[GemmShape, ChosenMatmul]) -> None:
         self._table = dict(table)
 
     def __len__(self) -> int:
@@ -75,15 +75,15 @@ class TunedProducts(TorchProducts):
         if shape not in self._table or not self._has_run(shape, x_TK, w_NK, residual_TN):
             super().add_linear(x_TK, w_NK, residual_TN)
 
-    def _has_run(self, shape: ProductShape, x_TK: torch.Tensor, w_NK: torch.Tensor, out_TN: torch.Tensor) -> bool:
+    def _has_run(self, shape: GemmShape, x_TK: torch.Tensor, w_NK: torch.Tensor, out_TN: torch.Tensor) -> bool:
         """What the library refuses to launch is not asked for again: an adopted algorithm has not run before."""
-        product, algorithm = self._table[shape]
-        if not product.accepts(x_TK, w_NK, out_TN):
+        matmul, algorithm = self._table[shape]
+        if not matmul.accepts(x_TK, w_NK, out_TN):
             return False
         try:
-            product.run(algorithm, x_TK, w_NK, out_TN)
+            matmul.run(algorithm, x_TK, w_NK, out_TN)
         except CublasLtError as error:
-            _log.warning("algorithm_refused", shape=str(shape), order=algorithm.order, reason=str(error))
+            _log.warning("gemm_algorithm_refused", shape=str(shape), order=algorithm.order, reason=str(error))
             del self._table[shape]
             return False
         return True
@@ -95,11 +95,11 @@ def nearest_rows(size: int, measured: Iterable[int]) -> int | None:
 
 
 def spread(
-    lt: CublasLt, measured: Mapping[ProductShape, Algorithm | None], sizes: Iterable[int]
-) -> dict[ProductShape, ChosenProduct]:
+    lt: CublasLt, measured: Mapping[GemmShape, Algorithm | None], sizes: Iterable[int]
+) -> dict[GemmShape, ChosenMatmul]:
     """A table for all `sizes` of rows: each takes what was best, None being torch, at `nearest_rows`, if the library
     says that it serves this size too."""
-    table: dict[ProductShape, ChosenProduct] = {}
+    table: dict[GemmShape, ChosenMatmul] = {}
     matrices = {(shape.num_out, shape.num_in, shape.dtype, shape.is_added) for shape in measured}
     for num_out, num_in, dtype, is_added in matrices:
         by_rows = {
@@ -112,12 +112,12 @@ def spread(
             algorithm = by_rows[nearest] if nearest is not None else None
             if algorithm is None:
                 continue
-            product = Product(lt, ProductShape(size, num_out, num_in, dtype, is_added))
-            adopted = algorithm if size == nearest else product.adopt(algorithm)
+            matmul = CublasLtMatmul(lt, GemmShape(size, num_out, num_in, dtype, is_added))
+            adopted = algorithm if size == nearest else matmul.adopt(algorithm)
             if adopted is not None:
-                table[product.shape] = ChosenProduct(product, adopted)
+                table[matmul.shape] = ChosenMatmul(matmul, adopted)
     return table
 
 
-def _shape(x_TK: torch.Tensor, w_NK: torch.Tensor, is_added: bool) -> ProductShape:
-    return ProductShape(x_TK.shape[0], w_NK.shape[0], w_NK.shape[1], x_TK.dtype, is_added)
+def _shape(x_TK: torch.Tensor, w_NK: torch.Tensor, is_added: bool) -> GemmShape:
+    return GemmShape(x_TK.shape[0], w_NK.shape[0], w_NK.shape[1], x_TK.dtype, is_added)

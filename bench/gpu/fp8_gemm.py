@@ -1,6 +1,6 @@
-"""Products with FP8 weights on a GPU: of one row in each configuration, of more through torch's library and our kernel.
+"""GEMMs with FP8 weights on a GPU: of one row in each configuration, of more through torch's library and our kernel.
 
-    PYTHONPATH=src python bench/gpu/fp8_products.py --output bench/results/h200-fp8-products.json
+    PYTHONPATH=src python bench/gpu/fp8_gemm.py --output bench/results/h200-fp8-products.json
 
 Shapes are those of Llama-3.2-3B. Every launch reads the weights of another layer, so that no cache helps; launches are
 captured in a CUDA graph and timed by events. Prints JSON: microseconds a launch, TB/s of weights read, TFLOP/s.
@@ -21,7 +21,7 @@ import torch
 import triton
 from torch.nn import functional
 
-from radixmesh.kernels.fp8.gemv import default_config, fp8_gate_up_silu, fp8_linear_few
+from radixmesh.kernels.fp8.gemv import default_config, fp8_gate_up_silu, fp8_gemv
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, fp8_linear
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_matrix, quantize_rows_reference
@@ -89,7 +89,7 @@ def _one_row(name: str, layers: Sequence[QuantizedMatrix]) -> dict[str, object]:
     def run(config: GemvConfig) -> Callable[[QuantizedMatrix], object]:
         if is_gated:
             return lambda w: fp8_gate_up_silu(x, w, norm, eps, use_pdl=True, config=config)
-        return lambda w: fp8_linear_few(x, w, None, residual, norm, eps, use_pdl=True, config=config)
+        return lambda w: fp8_gemv(x, w, None, residual, norm, eps, use_pdl=True, config=config)
 
     figures = {
         f"{rows}x{warps}": _figures(run(GemvConfig(rows=rows, num_warps=warps)), layers, 1) for rows, warps in _FEW
@@ -156,8 +156,8 @@ def _library(rows: QuantizedRows, layers: Sequence[QuantizedMatrix], num_rows: i
 
 
 def _around(num_rows: int) -> dict[str, object]:
-    """What is launched between the products."""
-    x, product, norm = _random(num_rows, 3072), _random(num_rows, 3072), _random(3072)
+    """What is launched between the GEMMs."""
+    x, delta, norm = _random(num_rows, 3072), _random(num_rows, 3072), _random(3072)
     gate_up = _random(num_rows, 16384)
     found: dict[str, object] = {"rows": num_rows}
     for is_grouped in (False, True):
@@ -165,7 +165,7 @@ def _around(num_rows: int) -> dict[str, object]:
         runs: dict[str, Callable[[object], object]] = {
             "quantize": lambda _, g=is_grouped: quantize_rows(x, is_grouped=g, use_pdl=True),
             "add_norm": lambda _, g=is_grouped: norm_quantize(
-                x, norm, _EPS, product_TD=product, is_grouped=g, use_pdl=True
+                x, norm, _EPS, delta_TD=delta, is_grouped=g, use_pdl=True
             ),
             "silu": lambda _, g=is_grouped: silu_quantize(gate_up, is_grouped=g, use_pdl=True),
         }

@@ -1,4 +1,4 @@
-"""The kernels of products of few rows on a CPU: their own sources, built with g++ around emulated primitives."""
+"""The kernels of GEMMs of few rows on a CPU: their own sources, built with g++ around emulated primitives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from radixmesh.kernels.gemm_sm90.variants import FewRows, ManyRows, Variant
+from radixmesh.kernels.gemm_sm90.variants import RowTiled, SmallM, Variant
 
 _HERE = Path(__file__).parent
 
@@ -18,11 +18,11 @@ def is_there() -> bool:
     return shutil.which("g++") is not None
 
 
-class EmulatedProduct90:
+class EmulatedGemmSm90:
     """One variant, built in `folder`. `source`: of the kernel, for tests that break it."""
 
     def __init__(self, variant: Variant, folder: Path, source: str | None = None) -> None:
-        self._is_gated = isinstance(variant, FewRows) and variant.is_gated
+        self._is_gated = isinstance(variant, SmallM) and variant.is_gated
         folder.mkdir(parents=True, exist_ok=True)
         constants, kernel, library = folder / "constants.h", folder / "kernel.cu", folder / "emulated.so"
         constants.write_text(variant.constants())
@@ -38,9 +38,9 @@ class EmulatedProduct90:
             "-include",
             str(constants),
         ]
-        if isinstance(variant, ManyRows):
-            command.append("-DWIDE")
-        command += [f'-DKERNEL_FILE="{kernel}"', str(_HERE / "product90_emulator.cpp"), "-o", str(library)]
+        if isinstance(variant, RowTiled):
+            command.append("-DROW_TILED")
+        command += [f'-DKERNEL_FILE="{kernel}"', str(_HERE / "gemm_sm90_emulator.cpp"), "-o", str(library)]
         subprocess.run(command, check=True, timeout=120)
         self._library = ctypes.CDLL(str(library))
 
@@ -55,11 +55,11 @@ class EmulatedProduct90:
         *,
         residual_TN: torch.Tensor | None = None,
         eps: float = -1.0,
-        squares: torch.Tensor | None = None,
-        squares_out: torch.Tensor | None = None,
+        square_sums: torch.Tensor | None = None,
+        square_sums_out: torch.Tensor | None = None,
         seed: int = 0,
     ) -> torch.Tensor:
-        """[T, N]; raises RuntimeError with what the kernel did wrong. squares: as `Product90` has them."""
+        """[T, N]; raises RuntimeError with what the kernel did wrong. squares: as `GemmSm90` has them."""
         (num_rows, num_in), num_out = x_TK.shape, w_NK.shape[0] // (1 + self._is_gated)
         assert num_out % 8 == 0 and num_in % 8 == 0, (num_out, num_in)
         out_TN = torch.full((num_rows, num_out), float("nan"), dtype=x_TK.dtype)
@@ -69,10 +69,10 @@ class EmulatedProduct90:
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (w_NK, x_TK, out_TN)]
         sizes = [int(residual_TN is not None), num_rows, num_out, num_in]
         given = (
-            ctypes.c_void_p(None if squares is None else squares.data_ptr()),
-            0 if squares is None else len(squares),
+            ctypes.c_void_p(None if square_sums is None else square_sums.data_ptr()),
+            0 if square_sums is None else len(square_sums),
         )
-        left = ctypes.c_void_p(None if squares_out is None else squares_out.data_ptr())
+        left = ctypes.c_void_p(None if square_sums_out is None else square_sums_out.data_ptr())
         eps_ = ctypes.c_float(eps)
         if self._library.emulate(ctypes.c_uint(seed), *pointers, *sizes, eps_, *given, left, message, len(message)):
             raise RuntimeError(message.value.decode())
@@ -84,7 +84,7 @@ def random_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Te
     return torch.randn(shape, generator=generator).to(dtype)
 
 
-def squares_by_tiles(found_TN: torch.Tensor, tile: int) -> torch.Tensor:
+def square_sums_by_tile(found_TN: torch.Tensor, tile: int) -> torch.Tensor:
     """Sums over each tile of columns, [tiles, T]."""
     padded = torch.nn.functional.pad(found_TN.float(), (0, -found_TN.shape[1] % tile))
     return padded.square().unflatten(1, (-1, tile)).sum(dim=2).t()

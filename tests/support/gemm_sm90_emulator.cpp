@@ -1,8 +1,8 @@
-// Runs kernels/gemm_sm90/gemm.cu or, with WIDE, kernels/gemm_sm90/gemm_row_tiled.cu on a CPU: every CUDA thread a fiber, in an order drawn
+// Runs kernels/gemm_sm90/gemm.cu or, with ROW_TILED, kernels/gemm_sm90/gemm_row_tiled.cu on a CPU: every CUDA thread a fiber, in an order drawn
 // from a seed.
 //
 // Only the primitives (inline PTX on a GPU) are this file's own, written from the PTX ISA. What is asynchronous on a GPU
-// comes at any later time: boxes arrive out of order, and their places hold NaN meanwhile; a product reads shared memory
+// comes at any later time: boxes arrive out of order, and their places hold NaN meanwhile; a GEMM reads shared memory
 // when it is waited for. Before the wait for the kernel ahead, activations are NaN; after a CTA has ended, so is its
 // shared memory. Barriers count arrivals and bytes. What goes wrong is an error or NaN in the result; threads that all
 // wait are a deadlock, which is reported.
@@ -90,7 +90,7 @@ struct Fiber {
   bool is_over = false, has_waited = false, has_signalled = false;
   std::function<bool()> may_run;
   // In groups, the last of which is not closed yet.
-  std::vector<std::vector<std::function<void()>>> products = {{}};
+  std::vector<std::vector<std::function<void()>>> matmuls = {{}};
 };
 
 struct World {
@@ -189,7 +189,7 @@ void land(const Box& box) {
   if (found == to.barriers.end()) fail("a box for a barrier that was not initialised");
   found->second.bytes -= (long)map.box_rows * map.box_columns * 2;
   // A neighbour's box may come before its bytes are expected here: transactions count below zero as well.
-  if (found->second.bytes < (kShared > 1 ? -(1l << 20) : 0)) fail("more bytes than expected");
+  if (found->second.bytes < (kMulticast > 1 ? -(1l << 20) : 0)) fail("more bytes than expected");
   check_phase(found->second);
 }
 
@@ -218,8 +218,8 @@ float to_float(u16 bits);
 using emulator::world;
 
 // Columns of a wgmma, and CTAs of a cluster.
-#ifdef WIDE
-constexpr int kInstructionColumns = kTileN, kParts = 1;
+#ifdef ROW_TILED
+constexpr int kInstructionColumns = kTileN, kSplitK = 1;
 constexpr bool kIsGated = false;
 #else
 constexpr int kInstructionColumns = kRows;
@@ -236,7 +236,7 @@ DEVICE void sync_consumers();
 DEVICE void cluster_wait();
 DEVICE void load_gated_box(u32 to, const TensorMap* map, int column, int group, u32 barrier, u64 policy);
 DEVICE void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy);
-DEVICE void load_shared_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy, u16 ctas);
+DEVICE void load_multicast_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy, u16 ctas);
 DEVICE void store_shared(u32 at, float value);
 DEVICE void store_own(u32 at, float4 value);
 DEVICE void store_two(u32 at, float first, float second);
@@ -294,28 +294,28 @@ DEVICE void barrier_wait(u32 at, u32 parity) {
 
 DEVICE void prefetch_map(const TensorMap*) {}
 
-DEVICE void wait_for_kernels_ahead() {
+DEVICE void griddepcontrol_wait() {
   emulator::yield([] { return world->is_ahead_over; });
   world->running->has_waited = true;
 }
-DEVICE void let_next_kernel_begin() {
+DEVICE void griddepcontrol_launch_dependents() {
   if (!world->running->has_waited) emulator::fail("the next kernel may begin before those ahead are over");
   world->running->has_signalled = true;
 }
 
 DEVICE void wgmma_begin() {
-  if (!world->running->has_waited) emulator::fail("a product before the kernel ahead is over");
+  if (!world->running->has_waited) emulator::fail("a GEMM before the kernel ahead is over");
 }
 DEVICE void wgmma_end() {
   emulator::shake();
-  world->running->products.push_back({});
+  world->running->matmuls.push_back({});
 }
 template <int kLeft>
 DEVICE void wgmma_wait() {
   emulator::yield(nullptr);
-  auto& groups = world->running->products;
+  auto& groups = world->running->matmuls;
   while ((int)groups.size() > kLeft + 1) {
-    for (auto& product : groups.front()) product();
+    for (auto& matmul : groups.front()) matmul();
     groups.erase(groups.begin());
   }
 }
@@ -381,7 +381,7 @@ float emulator::to_float(u16 bits) { return kIsHalf ? half_to_float(bits) : bits
 DEVICE void sync_threads() { emulator::meet(emulator::cta().meetings[0], kThreads); }
 DEVICE void sync_consumers() { emulator::meet(emulator::cta().meetings[1], kConsumers); }
 DEVICE void cluster_wait() {
-  emulator::yield([] { return world->num_arrived == kThreads * kParts * kShared; });
+  emulator::yield([] { return world->num_arrived == kThreads * kSplitK * kMulticast; });
 }
 
 DEVICE void load_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64) {
@@ -398,7 +398,7 @@ DEVICE void load_gated_box(u32 to, const TensorMap* map, int column, int group, 
   load_box(to, map, column, group, barrier, policy);
 }
 
-DEVICE void load_shared_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64, u16 ctas) {
+DEVICE void load_multicast_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64, u16 ctas) {
   emulator::shake();
   const u32 bytes = map->box_rows * map->box_columns * 2;
   if (to % 1024 || !(ctas >> world->running->cta & 1)) emulator::fail("a shared box in the wrong place");
@@ -439,7 +439,7 @@ DEVICE void wgmma(float (&sums)[kInstructionColumns / 2], u64 a, u64 b) {
     memcpy(&bits, emulator::shared(rank << emulator::kRankShift | at, 2, false), 2);
     return emulator::to_float(bits);
   };
-  world->running->products.back().push_back([=] {
+  world->running->matmuls.back().push_back([=] {
     for (int h = 0; h < 2; ++h) {
       const int a_row = thread / 32 * 16 + thread % 32 / 4 + 8 * h;
       float numbers[16];
@@ -527,7 +527,7 @@ void run_cluster() {
 
 // Of a launch, with what the kernel needs to align its ring.
 extern "C" int shared_bytes() {
-#ifdef WIDE
+#ifdef ROW_TILED
   return kBarriersAt + 2 * kStages * 8 + 1024;
 #else
   return kBarriersAt + (2 * kStages + 2) * 8 + 1024;
@@ -536,24 +536,24 @@ extern "C" int shared_bytes() {
 
 // 0, or 1 with a message. out holds the residual where has_residual.
 extern "C" int emulate(u32 seed, const u16* weights, const u16* rows, u16* out, int has_residual, int num_rows,
-                       int num_out, int num_in, float eps, const float* squares, int num_squares,
-                       float* squares_out, char* message, int message_bytes) {
+                       int num_out, int num_in, float eps, const float* square_sums, int num_square_sums,
+                       float* square_sums_out, char* message, int message_bytes) {
   using namespace emulator;
   World here;
   world = &here;
   here.random.seed(seed);
-  const int num_cluster_ctas = kParts * kShared;
-#ifdef WIDE
-  const int num_row_tiles = (num_rows + kTileRows * kShared - 1) / (kTileRows * kShared) * kShared;
-  const int num_clusters = (num_out + kTileN - 1) / kTileN * num_row_tiles / kShared;
-  const int weight_rows = kTileN / kShared, activation_rows = kTileRows;
+  const int num_cluster_ctas = kSplitK * kMulticast;
+#ifdef ROW_TILED
+  const int num_row_tiles = (num_rows + kTileRows * kMulticast - 1) / (kTileRows * kMulticast) * kMulticast;
+  const int num_clusters = (num_out + kTileN - 1) / kTileN * num_row_tiles / kMulticast;
+  const int weight_rows = kTileN / kMulticast, activation_rows = kTileRows;
 #else
-  const int num_clusters = (num_out + kColumns * kShared - 1) / (kColumns * kShared);
-  const int weight_rows = kTileN, activation_rows = kRows / kShared;
+  const int num_clusters = (num_out + kColumns * kMulticast - 1) / (kColumns * kMulticast);
+  const int weight_rows = kTileN, activation_rows = kRows / kMulticast;
 #endif
   const size_t out_numbers = (size_t)num_rows * num_out, row_numbers = (size_t)num_rows * num_in;
   std::vector<u16> x(row_numbers), kept(out, out + out_numbers);
-  std::vector<float> given((size_t)num_squares * num_rows);
+  std::vector<float> given((size_t)num_square_sums * num_rows);
   const TensorMap w_map = {weights, num_in, kIsGated ? 2 * num_out : num_out, kTileK, weight_rows, kIsGated ? num_out : 0};
   const TensorMap x_map = {x.data(), num_in, num_rows, kTileK, activation_rows, 0};
   here.end_ahead = [&] {
@@ -561,16 +561,16 @@ extern "C" int emulate(u32 seed, const u16* weights, const u16* rows, u16* out, 
       if (out[i] != kPoison) here.error = "a result written before the kernel ahead is over";
     memcpy(out, kept.data(), out_numbers * 2);
     memcpy(x.data(), rows, row_numbers * 2);
-    if (num_squares) memcpy(given.data(), squares, given.size() * 4);
+    if (num_square_sums) memcpy(given.data(), square_sums, given.size() * 4);
     here.is_ahead_over = true;
   };
   here.body = [&] {
-#ifdef WIDE
-    product90_wide(w_map, x_map, out, has_residual ? out : nullptr, num_rows, num_out, num_in, num_squares, eps,
-        num_squares ? given.data() : nullptr, squares_out);
+#ifdef ROW_TILED
+    gemm_sm90_row_tiled(w_map, x_map, out, has_residual ? out : nullptr, num_rows, num_out, num_in, num_square_sums, eps,
+        num_square_sums ? given.data() : nullptr, square_sums_out);
 #else
-    product90(w_map, x_map, out, has_residual ? out : nullptr, num_rows, num_out, num_in, num_squares, eps,
-        num_squares ? given.data() : nullptr, squares_out);
+    gemm_sm90(w_map, x_map, out, has_residual ? out : nullptr, num_rows, num_out, num_in, num_square_sums, eps,
+        num_square_sums ? given.data() : nullptr, square_sums_out);
 #endif
   };
   for (int cluster = 0; cluster < num_clusters && here.error.empty(); ++cluster) {

@@ -1,4 +1,4 @@
-"""Chooses by measurement, once at the start, what computes the products of captured decode steps."""
+"""Chooses by measurement, once at the start, what computes the GEMMs of captured decode steps."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from functools import partial
 import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, Product, ProductShape, check_small_product
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm, TunedGemm, spread
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, CublasLtMatmul, GemmShape, check_small_gemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import CublasLtError
-from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts, TunedProducts, spread
 from radixmesh.daemons.worker.cuda.gemm.timed_graph import TimedGraph, beyond_cache
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights, MlpWeights
 
@@ -32,18 +32,18 @@ _BUDGET_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class MatrixGroup:
-    """Weights [N, K] of one shape and use, of all layers. is_added: their product goes onto the residual."""
+    """Weights [N, K] of one shape and use, of all layers. is_added: their GEMM goes onto the residual."""
 
     weights: Sequence[torch.Tensor]
     is_added: bool
 
-    def shape(self, num_rows: int) -> ProductShape:
+    def shape(self, num_rows: int) -> GemmShape:
         num_out, num_in = self.weights[0].shape
-        return ProductShape(num_rows, num_out, num_in, self.weights[0].dtype, self.is_added)
+        return GemmShape(num_rows, num_out, num_in, self.weights[0].dtype, self.is_added)
 
 
-class Stand(ABC):
-    """One product's operands, on which candidates are timed."""
+class Benchmark(ABC):
+    """One GEMM's operands, on which candidates are timed."""
 
     @abstractmethod
     def candidate(self, algorithm: Algorithm | None) -> Callable[[], float]:
@@ -51,57 +51,57 @@ class Stand(ABC):
         where it does not run."""
 
 
-CreateStand = Callable[[ProductShape, Sequence[torch.Tensor]], Stand]
+CreateBenchmark = Callable[[GemmShape, Sequence[torch.Tensor]], Benchmark]
 """For a shape, with the weights of all layers."""
 
 
-def tuned_products(weights: DecoderWeights, sizes: Sequence[int], device: torch.device) -> Products:
-    """For steps of `sizes` rows. Where the library is not what it should be, torch's products, and a line of log."""
+def tuned_gemm(weights: DecoderWeights, sizes: Sequence[int], device: torch.device) -> GemmBackend:
+    """For steps of `sizes` rows. Where the library is not what it should be, torch's GEMMs, and a line of log."""
     started = time.monotonic()
     try:
         lt = CublasLt(device)
-        check_small_product(lt, weights.final_norm_D.dtype)
+        check_small_gemm(lt, weights.final_norm_D.dtype)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        tuner = ProductTuner(lt, partial(GraphStand, lt, stream), time.monotonic)
-        products = tuner.tune(matrix_groups(weights), sizes)
+        tuner = CublasLtTuner(lt, partial(GraphBenchmark, lt, stream), time.monotonic)
+        gemm = tuner.tune(matrix_groups(weights), sizes)
     # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
     except (RuntimeError, OSError, AttributeError, ctypes.ArgumentError) as error:
-        _log.warning("products_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_products")
-        return TorchProducts()
+        _log.warning("gemm_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
+        return TorchGemm()
     finally:
         # What it took counts as used otherwise when the KV is given what is free.
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     _log.info(
-        "products_tuned",
+        "gemm_tuned",
         library=lt.version,
         measured=tuner.num_measured,
         chosen=tuner.num_chosen,
         left_out=tuner.num_left_out,
-        in_table=len(products),
+        in_table=len(gemm),
         saved_us=tuner.saved_us,
         seconds=round(time.monotonic() - started, 3),
     )
-    return products
+    return gemm
 
 
-class ProductTuner:
+class CublasLtTuner:
     """Measures what matters most first, until its time is up. `clock` in seconds."""
 
     def __init__(
-        self, lt: CublasLt, create_stand: CreateStand, clock: Callable[[], float], budget_s: float = _BUDGET_S
+        self, lt: CublasLt, create_benchmark: CreateBenchmark, clock: Callable[[], float], budget_s: float = _BUDGET_S
     ) -> None:
         self._lt = lt
-        self._create_stand = create_stand
+        self._create_benchmark = create_benchmark
         self._clock = clock
         self._budget_s = budget_s
         self.num_measured = self.num_chosen = self.num_left_out = 0
         # Of a step, by its rows.
         self.saved_us: dict[int, float] = {}
 
-    def tune(self, groups: Sequence[MatrixGroup], sizes: Sequence[int]) -> TunedProducts:
+    def tune(self, groups: Sequence[MatrixGroup], sizes: Sequence[int]) -> TunedGemm:
         deadline = self._clock() + self._budget_s
-        measured: dict[ProductShape, Algorithm | None] = {}
+        measured: dict[GemmShape, Algorithm | None] = {}
         for num_rows in _by_weight(sizes):
             for group in groups:
                 shape = group.shape(num_rows)
@@ -113,20 +113,20 @@ class ProductTuner:
                 try:
                     measured[shape] = self._best(shape, group)
                 except CublasLtError as error:
-                    _log.warning("product_not_tuned", shape=str(shape), reason=str(error))
+                    _log.warning("gemm_shape_not_tuned", shape=str(shape), reason=str(error))
                     measured[shape] = None
-        return TunedProducts(spread(self._lt, measured, sizes))
+        return TunedGemm(spread(self._lt, measured, sizes))
 
-    def _best(self, shape: ProductShape, group: MatrixGroup) -> Algorithm | None:
+    def _best(self, shape: GemmShape, group: MatrixGroup) -> Algorithm | None:
         """The fastest, or None for torch's."""
-        stand = self._create_stand(shape, group.weights)
-        takes: dict[int | None, Callable[[], float]] = {None: stand.candidate(None)}
+        benchmark = self._create_benchmark(shape, group.weights)
+        takes: dict[int | None, Callable[[], float]] = {None: benchmark.candidate(None)}
         candidates: dict[int | None, Algorithm | None] = {None: None}
-        for algorithm in Product(self._lt, shape).algorithms(_NUM_CANDIDATES):
+        for algorithm in CublasLtMatmul(self._lt, shape).algorithms(_NUM_CANDIDATES):
             try:
-                takes[algorithm.order] = stand.candidate(algorithm)
+                takes[algorithm.order] = benchmark.candidate(algorithm)
             except CublasLtError as error:
-                _log.warning("algorithm_refused", shape=str(shape), order=algorithm.order, reason=str(error))
+                _log.warning("gemm_algorithm_refused", shape=str(shape), order=algorithm.order, reason=str(error))
                 continue
             candidates[algorithm.order] = algorithm
         self.num_measured += 1
@@ -138,29 +138,29 @@ class ProductTuner:
         return candidates[best]
 
 
-class GraphStand(Stand):
+class GraphBenchmark(Benchmark):
     """Candidates as they run in a decode step: captured, each launch with the weights of another layer."""
 
     def __init__(
-        self, lt: CublasLt, stream: torch.cuda.Stream, shape: ProductShape, weights: Sequence[torch.Tensor]
+        self, lt: CublasLt, stream: torch.cuda.Stream, shape: GemmShape, weights: Sequence[torch.Tensor]
     ) -> None:
         self._stream = stream
-        self._product = Product(lt, shape)
+        self._matmul = CublasLtMatmul(lt, shape)
         self._weights = beyond_cache(weights, weights[0].nbytes)
-        # Zeros would cost less power, and power is what bounds the larger products.
+        # Zeros would cost less power, and power is what bounds the larger GEMMs.
         self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=lt.device)
         self._out_TN = torch.zeros(shape.num_rows, shape.num_out, dtype=shape.dtype, device=lt.device)
         torch.cuda.synchronize(lt.device)
 
     def candidate(self, algorithm: Algorithm | None) -> Callable[[], float]:
-        if algorithm is not None and not all(self._product.accepts(self._x_TK, w, self._out_TN) for w in self._weights):
+        if algorithm is not None and not all(self._matmul.accepts(self._x_TK, w, self._out_TN) for w in self._weights):
             raise CublasLtError("the weights do not lie as the library expects")
         return TimedGraph([partial(self._launch, algorithm, w_NK) for w_NK in self._weights], self._stream).micros
 
     def _launch(self, algorithm: Algorithm | None, w_NK: torch.Tensor) -> None:
         if algorithm is not None:
-            self._product.run(algorithm, self._x_TK, w_NK, self._out_TN)
-        elif self._product.shape.is_added:
+            self._matmul.run(algorithm, self._x_TK, w_NK, self._out_TN)
+        elif self._matmul.shape.is_added:
             self._out_TN.addmm_(self._x_TK, w_NK.t())
         else:
             torch.mm(self._x_TK, w_NK.t(), out=self._out_TN)

@@ -1,4 +1,4 @@
-"""Which products of many rows the fused operations leave to others."""
+"""Which GEMMs of many rows the fused operations leave to others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from support.rounding import kernel_tolerance
 
-from radixmesh.daemons.worker.cuda.gemm.products import TorchProducts
+from radixmesh.daemons.worker.cuda.gemm.backend import TorchGemm
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 
 
-class _Recorded(TorchProducts):
+class _Recorded(TorchGemm):
     def __init__(self) -> None:
         self.calls: list[str] = []
 
@@ -25,9 +25,9 @@ class _Recorded(TorchProducts):
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_are_those_given_but_in_deterministic_mode(is_deterministic: bool, has_bias: bool) -> None:
-    products = _Recorded()
-    ops = TritonOps(products=products, is_deterministic=is_deterministic)
+def test_gemms_are_those_given_but_in_deterministic_mode(is_deterministic: bool, has_bias: bool) -> None:
+    gemm = _Recorded()
+    ops = TritonOps(gemm=gemm, is_deterministic=is_deterministic)
     x_TK, w_NK, residual_TN = torch.randn(70, 32), torch.randn(48, 32), torch.randn(70, 48)
     b_N = torch.randn(48) if has_bias else None
     expected_TN = x_TK @ w_NK.t()
@@ -37,4 +37,4 @@ def test_products_are_those_given_but_in_deterministic_mode(is_deterministic: bo
     torch.testing.assert_close(
         residual_TN, wanted_TN, **kernel_tolerance(torch.float32, 32 + 2, float(wanted_TN.abs().max()))
     )
-    assert products.calls == ([] if is_deterministic else ["linear", "add_linear"])
+    assert gemm.calls == ([] if is_deterministic else ["linear", "add_linear"])

@@ -1,10 +1,10 @@
-"""The beginning of a decode step: what the host tells is put in its place, and each row's embedding is looked up.
+"""Scatter and embed, the beginning of a decode step: writes what the host sent, looks up the rows' embeddings.
 
 T rows, D hidden size, V vocabulary, S slots, E entries of page tables that change.
 
-The token of a row is the one that the host sends (its slot was just taken), else the one that its slot drew last.
-Programs of one launch see each other's writes at no certain time, so that a row looks at what was sent to itself before
-it looks at its slot; entries of page tables are read by later kernels only, when this one is over.
+The token of a row is the one that the host sent (its slot was just taken), else the last token of its slot. Programs
+of one launch see each other's writes at no certain time: a row looks at what was sent for itself before it looks at its
+slot, and entries of page tables are read by later kernels only.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
-_ENTRIES = 128  # That a program writes at a time.
+_ENTRIES = 128  # Entries that a program writes at a time.
 _FEATURES = 1024
 
 
 @triton.jit
-def _begin_step_kernel(
+def _scatter_embed_kernel(
     slots_ptr, tokens_ptr, entries_ptr, num_entries_ptr, page_tables_ptr, last_tokens_ptr, embedding_ptr, x_ptr,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -34,9 +34,9 @@ def _begin_step_kernel(
     while first < num_entries:
         entry = first + tl.arange(0, ENTRIES)
         is_entry = entry < num_entries
-        place = tl.load(entries_ptr + 2 * entry, mask=is_entry, other=0)
+        index = tl.load(entries_ptr + 2 * entry, mask=is_entry, other=0)
         page = tl.load(entries_ptr + 2 * entry + 1, mask=is_entry, other=0)
-        tl.store(page_tables_ptr + place, page, mask=is_entry)
+        tl.store(page_tables_ptr + index, page, mask=is_entry)
         first += tl.num_programs(0) * tl.num_programs(1) * ENTRIES
     if sent < 0:
         token = tl.load(last_tokens_ptr + slot)
@@ -50,7 +50,7 @@ def _begin_step_kernel(
     tl.store(x_ptr + row * D + features, x, mask=mask)
 
 
-def begin_step(
+def scatter_embed(
     slots_T: torch.Tensor,
     tokens_T: torch.Tensor,
     entries_E2: torch.Tensor,
@@ -64,8 +64,8 @@ def begin_step(
     """The embeddings [T, D] of the rows' tokens, T > 0. Can be captured in a graph.
 
     All but the embedding is int32. tokens [T]: the row's token, which becomes its slot's last, or -1: the slot's last
-    is the row's. Rows with a token have slots of their own. The first num_entries of `entries` (place, page) set
-    places of the page tables, counted from the first slot's first; no place twice. With `use_pdl` what follows may
+    is the row's. Rows with a token have slots of their own. The first num_entries of `entries` (index, page) are
+    written to the flat page tables; no index occurs twice. With `use_pdl` what follows may
     begin before this kernel has ended and must wait (griddepcontrol) before it reads; this one begins when all before
     it is over.
     """
@@ -75,14 +75,14 @@ def begin_step(
     block = min(triton.next_power_of_2(num_features), _FEATURES)
     # Rows are the second axis of the grid, which holds 65,535.
     assert 0 < num_rows < 1 << 16, num_rows
-    _begin_step_kernel[(triton.cdiv(num_features, block), num_rows)](
+    _scatter_embed_kernel[(triton.cdiv(num_features, block), num_rows)](
         slots_T, tokens_T, entries_E2, num_entries_1, page_tables, last_tokens_S, embedding_VD, x_TD, D=num_features,
         BLOCK_D=block, ENTRIES=_ENTRIES, PDL=use_pdl, num_warps=max(block // 256, 1),
     )  # fmt: skip
     return x_TD
 
 
-def begin_step_reference(
+def scatter_embed_reference(
     slots_T: torch.Tensor,
     tokens_T: torch.Tensor,
     entries_E2: torch.Tensor,
@@ -91,7 +91,7 @@ def begin_step_reference(
     last_tokens_S: torch.Tensor,
     embedding_VD: torch.Tensor,
 ) -> torch.Tensor:
-    """What `begin_step` does and returns, in torch, with the host waiting."""
+    """`scatter_embed` in torch, with the host waiting."""
     entries = entries_E2[: int(num_entries_1)].long()
     page_tables.view(-1)[entries[:, 0]] = entries[:, 1].int()
     is_sent = tokens_T >= 0

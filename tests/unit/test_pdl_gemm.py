@@ -1,4 +1,4 @@
-"""The choice of products that stream their weights, with a kernel in torch and times that a test sets."""
+"""The choice of GEMMs that stream their weights, with a kernel in torch and times that a test sets."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from support.rounding import excess, gated_tolerance, product_tolerance, sum_tolerance, unit_roundoff
+from support.rounding import excess, gated_tolerance, gemm_tolerance, sum_tolerance, unit_roundoff
 
-from radixmesh.daemons.worker.cuda.gemm import streamed_stand
-from radixmesh.daemons.worker.cuda.gemm.product_tuning import MatrixGroup, fastest
-from radixmesh.daemons.worker.cuda.gemm.products import TorchProducts
-from radixmesh.daemons.worker.cuda.gemm.streamed_kernel import check_kernel
-from radixmesh.daemons.worker.cuda.gemm.streamed_products import (
-    ProductUse,
-    StreamedKernel,
-    StreamedProducts,
-    StreamedShape,
+from radixmesh.daemons.worker.cuda.gemm import pdl_benchmark
+from radixmesh.daemons.worker.cuda.gemm.backend import TorchGemm
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import MatrixGroup, fastest
+from radixmesh.daemons.worker.cuda.gemm.pdl_benchmark import PdlBenchmark
+from radixmesh.daemons.worker.cuda.gemm.pdl_gemm import (
+    GemmEpilogue,
+    PdlGemm,
+    PdlKernel,
+    PdlShape,
 )
-from radixmesh.daemons.worker.cuda.gemm.streamed_stand import StreamedStand
-from radixmesh.daemons.worker.cuda.gemm.streamed_tuning import StreamedTuner
+from radixmesh.daemons.worker.cuda.gemm.pdl_kernel import check_kernel
+from radixmesh.daemons.worker.cuda.gemm.pdl_tuning import PdlTuner
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver, Kernel, Launch
-from radixmesh.kernels.gemm_sm90.gemm import Product90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.variants import ProductConfig, variant_of
-from radixmesh.kernels.row_scale import row_scale_reference
+from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
+from radixmesh.kernels.gemm_sm90.variants import GemmConfig, variant_of
+from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 _N, _K, _EPS = 256, 128, 1e-5
 
 
-class _TorchKernel(StreamedKernel):
+class _TorchKernel(PdlKernel):
     """Computes as the kernel would, wrongly by `error`."""
 
     def __init__(self, error: float = 0.0, can: bool = True) -> None:
-        self.launched: list[tuple[str, ProductConfig]] = []
-        self.prepared: list[list[tuple[StreamedShape, ProductConfig]]] = []
-        self.squares: list[torch.Tensor | None] = []
-        self.broken: set[StreamedShape] = set()
+        self.launched: list[tuple[str, GemmConfig]] = []
+        self.prepared: list[list[tuple[PdlShape, GemmConfig]]] = []
+        self.square_sums: list[torch.Tensor | None] = []
+        self.broken: set[PdlShape] = set()
         self._error = error
         self._can = can
 
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
         return self._can
 
-    def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
+    def prepare(self, needed: Iterable[tuple[PdlShape, GemmConfig]]) -> None:
         self.prepared.append(list(needed))
 
-    def load(self, shape: StreamedShape, config: ProductConfig) -> None:
+    def load(self, shape: PdlShape, config: GemmConfig) -> None:
         if shape in self.broken:
             raise OSError("does not load")
 
@@ -61,48 +61,48 @@ class _TorchKernel(StreamedKernel):
         self,
         x_TK: torch.Tensor,
         w_NK: torch.Tensor,
-        config: ProductConfig,
+        config: GemmConfig,
         *,
         residual_TN: torch.Tensor | None,
         out: torch.Tensor,
-        squares_out: torch.Tensor | None = None,
+        square_sums_out: torch.Tensor | None = None,
     ) -> None:
         self.launched.append(("linear" if residual_TN is None else "added", config))
         out.copy_(linear_reference(x_TK, w_NK, residual_TN) * (1 + self._error))
-        if squares_out is not None:
-            squares_out.copy_(out.float().square().sum(dim=1) / len(squares_out))
+        if square_sums_out is not None:
+            square_sums_out.copy_(out.float().square().sum(dim=1) / len(square_sums_out))
 
-    def new_squares(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: ProductConfig) -> torch.Tensor:
+    def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         return torch.empty(3, x_TK.shape[0])
 
     def gate_up_silu(
         self,
         x_TK: torch.Tensor,
         w_2FK: torch.Tensor,
-        config: ProductConfig,
+        config: GemmConfig,
         *,
         eps: float,
         out: torch.Tensor,
-        squares: torch.Tensor | None = None,
+        square_sums: torch.Tensor | None = None,
     ) -> None:
         self.launched.append(("gated", config))
-        self.squares.append(squares)
-        if squares is not None:
+        self.square_sums.append(square_sums)
+        if square_sums is not None:
             sums_T, rtol = x_TK.float().square().sum(dim=1), 2 * sum_tolerance(x_TK.shape[1], 1.0)
-            torch.testing.assert_close(squares.sum(dim=0), sums_T, rtol=rtol, atol=0)
+            torch.testing.assert_close(square_sums.sum(dim=0), sums_T, rtol=rtol, atol=0)
         out.copy_(gate_up_silu_reference(x_TK, w_2FK, eps) * (1 + self._error))
 
 
-class _Times(StreamedStand):
+class _Times(PdlBenchmark):
     """Microseconds of others, and of all configurations of one tile; those of other tiles do not run."""
 
     def __init__(self, others: float, tile: int, micros: float) -> None:
         self._others, self._tile, self._micros = others, tile, micros
 
-    def candidate(self, config: ProductConfig | None) -> Callable[[], float]:
+    def candidate(self, config: GemmConfig | None) -> Callable[[], float]:
         if config is not None and config.tile != self._tile:
             raise RuntimeError("does not run")
-        return lambda: self._others if config is None else self._micros + config.split
+        return lambda: self._others if config is None else self._micros + config.split_k
 
 
 class _Driver(CudaDriver):
@@ -118,26 +118,26 @@ class _Driver(CudaDriver):
         self.num_launched += 1
 
 
-def _tuned(kernel: StreamedKernel, micros: Callable[[StreamedShape], float], sizes: Sequence[int]) -> StreamedProducts:
+def _tuned(kernel: PdlKernel, micros: Callable[[PdlShape], float], sizes: Sequence[int]) -> PdlGemm:
     weights = [_random(_N, _K) for _ in range(2)]
-    groups = [(MatrixGroup(weights, is_added=use is ProductUse.ADDED), use) for use in ProductUse]
+    groups = [(MatrixGroup(weights, is_added=use is GemmEpilogue.ADDED), use) for use in GemmEpilogue]
 
-    def create(shape: StreamedShape, weights: Sequence[torch.Tensor]) -> StreamedStand:
+    def create(shape: PdlShape, weights: Sequence[torch.Tensor]) -> PdlBenchmark:
         return _Times(10.0, 64, micros(shape))
 
-    return StreamedTuner(create, lambda: 0.0).tune(kernel, groups, sizes, TorchProducts())
+    return PdlTuner(create, lambda: 0.0).tune(kernel, groups, sizes, TorchGemm())
 
 
-def _candidates(is_gated: bool) -> list[ProductConfig]:
+def _candidates(is_gated: bool) -> list[GemmConfig]:
     return candidates(16, _N // (1 + is_gated), _K, is_gated=is_gated)
 
 
 def _silu_mul(
-    product_T2F: torch.Tensor, out: torch.Tensor | None = None, *, unnormed_TD: torch.Tensor, eps: float
+    result_T2F: torch.Tensor, out: torch.Tensor | None = None, *, norm_input_TD: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    factor_T1 = (unnormed_TD.float().square().mean(dim=1, keepdim=True) + eps).rsqrt()
-    gate_TF, up_TF = (product_T2F.float() * factor_T1).chunk(2, dim=1)
-    gated_TF = (torch.nn.functional.silu(gate_TF) * up_TF).to(product_T2F.dtype)
+    factor_T1 = (norm_input_TD.float().square().mean(dim=1, keepdim=True) + eps).rsqrt()
+    gate_TF, up_TF = (result_T2F.float() * factor_T1).chunk(2, dim=1)
+    gated_TF = (torch.nn.functional.silu(gate_TF) * up_TF).to(result_T2F.dtype)
     return gated_TF if out is None else out.copy_(gated_TF)
 
 
@@ -145,39 +145,39 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-def _run_all(products: StreamedProducts, num_rows: int) -> None:
+def _run_all(gemm: PdlGemm, num_rows: int) -> None:
     """Results are right whoever computes them."""
     x_TK, w_NK, before_TN = _random(num_rows, _K), _random(_N, _K), _random(num_rows, _N)
-    _check_product(products, x_TK, w_NK)
-    added_TN, product_TN = before_TN.clone(), linear_reference(x_TK, w_NK)
-    products.add_linear(x_TK, w_NK, added_TN)
+    _check_gemm(gemm, x_TK, w_NK)
+    added_TN, result_TN = before_TN.clone(), linear_reference(x_TK, w_NK)
+    gemm.add_linear(x_TK, w_NK, added_TN)
     expected_TN = linear_reference(x_TK, w_NK, before_TN)
-    # Others may round the product before they add it.
-    tolerance_TN = product_tolerance(x_TK, w_NK, expected_TN, before_TN)
-    tolerance_TN += unit_roundoff(product_TN.dtype) * product_TN.double().abs()
+    # Others may round the GEMM before they add it.
+    tolerance_TN = gemm_tolerance(x_TK, w_NK, expected_TN, before_TN)
+    tolerance_TN += unit_roundoff(result_TN.dtype) * result_TN.double().abs()
     assert excess(added_TN, expected_TN, tolerance_TN) <= 1
-    gated_TF = TritonOps(products=products).gate_up_silu_unnormed(x_TK, w_NK, _EPS)
+    gated_TF = TritonOps(gemm=gemm).gate_up_silu_deferred_norm(x_TK, w_NK, _EPS)
     expected_TF = gate_up_silu_reference(x_TK, w_NK, _EPS)
-    tolerance_TF = gated_tolerance(x_TK, w_NK, expected_TF, row_scale_reference(x_TK, _EPS))
+    tolerance_TF = gated_tolerance(x_TK, w_NK, expected_TF, inverse_rms_reference(x_TK, _EPS))
     assert excess(gated_TF, expected_TF, tolerance_TF) <= 1
 
 
-def _check_product(products: StreamedProducts, x_TK: torch.Tensor, w_NK: torch.Tensor) -> None:
+def _check_gemm(gemm: PdlGemm, x_TK: torch.Tensor, w_NK: torch.Tensor) -> None:
     expected_TN = linear_reference(x_TK, w_NK)
-    assert excess(products.linear(x_TK, w_NK), expected_TN, product_tolerance(x_TK, w_NK, expected_TN)) <= 1
+    assert excess(gemm.linear(x_TK, w_NK), expected_TN, gemm_tolerance(x_TK, w_NK, expected_TN)) <= 1
 
 
 def test_the_fastest_configuration_serves_its_rows_and_those_up_to_half_as_many() -> None:
     kernel = _TorchKernel()
-    products = _tuned(kernel, lambda shape: 2.0, [4, 12, 16])
-    assert len(products) == 6
-    _run_all(products, 16)
-    _run_all(products, 12)
+    gemm = _tuned(kernel, lambda shape: 2.0, [4, 12, 16])
+    assert len(gemm) == 6
+    _run_all(gemm, 16)
+    _run_all(gemm, 12)
     best = {
         is_gated: min(
             (config for config in _candidates(is_gated) if config.tile == 64),
             key=lambda config: (
-                config.split,
+                config.split_k,
                 cache_bytes(config, 16, _N // (1 + is_gated), _K, is_gated=is_gated),
             ),
         )
@@ -186,29 +186,29 @@ def test_the_fastest_configuration_serves_its_rows_and_those_up_to_half_as_many(
     expected = [("linear", best[False]), ("added", best[False]), ("gated", best[True])]
     assert kernel.launched == 2 * expected
     x_TK, w_NK = _random(4, _K), _random(_N, _K)
-    _check_product(products, x_TK, w_NK)
-    assert products.gate_up_silu(x_TK, w_NK, _EPS) is None and len(kernel.launched) == 6
+    _check_gemm(gemm, x_TK, w_NK)
+    assert gemm.gate_up_silu(x_TK, w_NK, _EPS) is None and len(kernel.launched) == 6
 
 
 def test_what_is_not_faster_is_left_to_others() -> None:
     kernel = _TorchKernel()
-    products = _tuned(kernel, lambda shape: 2.0 if shape.use is ProductUse.ADDED else 12.0, [16])
+    gemm = _tuned(kernel, lambda shape: 2.0 if shape.use is GemmEpilogue.ADDED else 12.0, [16])
     x_TK, w_NK, added_TN = _random(16, _K), _random(_N, _K), _random(16, _N)
-    products.linear(x_TK, w_NK)
-    products.add_linear(x_TK, w_NK, added_TN)
-    assert products.gate_up_silu(x_TK, w_NK, _EPS) is None
-    assert [name for name, _ in kernel.launched] == ["added"] and len(products) == 1
+    gemm.linear(x_TK, w_NK)
+    gemm.add_linear(x_TK, w_NK, added_TN)
+    assert gemm.gate_up_silu(x_TK, w_NK, _EPS) is None
+    assert [name for name, _ in kernel.launched] == ["added"] and len(gemm) == 1
 
 
 def test_tensors_that_the_kernel_does_not_take_are_others() -> None:
     kernel = _TorchKernel(can=False)
-    products = _tuned(kernel, lambda shape: 2.0, [16])
-    assert len(products) == 3
+    gemm = _tuned(kernel, lambda shape: 2.0, [16])
+    assert len(gemm) == 3
     x_TK, w_NK, before_TN = _random(16, _K), _random(_N, _K), _random(16, _N)
-    _check_product(products, x_TK, w_NK)
+    _check_gemm(gemm, x_TK, w_NK)
     added_TN = before_TN.clone()
-    products.add_linear(x_TK, w_NK, added_TN)
-    assert products.gate_up_silu(x_TK, w_NK, _EPS) is None and kernel.launched == []
+    gemm.add_linear(x_TK, w_NK, added_TN)
+    assert gemm.gate_up_silu(x_TK, w_NK, _EPS) is None and kernel.launched == []
 
 
 def test_what_is_a_little_slower_alone_is_chosen_all_the_same() -> None:
@@ -233,18 +233,18 @@ def test_kernels_are_made_ready_at_once_before_any_is_measured() -> None:
     kernel, seconds, measured_at = _TorchKernel(), iter([0.0, 100.0, 101.0, 102.0, 150.0, 157.0]), []
     weights = [_random(_N, _K) for _ in range(2)]
 
-    def create(shape: StreamedShape, weights: Sequence[torch.Tensor]) -> StreamedStand:
+    def create(shape: PdlShape, weights: Sequence[torch.Tensor]) -> PdlBenchmark:
         measured_at.append(len(kernel.prepared))
         return _Times(10.0, 64, 2.0)
 
     # What compiling takes is not of the budget.
-    tuner = StreamedTuner(create, lambda: next(seconds), budget_s=10.0)
-    groups = [(MatrixGroup(weights, is_added=False), ProductUse.PLAIN)]
-    products = tuner.tune(kernel, groups, [4, 12, 16], TorchProducts())
-    shape = StreamedShape.of(16, weights[0], ProductUse.PLAIN)
+    tuner = PdlTuner(create, lambda: next(seconds), budget_s=10.0)
+    groups = [(MatrixGroup(weights, is_added=False), GemmEpilogue.PLAIN)]
+    gemm = tuner.tune(kernel, groups, [4, 12, 16], TorchGemm())
+    shape = PdlShape.of(16, weights[0], GemmEpilogue.PLAIN)
     before, behind = kernel.prepared
     assert before == [(shape, config) for config in _candidates(False)] and measured_at == [1]
-    assert [shape.num_rows for shape, _ in behind] == [12, 16] and len(products) == 2
+    assert [shape.num_rows for shape, _ in behind] == [12, 16] and len(gemm) == 2
     assert (tuner.num_measured, tuner.num_left_out, tuner.compile_seconds) == (1, 0, 107.0)
 
 
@@ -262,9 +262,9 @@ def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch)
         return text.encode()
 
     driver = _Driver()
-    kernel = Product90(driver, compile_)
+    kernel = GemmSm90(driver, compile_)
     x_TK, w_NK = _random(16, _K), _random(_N, _K)
-    good, bad = (ProductConfig(tile=tile, split=1, stages=3) for tile in (64, 128))
+    good, bad = (GemmConfig(tile=tile, split_k=1, stages=3) for tile in (64, 128))
     for config in (good, bad):
         variants = [variant_of(config, 16, is_gated, torch.bfloat16) for is_gated in (False, True)]
         kernel.prepare([*variants, *variants])
@@ -281,11 +281,11 @@ def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_does_not_load_is_left_to_others() -> None:
     kernel = _TorchKernel()
-    kernel.broken = {StreamedShape.of(num_rows, _random(_N, _K), ProductUse.PLAIN) for num_rows in (12, 16)}
-    products = _tuned(kernel, lambda shape: 2.0, [12, 16])
-    assert len(products) == 4
+    kernel.broken = {PdlShape.of(num_rows, _random(_N, _K), GemmEpilogue.PLAIN) for num_rows in (12, 16)}
+    gemm = _tuned(kernel, lambda shape: 2.0, [12, 16])
+    assert len(gemm) == 4
     x_TK, w_NK = _random(12, _K), _random(_N, _K)
-    _check_product(products, x_TK, w_NK)
+    _check_gemm(gemm, x_TK, w_NK)
     assert kernel.launched == []
 
 
@@ -301,73 +301,73 @@ def test_what_does_not_load_is_left_to_others() -> None:
 )
 def test_the_largest_size_is_measured_though_it_is_no_usual_one(sizes: list[int], measured: list[int]) -> None:
     kernel = _TorchKernel()
-    products = _tuned(kernel, lambda shape: 2.0, sizes)
+    gemm = _tuned(kernel, lambda shape: 2.0, sizes)
     rows = list(dict.fromkeys(shape.num_rows for shape, _ in kernel.prepared[0]))
     assert sorted(rows) == sorted(measured) and rows[:2] == measured[:2]
-    assert len(products) == 3 * len([size for size in sizes if size <= 256]) or 2 in sizes
+    assert len(gemm) == 3 * len([size for size in sizes if size <= 256]) or 2 in sizes
 
 
-@pytest.mark.parametrize("use", ProductUse)
-def test_a_stand_takes_no_candidate_that_errs(monkeypatch: pytest.MonkeyPatch, use: ProductUse) -> None:
+@pytest.mark.parametrize("use", GemmEpilogue)
+def test_a_stand_takes_no_candidate_that_errs(monkeypatch: pytest.MonkeyPatch, use: GemmEpilogue) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(streamed_stand, "silu_mul", _silu_mul)
+    monkeypatch.setattr(pdl_benchmark, "silu_mul", _silu_mul)
     launched: list[Callable[[], object]] = []
 
     def timed(launches: Sequence[Callable[[], object]], stream: object) -> SimpleNamespace:
         launched.extend(launches)
         return SimpleNamespace(micros=lambda: 1.0)
 
-    monkeypatch.setattr(streamed_stand, "TimedGraph", timed)
+    monkeypatch.setattr(pdl_benchmark, "TimedGraph", timed)
     weights = [_random(_N, _K)]
-    shape, config = StreamedShape.of(16, weights[0], use), ProductConfig(tile=64, split=1, stages=3)
+    shape, config = PdlShape.of(16, weights[0], use), GemmConfig(tile=64, split_k=1, stages=3)
     kernel = _TorchKernel()
-    stand = streamed_stand.GraphStand(kernel, TorchProducts(), None, shape, weights)  # type: ignore[arg-type]
-    assert stand.candidate(config)() == 1.0 and stand.candidate(None)() == 1.0
+    benchmark = pdl_benchmark.GraphBenchmark(kernel, TorchGemm(), None, shape, weights)  # type: ignore[arg-type]
+    assert benchmark.candidate(config)() == 1.0 and benchmark.candidate(None)() == 1.0
     for launch in launched:
         launch()
-    # A gated product is checked with squares that were left, and without.
-    assert len(kernel.launched) == (3 if use is ProductUse.GATED else 2) and len(launched) == 2
+    # A gated GEMM is checked with squares that were left, and without.
+    assert len(kernel.launched) == (3 if use is GemmEpilogue.GATED else 2) and len(launched) == 2
     kernel = _TorchKernel(error=0.05)
-    stand = streamed_stand.GraphStand(kernel, TorchProducts(), None, shape, weights)  # type: ignore[arg-type]
+    benchmark = pdl_benchmark.GraphBenchmark(kernel, TorchGemm(), None, shape, weights)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="differs"):
-        stand.candidate(config)
+        benchmark.candidate(config)
 
 
-def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_product_that_reads_it() -> None:
+def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_gemm_that_reads_it() -> None:
     """Of that residual, while nobody else has changed it."""
     kernel = _TorchKernel()
     weights = [_random(_K, _N)]
-    config = ProductConfig(tile=64, split=1, stages=3)
-    gated = StreamedShape.of(16, _random(_N, _K), ProductUse.GATED)
-    table = {StreamedShape.of(16, weights[0], ProductUse.ADDED): config, gated: config}
-    products = StreamedProducts(kernel, table, TorchProducts())
+    config = GemmConfig(tile=64, split_k=1, stages=3)
+    gated = PdlShape.of(16, _random(_N, _K), GemmEpilogue.GATED)
+    table = {PdlShape.of(16, weights[0], GemmEpilogue.ADDED): config, gated: config}
+    gemm = PdlGemm(kernel, table, TorchGemm())
     x_TN, residual_TK, w_NK = _random(16, _N), _random(16, _K), _random(_N, _K)
-    products.gate_up_silu(residual_TK, w_NK, _EPS)
-    products.add_linear(x_TN, weights[0], residual_TK)
-    products.gate_up_silu(residual_TK.clone(), w_NK, _EPS)
-    products.gate_up_silu(residual_TK, w_NK, _EPS)
-    ops, bias_K = TritonOps(products=products), _random(_K)
+    gemm.gate_up_silu(residual_TK, w_NK, _EPS)
+    gemm.add_linear(x_TN, weights[0], residual_TK)
+    gemm.gate_up_silu(residual_TK.clone(), w_NK, _EPS)
+    gemm.gate_up_silu(residual_TK, w_NK, _EPS)
+    ops, bias_K = TritonOps(gemm=gemm), _random(_K)
     ops.add_linear(x_TN, weights[0], bias_K, residual_TK)
-    ops.gate_up_silu_unnormed(residual_TK, w_NK, _EPS)
-    products.add_linear(x_TN, weights[0], residual_TK)
+    ops.gate_up_silu_deferred_norm(residual_TK, w_NK, _EPS)
+    gemm.add_linear(x_TN, weights[0], residual_TK)
     # By others.
-    products.add_linear(_random(16, 2 * _N), _random(_K, 2 * _N), residual_TK)
-    products.gate_up_silu(residual_TK, w_NK, _EPS)
-    assert [squares is not None for squares in kernel.squares] == [False, False, True, False, False]
-    # Where no gated product of such rows streams, none are left.
-    products = StreamedProducts(kernel, {shape: config for shape in table if shape != gated}, TorchProducts())
-    products.add_linear(x_TN, weights[0], residual_TK)
-    assert products.gate_up_silu(residual_TK, w_NK, _EPS) is None
+    gemm.add_linear(_random(16, 2 * _N), _random(_K, 2 * _N), residual_TK)
+    gemm.gate_up_silu(residual_TK, w_NK, _EPS)
+    assert [square_sums is not None for square_sums in kernel.square_sums] == [False, False, True, False, False]
+    # Where no gated GEMM of such rows streams, none are left.
+    gemm = PdlGemm(kernel, {shape: config for shape in table if shape != gated}, TorchGemm())
+    gemm.add_linear(x_TN, weights[0], residual_TK)
+    assert gemm.gate_up_silu(residual_TK, w_NK, _EPS) is None
 
 
 def test_a_budget_that_is_spent_leaves_the_rest_to_others() -> None:
     now = iter(range(100))
     weights = [_random(_N, _K)]
-    tuner = StreamedTuner(lambda shape, weights: _Times(10.0, 64, 2.0), lambda: float(next(now)), budget_s=2.0)
-    groups = [(MatrixGroup(weights, is_added=False), use) for use in ProductUse]
-    products = tuner.tune(_TorchKernel(), groups, [16], TorchProducts())
-    assert (len(products), tuner.num_measured, tuner.num_left_out) == (1, 1, 2)
+    tuner = PdlTuner(lambda shape, weights: _Times(10.0, 64, 2.0), lambda: float(next(now)), budget_s=2.0)
+    groups = [(MatrixGroup(weights, is_added=False), use) for use in GemmEpilogue]
+    gemm = tuner.tune(_TorchKernel(), groups, [16], TorchGemm())
+    assert (len(gemm), tuner.num_measured, tuner.num_left_out) == (1, 1, 2)
 
 
 def test_a_kernel_that_errs_is_found() -> None:

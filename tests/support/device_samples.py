@@ -1,4 +1,4 @@
-"""Draws of the device's sampler beside the CPU sampler's, from the same inputs."""
+"""Tokens of the device's sampler beside the CPU sampler's, from the same inputs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.penalties import adjust_logits
-from radixmesh.daemons.worker.sampling.philox import Draw, gumbel_noise
+from radixmesh.daemons.worker.sampling.philox import NoiseKey, gumbel_noise
 from radixmesh.daemons.worker.sampling.sampler import candidates, sample_tokens
-from radixmesh.kernels.sampling.sample import DrawScratch, TokenTarget, draw
+from radixmesh.kernels.sampling.sample import SampleScratch, TokenTarget, sample_rows
 from radixmesh.kernels.sampling.sample_params import SampleParams
 
 _MAX_LEN = 40
 
 
-def check_draws(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: DrawScratch | None = None) -> None:
+def check_sampled(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: SampleScratch | None = None) -> None:
     """Each row's token is the CPU sampler's, or as good as it."""
     rows = logits_TV.float().cpu().numpy()
     expected = sample_tokens(rows, inputs)
-    for row, sample, actual, token in zip(rows, inputs, drawn(logits_TV, inputs, scratch), expected, strict=True):
+    for row, sample, actual, token in zip(rows, inputs, sampled(logits_TV, inputs, scratch), expected, strict=True):
         assert actual == token or is_close_call(row, sample, actual, token), (sample, actual, token)
 
 
@@ -32,22 +32,22 @@ def is_close_call(row: np.ndarray, sample: SampleInput, actual: int, expected: i
     adjusted = adjust_logits(row, sample.sampling, sample.prompt_ids, sample.output_ids, sample.suppressed_ids)
     ids, scores = candidates(adjusted, sample.sampling)
     sums = dict(zip(ids.tolist(), scores, strict=True))
-    (noise,) = gumbel_noise([Draw(sample.sampling.seed or 0, sample.position, np.array([actual, expected]))])
+    (noise,) = gumbel_noise([NoiseKey(sample.sampling.seed or 0, sample.position, np.array([actual, expected]))])
     return actual in sums and abs(sums[actual] + noise[0] - sums[expected] - noise[1]) < 1e-9
 
 
-def drawn(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: DrawScratch | None = None) -> list[int]:
+def sampled(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: SampleScratch | None = None) -> list[int]:
     """The device's tokens. Without a scratch there is one with few candidates, which also bisects."""
     num_rows, vocab_size = logits_TV.shape
     device = logits_TV.device
     is_penalised = any(has_penalties(sample) for sample in inputs)
-    scratch = scratch or DrawScratch(num_rows, vocab_size, device, has_penalties=is_penalised, num_candidates=32)
+    scratch = scratch or SampleScratch(num_rows, vocab_size, device, has_penalties=is_penalised, num_candidates=32)
     # Rows in another order than their slots.
     slots = list(reversed(range(num_rows)))
     before = logits_TV.clone()
     params = params_of(inputs, slots, device)
-    target = new_target(num_rows, num_rows, device, turn=1)
-    draw(
+    target = new_target(num_rows, num_rows, device, ring_index=1)
+    sample_rows(
         logits_TV,
         params,
         torch.tensor(slots, dtype=torch.int32, device=device),
@@ -59,18 +59,20 @@ def drawn(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: DrawS
         has_penalties=is_penalised,
     )
     assert torch.equal(logits_TV.nan_to_num(), before.nan_to_num())
-    assert (target.turns_RT[0] == -1).all()
-    tokens = target.turns_RT[1].tolist()
+    assert (target.ring_RT[0] == -1).all()
+    tokens = target.ring_RT[1].tolist()
     assert target.last_tokens_S[slots].tolist() == tokens
     if is_penalised:
         assert [int(params.tokens_SL[slot, s.position]) for slot, s in zip(slots, inputs, strict=True)] == tokens
     return tokens
 
 
-def new_target(num_rows: int, num_slots: int, device: torch.device, *, turn: int) -> TokenTarget:
-    """Two turns, filled with -1, and the last tokens of as many slots and a dummy."""
-    turns = torch.full((2, num_rows), -1, dtype=torch.int32, device=device)
-    return TokenTarget(turns_RT=turns, turn_1=turns.new_full((1,), turn), last_tokens_S=turns.new_zeros(num_slots + 1))
+def new_target(num_rows: int, num_slots: int, device: torch.device, *, ring_index: int) -> TokenTarget:
+    """A ring of two rows, filled with -1, and the last tokens of as many slots and a dummy."""
+    ring = torch.full((2, num_rows), -1, dtype=torch.int32, device=device)
+    return TokenTarget(
+        ring_RT=ring, ring_index_1=ring.new_full((1,), ring_index), last_tokens_S=ring.new_zeros(num_slots + 1)
+    )
 
 
 def has_penalties(sample: SampleInput) -> bool:

@@ -1,4 +1,4 @@
-"""What computes products of FP8 rows with FP8 weights: when the library does, and which tiles are taken."""
+"""What computes GEMMs of FP8 rows with FP8 weights: when the library does, and which tiles are taken."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
-from support.rounding import random_product_tolerance
+from support.rounding import random_gemm_tolerance
 
 from radixmesh.daemons.worker.cuda.fp8 import tuning as fp8_tuning
 from radixmesh.daemons.worker.cuda.fp8.gemm import (
     Choice,
-    ChosenFp8Products,
     MatrixShape,
-    ScaledMmProducts,
-    TorchFp8Products,
-    TritonFp8Products,
-    check_small_product,
+    ScaledMmGemm,
+    TorchFp8Gemm,
+    TritonFp8Gemm,
+    TunedFp8Gemm,
+    check_small_gemm,
     tried_library,
 )
-from radixmesh.daemons.worker.cuda.fp8.tuning import Candidate, Fp8Stand, choose, create_fp8_products, measured_sizes
+from radixmesh.daemons.worker.cuda.fp8.tuning import Candidate, Fp8Benchmark, choose, create_fp8_gemm, measured_sizes
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 def _library(x, w, *, scale_a, scale_b, out_dtype, use_fast_accum):
-    """torch._scaled_mm as an H200 has it: the sizes, strides and options that it checks, and the product."""
+    """torch._scaled_mm as an H200 has it: the sizes, strides and options that it checks, and the GEMM."""
     (num_rows, num_in), num_out = x.shape, w.shape[1]
     assert x.dtype == w.dtype == torch.float8_e4m3fn and x.is_contiguous() and w.t().is_contiguous()
     assert scale_a.dtype == scale_b.dtype == torch.float32
@@ -56,7 +56,7 @@ def _library(x, w, *, scale_a, scale_b, out_dtype, use_fast_accum):
 
 def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", _library)
-    ours = TritonFp8Products()
+    ours = TritonFp8Gemm()
     assert tried_library(ours, _CPU).groupings == {False, True}
 
     def without_blocks(x, w, **options):
@@ -76,7 +76,7 @@ def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
 
 def test_torchs_own_library_of_a_cpu_agrees():
     """Which has scales a row."""
-    check_small_product(ScaledMmProducts(TorchFp8Products()), _CPU, is_grouped=False)
+    check_small_gemm(ScaledMmGemm(TorchFp8Gemm()), _CPU, is_grouped=False)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_what_the_library_does_not_take_ours_computes(
     monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or _library(*args, **options))
     w = quantize_matrix(torch.randn(num_out, num_in), is_grouped=is_grouped)
     rows = quantize_rows(torch.randn(num_rows, num_in), is_grouped=is_grouped)
-    got = ScaledMmProducts(TritonFp8Products()).linear(rows, w, dtype)
-    want = TorchFp8Products().linear(rows, w, dtype)
-    torch.testing.assert_close(got, want, **random_product_tolerance(dtype, num_in, want))
+    got = ScaledMmGemm(TritonFp8Gemm()).linear(rows, w, dtype)
+    want = TorchFp8Gemm().linear(rows, w, dtype)
+    torch.testing.assert_close(got, want, **random_gemm_tolerance(dtype, num_in, want))
     assert bool(calls) is is_library
 
 
@@ -115,7 +115,7 @@ def _layer() -> LayerMatrices:
     )
 
 
-class _Stand(Fp8Stand):
+class _Stand(Fp8Benchmark):
     """takes: microseconds of candidates, by tile; what is not named takes 100."""
 
     def __init__(self, takes: dict[TileConfig | None, float], refused: bool) -> None:
@@ -142,7 +142,7 @@ class _Stand(Fp8Stand):
 def test_the_fastest_is_chosen_for_each_shape_and_size(library_us, default_us, other_us, is_library, is_default):
     made = []
 
-    def create(num_rows: int, matrices: Sequence[QuantizedMatrix]) -> Fp8Stand:
+    def create(num_rows: int, matrices: Sequence[QuantizedMatrix]) -> Fp8Benchmark:
         made.append((num_rows, tuple(matrices[0].shape), len(matrices)))
         num_out = matrices[0].shape[0]
         takes = {default_tile(num_rows, num_out): default_us, other_tiles(num_rows, num_out)[0]: other_us}
@@ -172,21 +172,21 @@ def test_candidates_are_timed_on_the_weights_of_all_layers(is_grouped, monkeypat
     monkeypatch.setattr(fp8_tuning, "TimedGraph", Timed)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch, "_scaled_mm", _library)
-    ours = TritonFp8Products()
+    ours = TritonFp8Gemm()
     matrices = [quantize_matrix(torch.randn(256, 512), is_grouped=is_grouped) for _ in range(2)]
-    stand = fp8_tuning.GraphFp8Stand(ScaledMmProducts(ours), ours, torch.bfloat16, None, 17, matrices)
+    benchmark = fp8_tuning.GraphFp8Benchmark(ScaledMmGemm(ours), ours, torch.bfloat16, None, 17, matrices)
     for candidate in (Candidate(None), Candidate(default_tile(17, 256)), *map(Candidate, other_tiles(17, 256))):
-        take = stand.candidate(candidate)
+        take = benchmark.candidate(candidate)
         assert take is not None and take() == 10.0
     assert shapes == [(17, 256)] * 3
-    without = fp8_tuning.GraphFp8Stand(ScaledMmProducts(ours, frozenset()), ours, torch.bfloat16, None, 17, matrices)
+    without = fp8_tuning.GraphFp8Benchmark(ScaledMmGemm(ours, frozenset()), ours, torch.bfloat16, None, 17, matrices)
     assert without.candidate(Candidate(None)) is None
 
 
 def test_steps_take_what_was_chosen_for_the_next_larger_size():
     seen = []
 
-    class Ours(TritonFp8Products):
+    class Ours(TritonFp8Gemm):
         def in_tiles(self, rows, w, dtype, tile):
             seen.append(tile)
             return super().in_tiles(rows, w, dtype, tile)
@@ -195,12 +195,12 @@ def test_steps_take_what_was_chosen_for_the_next_larger_size():
     small, large = (TileConfig(rows=n, columns=32, num_warps=4, num_stages=3) for n in (16, 64))
     w, other = (quantize_matrix(torch.randn(n, 256), is_grouped=True) for n in (48, 64))
     table = {MatrixShape.of(w): (Choice(4, False, small), Choice(8, True, large))}
-    products = ChosenFp8Products(ScaledMmProducts(ours, frozenset()), ours, table)
+    gemm = TunedFp8Gemm(ScaledMmGemm(ours, frozenset()), ours, table)
     for num_rows, matrix, expected in ((1, w, small), (4, w, small), (5, w, large), (20, w, large), (4, other, None)):
         rows = quantize_rows(torch.randn(num_rows, 256), is_grouped=True)
-        got = products.linear(rows, matrix, torch.float32)
-        want = TorchFp8Products().linear(rows, matrix, torch.float32)
-        torch.testing.assert_close(got, want, **random_product_tolerance(torch.float32, 256, want))
+        got = gemm.linear(rows, matrix, torch.float32)
+        want = TorchFp8Gemm().linear(rows, matrix, torch.float32)
+        torch.testing.assert_close(got, want, **random_gemm_tolerance(torch.float32, 256, want))
         assert seen.pop() == expected and not seen
 
 
@@ -213,6 +213,6 @@ def test_sizes_end_with_the_largest_step():
 
 def test_where_nothing_is_measured_the_library_is_taken_but_in_deterministic_mode():
     options = {"max_rows": 64, "use_pdl": False}
-    plain = create_fp8_products([], torch.bfloat16, _CPU, is_deterministic=False, is_tuned=True, **options)
-    fixed = create_fp8_products([], torch.bfloat16, _CPU, is_deterministic=True, is_tuned=True, **options)
-    assert isinstance(plain, ScaledMmProducts) and isinstance(fixed, TritonFp8Products)
+    plain = create_fp8_gemm([], torch.bfloat16, _CPU, is_deterministic=False, is_tuned=True, **options)
+    fixed = create_fp8_gemm([], torch.bfloat16, _CPU, is_deterministic=True, is_tuned=True, **options)
+    assert isinstance(plain, ScaledMmGemm) and isinstance(fixed, TritonFp8Gemm)

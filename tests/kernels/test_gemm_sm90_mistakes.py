@@ -1,4 +1,4 @@
-"""That the emulation of Hopper's products finds mistakes: each is made in the kernels' sources."""
+"""That the emulation of Hopper's GEMMs finds mistakes: each is made in the kernels' sources."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from support.product90_emulator import EmulatedProduct90, is_there, random_numbers, squares_by_tiles
-from support.rounding import gated_tolerance, is_within, product_tolerance, sum_tolerance
+from support.gemm_sm90_emulator import EmulatedGemmSm90, is_there, random_numbers, square_sums_by_tile
+from support.rounding import gated_tolerance, gemm_tolerance, is_within, sum_tolerance
 
 from radixmesh.kernels.gemm_sm90.gemm import gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.variants import ProductConfig, Variant, variant_of
-from radixmesh.kernels.row_scale import row_scale_reference
+from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
+from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 pytestmark = pytest.mark.skipif(not is_there(), reason="the emulation is built with g++")
 
 
 @dataclass(frozen=True)
 class _Case:
-    """What a mistake is looked for in. eps: of a gated product's norm; what is not gated leaves its squares."""
+    """What a mistake is looked for in. eps: of a gated GEMM's norm; what is not gated leaves its squares."""
 
     tile: int = 128
-    split: int = 2
+    split_k: int = 2
     stages: int = 2
-    shared: int = 1
+    multicast: int = 1
     num_rows: int = 16
     num_out: int = 128
     num_in: int = 640
@@ -36,13 +36,13 @@ class _Case:
 
     @property
     def variant(self) -> Variant:
-        config = ProductConfig(
-            tile=self.tile, split=self.split, stages=self.stages, shared=self.shared, row_tile=self.row_tile
+        config = GemmConfig(
+            tile=self.tile, split_k=self.split_k, stages=self.stages, multicast=self.multicast, row_tile=self.row_tile
         )
         return variant_of(config, self.num_rows, self.eps is not None, torch.bfloat16)
 
     def is_right(self, folder: Path, source: str, num_seeds: int) -> bool:
-        kernel = EmulatedProduct90(self.variant, folder, source)
+        kernel = EmulatedGemmSm90(self.variant, folder, source)
         x_TK, w_NK = (
             random_numbers(self.num_rows, self.num_in),
             random_numbers(self.num_out, self.num_in) * self.num_in**-0.5,
@@ -54,54 +54,54 @@ class _Case:
         except RuntimeError:
             return False
 
-    def _is_right(self, kernel: EmulatedProduct90, x_TK: torch.Tensor, w_NK: torch.Tensor, seed: int) -> bool:
+    def _is_right(self, kernel: EmulatedGemmSm90, x_TK: torch.Tensor, w_NK: torch.Tensor, seed: int) -> bool:
         if self.eps is not None:
             found_TF = kernel.run(x_TK, w_NK, eps=self.eps, seed=seed)
             expected_TF = gate_up_silu_reference(x_TK, w_NK, self.eps)
-            tolerance_TF = gated_tolerance(x_TK, w_NK, expected_TF, row_scale_reference(x_TK, self.eps))
+            tolerance_TF = gated_tolerance(x_TK, w_NK, expected_TF, inverse_rms_reference(x_TK, self.eps))
             return is_within(found_TF, expected_TF, tolerance_TF)
-        squares = torch.full((self.variant.num_tiles(self.num_out), self.num_rows), float("nan"))
-        found_TN = kernel.run(x_TK, w_NK, squares_out=squares, seed=seed)
+        square_sums = torch.full((self.variant.num_tiles(self.num_out), self.num_rows), float("nan"))
+        found_TN = kernel.run(x_TK, w_NK, square_sums_out=square_sums, seed=seed)
         expected_TN, rtol = linear_reference(x_TK, w_NK), 2 * sum_tolerance(self.tile, 1.0)
-        return is_within(found_TN, expected_TN, product_tolerance(x_TK, w_NK, expected_TN)) and torch.allclose(
-            squares, squares_by_tiles(found_TN, self.tile), rtol=rtol, atol=0.0
+        return is_within(found_TN, expected_TN, gemm_tolerance(x_TK, w_NK, expected_TN)) and torch.allclose(
+            square_sums, square_sums_by_tile(found_TN, self.tile), rtol=rtol, atol=0.0
         )
 
 
 _CASES = {
-    "alone": _Case(split=1),
-    "blocks": _Case(split=1, tile=256, num_out=256),
+    "alone": _Case(split_k=1),
+    "blocks": _Case(split_k=1, tile=256, num_out=256),
     "parts": _Case(),
-    "uneven": _Case(split=4, tile=64, num_rows=48, num_out=64),
-    "neighbours": _Case(tile=64, shared=2),
-    "gated": _Case(split=1, tile=128, num_out=256, eps=1e-5),
-    "gated neighbours": _Case(split=1, tile=64, shared=2, eps=1e-5),
-    "gated parts and neighbours": _Case(tile=64, shared=2, num_rows=32, eps=1e-5),
-    "row tiles": _Case(split=1, tile=48, num_rows=70, num_out=48, row_tile=64),
-    "row tiles of two groups": _Case(split=1, tile=48, num_rows=128, num_out=48, row_tile=128),
-    "row tiles of neighbours": _Case(split=1, tile=48, shared=2, num_rows=100, num_out=48, row_tile=64),
+    "uneven": _Case(split_k=4, tile=64, num_rows=48, num_out=64),
+    "neighbours": _Case(tile=64, multicast=2),
+    "gated": _Case(split_k=1, tile=128, num_out=256, eps=1e-5),
+    "gated neighbours": _Case(split_k=1, tile=64, multicast=2, eps=1e-5),
+    "gated parts and neighbours": _Case(tile=64, multicast=2, num_rows=32, eps=1e-5),
+    "row tiles": _Case(split_k=1, tile=48, num_rows=70, num_out=48, row_tile=64),
+    "row tiles of two groups": _Case(split_k=1, tile=48, num_rows=128, num_out=48, row_tile=128),
+    "row tiles of neighbours": _Case(split_k=1, tile=48, multicast=2, num_rows=100, num_out=48, row_tile=64),
 }
 _RELEASE = "if (index > 0 && index - 1 + kStages < share.num_blocks) release(share, before);"
 _RELEASE_EARLY = "if (index + kStages < share.num_blocks) release(share, stage);"
 _READ_PARITY = "before = kStages - 1;\n  u32 parity = 0;"
 _EARLY_ROWS = (
-    "  wait_for_kernels_ahead();\n",
+    "  griddepcontrol_wait();\n",
     "  if (is_producer) produce(share, &w_map, &x_map, early), share.num_blocks = early = 0;\n"
-    "  wait_for_kernels_ahead();\n",
+    "  griddepcontrol_wait();\n",
 )
-_NEXT = "  let_next_kernel_begin();\n  wait_for_kernels_ahead();\n"
+_NEXT = "  griddepcontrol_launch_dependents();\n  griddepcontrol_wait();\n"
 _RING_SYNC = "  // The ring is no longer read.\n  sync_consumers();\n"
 _SUMS_SYNC = "  // Own sums and squares are there.\n  sync_consumers();\n"
 _NUM_BANDS = "num_bands = first_band(share.part + 1) - first_band(share.part);"
-_TOLD = "share.part * kShared + lane));"
-_WIDE_RELEASE = _RELEASE.replace("share.num", "sizes.num").replace("share", "place")
-_WIDE_RELEASE_EARLY = _RELEASE_EARLY.replace("share.num", "sizes.num").replace("share", "place")
-_WIDE_EARLY = "  const int early = is_producer ? load_early(place, sizes, &w_map) : 0;\n"
-_WIDE_ROWS = "  if (is_producer) produce(place, sizes, &w_map, &x_map, early);\n"
-_WIDE_WAIT = "  wait_for_kernels_ahead();\n  let_next_kernel_begin();\n"
+_TOLD = "share.part * kMulticast + lane));"
+_ROW_TILED_RELEASE = _RELEASE.replace("share.num", "sizes.num").replace("share", "place")
+_ROW_TILED_RELEASE_EARLY = _RELEASE_EARLY.replace("share.num", "sizes.num").replace("share", "place")
+_ROW_TILED_EARLY = "  const int early = is_producer ? load_early(place, sizes, &w_map) : 0;\n"
+_ROW_TILED_ROWS = "  if (is_producer) produce(place, sizes, &w_map, &x_map, early);\n"
+_ROW_TILED_WAIT = "  griddepcontrol_wait();\n  griddepcontrol_launch_dependents();\n"
 _LEAVE = "  leave_sums(place, sums);\n"
-_SQUARES_SYNC = "    sync_consumers();\n    store_squares("
-_SENT_WAIT = "  if (kParts > 1 || (kShared > 1 && is_squaring(sizes))) barrier_wait(sent_barrier(share), 0);\n"
+_SQUARE_SUMS_SYNC = "    sync_consumers();\n    store_square_sums("
+_SENT_WAIT = "  if (kSplitK > 1 || (kMulticast > 1 && sums_squares(sizes))) barrier_wait(sent_barrier(share), 0);\n"
 
 
 @pytest.mark.full
@@ -116,10 +116,10 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
     [
         # The ring.
         ("a stage is released while it is read", "alone", _RELEASE, _RELEASE_EARLY),
-        ("products are not waited for", "alone", "    wgmma_wait<1>();\n", ""),
-        ("more products are left under way", "alone", "wgmma_wait<1>()", "wgmma_wait<2>()"),
-        ("the last products are not waited for", "alone", "  wgmma_wait<0>();\n", ""),
-        ("the last products but one are waited for", "alone", "wgmma_wait<0>()", "wgmma_wait<1>()"),
+        ("GEMMs are not waited for", "alone", "    wgmma_wait<1>();\n", ""),
+        ("more GEMMs are left under way", "alone", "wgmma_wait<1>()", "wgmma_wait<2>()"),
+        ("the last GEMMs are not waited for", "alone", "  wgmma_wait<0>();\n", ""),
+        ("the last GEMMs but one are waited for", "alone", "wgmma_wait<0>()", "wgmma_wait<1>()"),
         ("a warp releases what its lanes read", "alone", "  sync_warp();\n", ""),
         ("a stage is not released", "alone", _RELEASE, _RELEASE.replace("index > 0", "index > 1")),
         ("a phase is not waited for", "alone", "barrier_wait(full_barrier(share, stage), parity);", ""),
@@ -131,12 +131,12 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
         ("phases are taken for the same", "alone", "      parity ^= 1;\n", ""),
         ("barriers are not there yet", "alone", "  sync_threads();\n", ""),
         # The kernels ahead and behind.
-        ("kernels ahead are not waited for", "alone", "  wait_for_kernels_ahead();\n", ""),
+        ("kernels ahead are not waited for", "alone", "  griddepcontrol_wait();\n", ""),
         ("rows come before they are written", "alone", _EARLY_ROWS[0], _EARLY_ROWS[1]),
         (
             "the next kernel begins too early",
             "alone",
-            "  wait_for_kernels_ahead();\n  let_next_kernel_begin();\n",
+            "  griddepcontrol_wait();\n  griddepcontrol_launch_dependents();\n",
             _NEXT,
         ),
         # Operands.
@@ -151,93 +151,118 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
         ("other warps' sums are not there yet", "alone", _SUMS_SYNC, ""),
         ("others' sums overwrite what is read", "parts", "    barrier_wait(free_barrier(share), 0);\n", ""),
         ("the ring is called free too early", "parts", _RING_SYNC, ""),
-        ("fewer than all call the ring free", "parts", "free_barrier(share), kParts);", "free_barrier(share), 1);"),
+        ("fewer than all call the ring free", "parts", "free_barrier(share), kSplitK);", "free_barrier(share), 1);"),
         ("others' sums are not there yet", "parts", _SENT_WAIT, ""),
         ("own sums are not there yet", "parts", _SUMS_SYNC, ""),
-        ("too many numbers are expected", "parts", "(kParts - 1) * num_bands", "kParts * num_bands"),
+        ("too many numbers are expected", "parts", "(kSplitK - 1) * num_bands", "kSplitK * num_bands"),
         ("too few numbers are expected", "parts", "kBlocks * kConsumers * 16", "kBlocks * kConsumers * 8"),
         ("as many bands are expected of all", "uneven", _NUM_BANDS, "num_bands = kMaxBands;"),
-        ("a band's owner is another", "uneven", "((band + 1) * kParts - 1) / kBands", "band * kParts / kBands"),
+        ("a band's owner is another", "uneven", "((band + 1) * kSplitK - 1) / kBands", "band * kSplitK / kBands"),
         ("parts send to the same place", "uneven", "(part < owner ? part : part - 1)", "0"),
         ("a band is sent elsewhere", "uneven", "(band - first_band(owner)) * kBandBytes", "0"),
         ("others' barriers are not there yet", "parts", "  if (kClusterCtas > 1) cluster_wait();\n", ""),
         # Neighbours that share rows.
-        ("neighbours are not told", "neighbours", "} else if (lane < kShared) {", "} else if (lane < 1) {"),
-        ("other parts' neighbours are told", "neighbours", _TOLD, _TOLD.replace("share.part * kShared + ", "")),
-        ("a neighbour overwrites what is read", "neighbours", "kConsumers / 32 * kShared", "kConsumers / 32"),
-        ("the neighbour's rows land elsewhere", "neighbours", "to + share.neighbour * kSharedRows * kTileK * 2", "to"),
-        ("a neighbour asks for the other's rows", "neighbours", "column, share.neighbour * kSharedRows", "column, 0"),
-        ("rows go to other parts' neighbours", "neighbours", " << share.part * kShared);", ");"),
+        ("neighbours are not told", "neighbours", "} else if (lane < kMulticast) {", "} else if (lane < 1) {"),
+        ("other parts' neighbours are told", "neighbours", _TOLD, _TOLD.replace("share.part * kMulticast + ", "")),
+        ("a neighbour overwrites what is read", "neighbours", "kConsumers / 32 * kMulticast", "kConsumers / 32"),
+        (
+            "the neighbour's rows land elsewhere",
+            "neighbours",
+            "to + share.neighbour * kMulticastRows * kTileK * 2",
+            "to",
+        ),
+        (
+            "a neighbour asks for the other's rows",
+            "neighbours",
+            "column, share.neighbour * kMulticastRows",
+            "column, 0",
+        ),
+        ("rows go to other parts' neighbours", "neighbours", " << share.part * kMulticast);", ");"),
         ("neighbours' barriers are not there yet", "neighbours", "  if (kClusterCtas > 1) cluster_wait();\n", ""),
-        ("neighbours call the ring free", "neighbours", "part * kShared + share.neighbour));", "part * kShared));"),
-        ("sums go to neighbours", "neighbours", "rank = owner * kShared + share.neighbour", "rank = owner * kShared"),
+        (
+            "neighbours call the ring free",
+            "neighbours",
+            "part * kMulticast + share.neighbour));",
+            "part * kMulticast));",
+        ),
+        (
+            "sums go to neighbours",
+            "neighbours",
+            "rank = owner * kMulticast + share.neighbour",
+            "rank = owner * kMulticast",
+        ),
         # Gate, up and the norm.
         ("other features' gate and up", "gated", "share.tile * (kColumns / 8)", "share.tile * (kTileN / 8)"),
         ("gate is taken for up", "gated", "silu(sums[i][j].x * factors[i][0])", "silu(sums[i][j].z * factors[i][0])"),
         ("up is taken for gate", "gated", "(sums[i][j].w * factors[i][1])", "(sums[i][j].y * factors[i][1])"),
         ("a part of a row's squares", "gated", "mask < 8; mask *= 2", "mask < 4; mask *= 2"),
         ("other warps' squares are not there yet", "gated", _SUMS_SYNC, ""),
-        ("squares are not waited for", "gated neighbours", "(kShared > 1 && is_squaring(sizes))", "false"),
+        ("squares are not waited for", "gated neighbours", "(kMulticast > 1 && sums_squares(sizes))", "false"),
         (
             "squares of the neighbour's rows",
             "gated neighbours",
-            "rows + (share.neighbour * kSharedRows + row)",
+            "rows + (share.neighbour * kMulticastRows + row)",
             "rows + (row)",
         ),
-        ("squares are sent to too few", "gated parts and neighbours", "rank >= kClusterCtas", "rank >= kShared"),
+        ("squares are sent to too few", "gated parts and neighbours", "rank >= kClusterCtas", "rank >= kMulticast"),
         (
             "squares land elsewhere",
             "gated parts and neighbours",
-            "share.neighbour * kSharedRows + row) * 4",
+            "share.neighbour * kMulticastRows + row) * 4",
             "row) * 4",
         ),
         ("parts' squares land in one place", "gated parts and neighbours", "(share.part * kRows + share", "(share"),
         (
             "too few squares are expected",
             "gated parts and neighbours",
-            "(kClusterCtas - 1) * kSharedRows",
-            "kSharedRows",
+            "(kClusterCtas - 1) * kMulticastRows",
+            "kMulticastRows",
         ),
         ("squares and sums are not there yet", "gated parts and neighbours", _SENT_WAIT, ""),
         ("squares are read that boxes overwrite", "gated parts and neighbours", _RELEASE, _RELEASE_EARLY),
         # Squares that are left.
-        ("other warps' pieces are not there yet", "alone", _SQUARES_SYNC, "    store_squares("),
+        ("other warps' pieces are not there yet", "alone", _SQUARE_SUMS_SYNC, "    store_square_sums("),
         (
             "a part of the columns' squares",
             "uneven",
-            "row_squares += squares(packed.x)",
-            "row_squares = squares(packed.x)",
+            "row_square_sums += sum_of_squares(packed.x)",
+            "row_square_sums = sum_of_squares(packed.x)",
         ),
         ("other parts' squares lie elsewhere", "parts", "piece.row + c - first_band(share.part) * 8", "piece.row + c"),
         # Tiles of rows.
-        ("a stage is released while it is read", "row tiles", _WIDE_RELEASE, _WIDE_RELEASE_EARLY),
-        ("a stage is not released", "row tiles", _WIDE_RELEASE, _WIDE_RELEASE.replace("index > 0", "index > 1")),
-        ("products are not waited for", "row tiles", "    wgmma_wait<1>();\n", ""),
-        ("the last products are not waited for", "row tiles", "  wgmma_wait<0>();\n", ""),
+        ("a stage is released while it is read", "row tiles", _ROW_TILED_RELEASE, _ROW_TILED_RELEASE_EARLY),
+        (
+            "a stage is not released",
+            "row tiles",
+            _ROW_TILED_RELEASE,
+            _ROW_TILED_RELEASE.replace("index > 0", "index > 1"),
+        ),
+        ("GEMMs are not waited for", "row tiles", "    wgmma_wait<1>();\n", ""),
+        ("the last GEMMs are not waited for", "row tiles", "  wgmma_wait<0>();\n", ""),
         ("a warp releases what its lanes read", "row tiles", "  sync_warp();\n", ""),
         ("a phase is not waited for", "row tiles", "barrier_wait(full_barrier(place, stage), parity);", ""),
         ("boxes overwrite what is read", "row tiles", "    barrier_wait(empty_barrier(place, stage), parity);\n", ""),
         ("barriers are not there yet", "row tiles", "  sync_threads();\n", ""),
-        ("kernels ahead are not waited for", "row tiles", "  wait_for_kernels_ahead();\n", ""),
+        ("kernels ahead are not waited for", "row tiles", "  griddepcontrol_wait();\n", ""),
         (
             "rows come before they are written",
             "row tiles",
-            _WIDE_EARLY + _WIDE_WAIT + _WIDE_ROWS,
-            _WIDE_EARLY + _WIDE_ROWS + _WIDE_WAIT,
+            _ROW_TILED_EARLY + _ROW_TILED_WAIT + _ROW_TILED_ROWS,
+            _ROW_TILED_EARLY + _ROW_TILED_ROWS + _ROW_TILED_WAIT,
         ),
         ("the other group's rows", "row tiles of two groups", " + group * 64 * kTileK * 2, weights", ", weights"),
         ("another tile's rows", "row tiles", "index * kTileK, place.row,", "index * kTileK, 0,"),
         ("sums overwrite what others read", "row tiles", _RING_SYNC, ""),
         ("the other group reads what sums overwrite", "row tiles of two groups", _RING_SYNC, ""),
         ("other warps' sums are not there yet", "row tiles", _LEAVE + "  sync_consumers();\n", _LEAVE),
-        ("other warps' pieces are not there yet", "row tiles", _SQUARES_SYNC, "    store_squares("),
+        ("other warps' pieces are not there yet", "row tiles", _SQUARE_SUMS_SYNC, "    store_square_sums("),
         (
             "neighbours are not told",
             "row tiles of neighbours",
-            "} else if (lane < kShared) {",
+            "} else if (lane < kMulticast) {",
             "} else if (lane < 1) {",
         ),
-        ("a neighbour overwrites what is read", "row tiles of neighbours", "kWarps * kShared", "kWarps"),
+        ("a neighbour overwrites what is read", "row tiles of neighbours", "kWarps * kMulticast", "kWarps"),
         ("the neighbour's weights land elsewhere", "row tiles of neighbours", "stage) + first * kTileK * 2", "stage)"),
         ("a neighbour asks for the other's weights", "row tiles of neighbours", "place.column + first", "place.column"),
         ("neighbours' barriers are not there yet", "row tiles of neighbours", "    cluster_wait();\n", ""),

@@ -1,11 +1,11 @@
-"""Products that stream their weights (kernels/gemm_sm90) on one Hopper GPU: are they right, and how fast is a layer.
+"""GEMMs that stream their weights (kernels/gemm_sm90) on one Hopper GPU: are they right, and how fast is a layer.
 
-    python bench/gpu/products90.py > products90.json
+    python bench/gpu/gemm_sm90.py > gemm_sm90.json
 
 Checks first, each in a process of its own that is killed when it hangs: every kind of tile against torch, ragged, with
 what lies behind the result watched; then four layers as the decoder runs them, captured, replayed hundreds of times
 with inputs in turns, whose results must be torch's and the same bits every time. Then, by rows, the 28 layers of
-Llama-3.2-3B's shape at context 384 with cuBLASLt's tuned products and with these. Prints JSON; --jobs NAME... runs some
+Llama-3.2-3B's shape at context 384 with cuBLASLt's tuned GEMMs and with these. Prints JSON; --jobs NAME... runs some
 only, --list names them.
 """
 
@@ -31,11 +31,11 @@ from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
 from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
-from radixmesh.daemons.worker.cuda.gemm.product_tuning import MatrixGroup, matrix_groups, tuned_products
-from radixmesh.daemons.worker.cuda.gemm.products import Products, TorchProducts
-from radixmesh.daemons.worker.cuda.gemm.streamed_kernel import GpuKernel
-from radixmesh.daemons.worker.cuda.gemm.streamed_products import ProductUse, StreamedProducts, StreamedShape
-from radixmesh.daemons.worker.cuda.gemm.streamed_stand import GraphStand
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import MatrixGroup, matrix_groups, tuned_gemm
+from radixmesh.daemons.worker.cuda.gemm.pdl_benchmark import GraphBenchmark
+from radixmesh.daemons.worker.cuda.gemm.pdl_gemm import GemmEpilogue, PdlGemm, PdlShape
+from radixmesh.daemons.worker.cuda.gemm.pdl_kernel import Sm90Kernel
 from radixmesh.daemons.worker.cuda.ops import KvTarget, TritonOps
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
@@ -43,14 +43,14 @@ from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.rope_config import RopeConfig
 from radixmesh.kernels.gemm_sm90.candidates import candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
-from radixmesh.kernels.gemm_sm90.gemm import Product90, gate_up_silu_reference, linear_reference
+from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
 from radixmesh.kernels.gemm_sm90.variants import (
     MAX_CLUSTER,
     MAX_SUMS,
     SHARED_BYTES,
     TILE_K,
-    ProductConfig,
+    GemmConfig,
     Variant,
     variant_of,
 )
@@ -67,23 +67,23 @@ _SHAPES = ((3072, 3072), (2560, 9728), (5120, 2560), (200, 456), (28672, 512), (
 
 @dataclasses.dataclass(frozen=True)
 class _Check:
-    """Products of these rows, cut in these ways, over _SHAPES."""
+    """GEMMs of these rows, cut in these ways, over _SHAPES."""
 
     rows: tuple[int, ...]
     tiles: tuple[int, ...]
-    splits: tuple[int, ...] = (1,)
+    split_ks: tuple[int, ...] = (1,)
     stages: tuple[int, ...] = (4,)
-    shared: tuple[int, ...] = (1,)
+    multicast: tuple[int, ...] = (1,)
     is_gated: bool = False
     dtype: torch.dtype = torch.bfloat16
     row_tiles: tuple[int | None, ...] = (None,)
 
-    def configs(self, num_rows: int) -> list[ProductConfig]:
+    def configs(self, num_rows: int) -> list[GemmConfig]:
         """Those that fit."""
         found = [
-            ProductConfig(tile=tile, split=split, stages=stages, shared=shared, row_tile=row_tile)
-            for tile, split, stages, shared, row_tile in itertools.product(
-                self.tiles, self.splits, self.stages, self.shared, self.row_tiles
+            GemmConfig(tile=tile, split_k=split_k, stages=stages, multicast=multicast, row_tile=row_tile)
+            for tile, split_k, stages, multicast, row_tile in itertools.product(
+                self.tiles, self.split_ks, self.stages, self.multicast, self.row_tiles
             )
         ]
         return [
@@ -94,28 +94,30 @@ class _Check:
             and self.variant(config, num_rows).sums_a_thread <= MAX_SUMS
         ]
 
-    def variant(self, config: ProductConfig, num_rows: int) -> Variant:
+    def variant(self, config: GemmConfig, num_rows: int) -> Variant:
         return variant_of(config, num_rows, self.is_gated, self.dtype)
 
 
 # The plainest first.
 _CHECKS = {
     "plain": _Check(rows=(64, 8, 1, 33), tiles=(64, 128), stages=(2, 4)),
-    "split": _Check(rows=(64, 5, 40), tiles=(64, 128), splits=(2, 3, 5, 8)),
-    "gated": _Check(rows=(64, 9, 128), tiles=(64, 128), splits=(1, 2, 3), stages=(3,), is_gated=True),
-    "wide": _Check(rows=(100, 128, 190, 256), tiles=(64, 128), splits=(1, 3), stages=(3,)),
-    "wide_gated": _Check(rows=(200, 256), tiles=(128,), splits=(1, 2), stages=(4,), is_gated=True),
-    "tile_256": _Check(rows=(16, 64, 128), tiles=(256,), splits=(1, 4), stages=(3, 4)),
-    "tile_256_gated": _Check(rows=(16, 64, 100), tiles=(256,), splits=(1, 2), stages=(4,), is_gated=True),
-    "shared": _Check(rows=(64, 50, 128), tiles=(64, 128), splits=(1, 2), stages=(3,), shared=(2, 4)),
-    "shared_wide": _Check(rows=(128, 256), tiles=(128, 256), splits=(1, 2, 4), stages=(4,), shared=(2,)),
-    "shared_gated": _Check(rows=(64, 256), tiles=(128,), splits=(1, 2), stages=(4,), shared=(2, 4), is_gated=True),
+    "split_k": _Check(rows=(64, 5, 40), tiles=(64, 128), split_ks=(2, 3, 5, 8)),
+    "gated": _Check(rows=(64, 9, 128), tiles=(64, 128), split_ks=(1, 2, 3), stages=(3,), is_gated=True),
+    "many_rows": _Check(rows=(100, 128, 190, 256), tiles=(64, 128), split_ks=(1, 3), stages=(3,)),
+    "many_rows_gated": _Check(rows=(200, 256), tiles=(128,), split_ks=(1, 2), stages=(4,), is_gated=True),
+    "tile_256": _Check(rows=(16, 64, 128), tiles=(256,), split_ks=(1, 4), stages=(3, 4)),
+    "tile_256_gated": _Check(rows=(16, 64, 100), tiles=(256,), split_ks=(1, 2), stages=(4,), is_gated=True),
+    "multicast": _Check(rows=(64, 50, 128), tiles=(64, 128), split_ks=(1, 2), stages=(3,), multicast=(2, 4)),
+    "multicast_many_rows": _Check(rows=(128, 256), tiles=(128, 256), split_ks=(1, 2, 4), stages=(4,), multicast=(2,)),
+    "multicast_gated": _Check(
+        rows=(64, 256), tiles=(128,), split_ks=(1, 2), stages=(4,), multicast=(2, 4), is_gated=True
+    ),
     "row_tiles": _Check(rows=(256, 100, 190), tiles=(64, 80, 96, 160), stages=(3, 5), row_tiles=(64, 128)),
-    "row_tiles_shared": _Check(
-        rows=(256, 100, 30), tiles=(96, 128, 224), stages=(4,), shared=(2, 4), row_tiles=(64, 128)
+    "row_tiles_multicast": _Check(
+        rows=(256, 100, 30), tiles=(96, 128, 224), stages=(4,), multicast=(2, 4), row_tiles=(64, 128)
     ),
     "row_tiles_half": _Check(rows=(200,), tiles=(96,), stages=(4,), row_tiles=(64,), dtype=torch.float16),
-    "half": _Check(rows=(13, 64, 256), tiles=(64, 128), splits=(1, 2), stages=(3,), dtype=torch.float16),
+    "half": _Check(rows=(13, 64, 256), tiles=(64, 128), split_ks=(1, 2), stages=(3,), dtype=torch.float16),
 }
 _CHAIN_CHECKS = (16, 64, 128, 256)
 
@@ -130,7 +132,7 @@ class _Kv(KvPlanes):
 
 
 class _Chain:
-    """All layers of a decode step of so many rows; graphs of it by who computes its products."""
+    """All layers of a decode step of so many rows; graphs of it by who computes its GEMMs."""
 
     def __init__(self, num_rows: int, num_layers: int) -> None:
         self.num_rows = num_rows
@@ -166,9 +168,9 @@ class _Chain:
         self.stream = torch.cuda.Stream()
         self._decoders: list[DeviceDecoder] = []
 
-    def graph(self, products: Products) -> torch.cuda.CUDAGraph:
+    def graph(self, gemm: GemmBackend) -> torch.cuda.CUDAGraph:
         """From the input to the output, which are its own."""
-        ops = TritonOps(use_pdl=True, products=products)
+        ops = TritonOps(use_pdl=True, gemm=gemm)
         decoder = DeviceDecoder(self.config, self.weights, self.kv, ops, max_total_len=_CONTEXT + 1)
         # What the graph reads of it must stay.
         self._decoders.append(decoder)
@@ -207,20 +209,20 @@ class _Chain:
 def check(name: str) -> dict[str, object]:
     case = _CHECKS[name]
     nvrtc = Nvrtc()
-    kernel = Product90(CudaDriver(), lambda text: nvrtc.cubin(_watched(text)))
+    kernel = GemmSm90(CudaDriver(), lambda text: nvrtc.cubin(_watched(text)))
     worst, num_checked, failed = 0.0, 0, []
     for (num_out, num_in), num_rows in itertools.product(_SHAPES, case.rows):
         operands = _Operands(num_rows, num_out, num_in, case)
         for config in case.configs(num_rows):
-            if config.split > -(-num_in // TILE_K):
+            if config.split_k > -(-num_in // TILE_K):
                 continue
             for is_added in (False,) if case.is_gated else (False, True):
                 error, note = operands.error(kernel, config, is_added)
                 num_checked += 1
                 worst = max(worst, error)
                 if note or not error < 0.01:
-                    product = f"{num_rows}x{num_out}x{num_in} {config!s} added {is_added:d}"
-                    failed.append(f"{product}: {error:.3g} {note}")
+                    case_name = f"{num_rows}x{num_out}x{num_in} {config!s} added {is_added:d}"
+                    failed.append(f"{case_name}: {error:.3g} {note}")
     return {"checked": num_checked, "worst": worst, "failed": len(failed), "first_failed": failed[:12]}
 
 
@@ -234,7 +236,7 @@ class _Operands:
         self._before_TN = _random(num_rows, num_out, dtype=case.dtype)
         self._memory = torch.empty(num_rows + 16, num_out, dtype=case.dtype, device="cuda")
 
-    def error(self, kernel: Product90, config: ProductConfig, is_added: bool) -> tuple[float, str]:
+    def error(self, kernel: GemmSm90, config: GemmConfig, is_added: bool) -> tuple[float, str]:
         """Of the norm; and what else is wrong: something was written elsewhere, or a second run gave other bits."""
         results, note = [], ""
         for _ in range(2):
@@ -264,14 +266,14 @@ class _Operands:
 def check_chain(num_rows: int) -> dict[str, object]:
     """With each candidate's place of all matrices in turn."""
     chain = _Chain(num_rows, _CHECKED_LAYERS)
-    kernel = GpuKernel(Product90(CudaDriver(), Nvrtc().cubin))
+    kernel = Sm90Kernel(GemmSm90(CudaDriver(), Nvrtc().cubin))
     inputs = [_random(num_rows, _HIDDEN) for _ in range(6)]
-    expected = _outputs(chain, chain.graph(TorchProducts()), inputs)
+    expected = _outputs(chain, chain.graph(TorchGemm()), inputs)
     worst, furthest, num_other_bits, num_replays = 0.0, 0.0, 0, 0
     configs = _configs(chain)
     for place in (0, 1, -1):
         table = {shape: options[place] for shape, options in configs.items()}
-        graph = chain.graph(StreamedProducts(kernel, table, TorchProducts()))
+        graph = chain.graph(PdlGemm(kernel, table, TorchGemm()))
         first = _outputs(chain, graph, inputs)
         for found, wanted in zip(first, expected, strict=True):
             error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
@@ -316,14 +318,14 @@ def _outputs(chain: _Chain, graph: torch.cuda.CUDAGraph, inputs: list[torch.Tens
 def measure(num_rows: int) -> dict[str, object]:
     started = time.monotonic()
     chain = _Chain(num_rows, _LAYERS)
-    kernel = GpuKernel(Product90(CudaDriver(), Nvrtc().cubin))
-    tuned = tuned_products(chain.weights, [num_rows], torch.device("cuda"))
+    kernel = Sm90Kernel(GemmSm90(CudaDriver(), Nvrtc().cubin))
+    tuned = tuned_gemm(chain.weights, [num_rows], torch.device("cuda"))
     # One by one, then in their places in the layer, where what stands ahead of and behind them counts.
-    ranked: dict[StreamedShape, list[ProductConfig]] = {}
+    ranked: dict[PdlShape, list[GemmConfig]] = {}
     alone, refused = {}, []
     for (group, _), (shape, options) in zip(_groups(chain.weights), _configs(chain).items(), strict=True):
-        stand = GraphStand(kernel, tuned, chain.stream, shape, group.weights)
-        library_us, times_us, notes = _alone(stand, options)
+        benchmark = GraphBenchmark(kernel, tuned, chain.stream, shape, group.weights)
+        library_us, times_us, notes = _alone(benchmark, options)
         refused += [f"{_name(shape)} {note}" for note in notes]
         rounded_us = {str(config): round(us, 2) for config, us in times_us.items()}
         alone[_name(shape)] = {"library": round(library_us, 2), **rounded_us}
@@ -331,17 +333,15 @@ def measure(num_rows: int) -> dict[str, object]:
     best = {shape: options[0] for shape, options in ranked.items()}
     graphs = {"library": chain.graph(tuned)}
     for shape, options in ranked.items():
-        tried = {
-            config: chain.graph(StreamedProducts(kernel, {**best, shape: config}, tuned)) for config in options[:3]
-        }
+        tried = {config: chain.graph(PdlGemm(kernel, {**best, shape: config}, tuned)) for config in options[:3]}
         times_us = {config: min(chain.replay(graph, 2) for _ in range(4)) for config, graph in tried.items()}
         best[shape] = min(times_us, key=lambda config: times_us[config])
-    graphs["streamed"] = chain.graph(StreamedProducts(kernel, best, tuned))
+    graphs["pdl"] = chain.graph(PdlGemm(kernel, best, tuned))
     for shape in best:
         one = {shape: best[shape]}
-        graphs[f"only_{_name(shape)}"] = chain.graph(StreamedProducts(kernel, one, tuned))
+        graphs[f"only_{_name(shape)}"] = chain.graph(PdlGemm(kernel, one, tuned))
         others = {other: config for other, config in best.items() if other != shape}
-        graphs[f"but_{_name(shape)}"] = chain.graph(StreamedProducts(kernel, others, tuned))
+        graphs[f"but_{_name(shape)}"] = chain.graph(PdlGemm(kernel, others, tuned))
     least = dict.fromkeys(graphs, float("inf"))
     for _ in range(6):
         for name, graph in graphs.items():
@@ -357,21 +357,21 @@ def measure(num_rows: int) -> dict[str, object]:
     }
 
 
-def _alone(stand: GraphStand, options: list[ProductConfig]) -> tuple[float, dict[ProductConfig, float], list[str]]:
+def _alone(benchmark: GraphBenchmark, options: list[GemmConfig]) -> tuple[float, dict[GemmConfig, float], list[str]]:
     """Microseconds of the library's, of those that run, and why others do not."""
-    library = stand.candidate(None)
-    takes: dict[ProductConfig, Callable[[], float]] = {}
+    library = benchmark.candidate(None)
+    takes: dict[GemmConfig, Callable[[], float]] = {}
     refused = []
     for config in options:
         try:
-            takes[config] = stand.candidate(config)
+            takes[config] = benchmark.candidate(config)
         except RuntimeError as error:
             refused.append(f"{config!s}: {error}")
     library_us = min(library() for _ in range(4))
     return library_us, {config: min(take() for _ in range(4)) for config, take in takes.items()}, refused
 
 
-def _name(shape: StreamedShape) -> str:
+def _name(shape: PdlShape) -> str:
     return {
         (_QKV, _HIDDEN): "qkv",
         (_HIDDEN, _HIDDEN): "o",
@@ -380,21 +380,21 @@ def _name(shape: StreamedShape) -> str:
     }[shape.num_out, shape.num_in]
 
 
-def _groups(weights: DecoderWeights) -> list[tuple[MatrixGroup, ProductUse]]:
-    uses = (ProductUse.GATED, ProductUse.ADDED, ProductUse.PLAIN, ProductUse.ADDED)
+def _groups(weights: DecoderWeights) -> list[tuple[MatrixGroup, GemmEpilogue]]:
+    uses = (GemmEpilogue.GATED, GemmEpilogue.ADDED, GemmEpilogue.PLAIN, GemmEpilogue.ADDED)
     return list(zip(matrix_groups(weights)[:4], uses, strict=True))
 
 
-def _configs(chain: _Chain) -> dict[StreamedShape, list[ProductConfig]]:
+def _configs(chain: _Chain) -> dict[PdlShape, list[GemmConfig]]:
     return {
-        StreamedShape.of(chain.num_rows, group.weights[0], use): _options(
-            chain.num_rows, group.weights[0].shape[0], group.weights[0].shape[1], use is ProductUse.GATED
+        PdlShape.of(chain.num_rows, group.weights[0], use): _options(
+            chain.num_rows, group.weights[0].shape[0], group.weights[0].shape[1], use is GemmEpilogue.GATED
         )
         for group, use in _groups(chain.weights)
     }
 
 
-def _options(num_rows: int, num_out: int, num_in: int, is_gated: bool) -> list[ProductConfig]:
+def _options(num_rows: int, num_out: int, num_in: int, is_gated: bool) -> list[GemmConfig]:
     return candidates(num_rows, num_out // (1 + is_gated), num_in, is_gated=is_gated, count=_CANDIDATES)
 
 
@@ -448,7 +448,7 @@ def _decoder_config(num_layers: int) -> DecoderConfig:
 def _weights(num_layers: int) -> DecoderWeights:
     """[in, out] views of what lies [out, in]; the norms' are ones."""
 
-    def product(num_out: int, num_in: int) -> torch.Tensor:
+    def random_weight(num_out: int, num_in: int) -> torch.Tensor:
         return _random(num_out, num_in).mul_(num_in**-0.5).t()
 
     ones_D = torch.ones(_HIDDEN, dtype=torch.bfloat16, device="cuda")
@@ -456,24 +456,24 @@ def _weights(num_layers: int) -> DecoderWeights:
         DecoderLayer(
             attention=AttentionWeights(
                 norm_D=ones_D,
-                w_qkv_DX=product(_QKV, _HIDDEN),
+                w_qkv_DX=random_weight(_QKV, _HIDDEN),
                 b_qkv_X=None,
                 q_norm_d=None,
                 k_norm_d=None,
-                w_o_QD=product(_HIDDEN, _HEADS * _HEAD_DIM),
+                w_o_QD=random_weight(_HIDDEN, _HEADS * _HEAD_DIM),
                 b_o_D=None,
             ),
             mlp_norm_D=ones_D,
             mlp=MlpWeights(
-                w_gate_up_DF2=product(2 * _MLP, _HIDDEN),
+                w_gate_up_DF2=random_weight(2 * _MLP, _HIDDEN),
                 b_gate_up_F2=None,
-                w_down_FD=product(_HIDDEN, _MLP),
+                w_down_FD=random_weight(_HIDDEN, _MLP),
                 b_down_D=None,
             ),
         )
         for _ in range(num_layers)
     )
-    head_DO = product(512, _HIDDEN)
+    head_DO = random_weight(512, _HIDDEN)
     return DecoderWeights(embedding_VD=head_DO.t(), layers=layers, final_norm_D=ones_D, head_DO=head_DO)
 
 

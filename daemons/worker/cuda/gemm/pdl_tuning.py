@@ -1,4 +1,4 @@
-"""Chooses by measurement, once at the start, which products of decode steps stream their weights."""
+"""Chooses by measurement, once at the start, which GEMMs of decode steps stream their weights."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from functools import partial
 import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.cuda.gemm.product_tuning import MatrixGroup, fastest, matrix_groups
-from radixmesh.daemons.worker.cuda.gemm.products import Products
-from radixmesh.daemons.worker.cuda.gemm.streamed_kernel import GpuKernel, check_kernel
-from radixmesh.daemons.worker.cuda.gemm.streamed_products import (
-    ProductUse,
-    StreamedKernel,
-    StreamedProducts,
-    StreamedShape,
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import MatrixGroup, fastest, matrix_groups
+from radixmesh.daemons.worker.cuda.gemm.pdl_benchmark import CreateBenchmark, GraphBenchmark
+from radixmesh.daemons.worker.cuda.gemm.pdl_gemm import (
+    GemmEpilogue,
+    PdlGemm,
+    PdlKernel,
+    PdlShape,
     spread_configs,
 )
-from radixmesh.daemons.worker.cuda.gemm.streamed_stand import CreateStand, GraphStand
+from radixmesh.daemons.worker.cuda.gemm.pdl_kernel import Sm90Kernel, check_kernel
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
-from radixmesh.kernels.gemm_sm90.gemm import DTYPES, MAX_ROWS, Product90
+from radixmesh.kernels.gemm_sm90.gemm import DTYPES, MAX_ROWS, GemmSm90
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
-from radixmesh.kernels.gemm_sm90.variants import ProductConfig
+from radixmesh.kernels.gemm_sm90.variants import GemmConfig
 
 _log = get_logger(__name__)
 
 _USUAL_ROWS = (64, 256, 128, 32, 16, 8)
 # To measure, behind the compiling, of which a second start has none.
 _BUDGET_S = 10.0
-# A product that streams may be so much slower alone: it begins beside the kernel ahead and lets the one behind it begin
-# early, which a chain of one product does not show.
+# A GEMM that streams may be so much slower alone: it begins beside the kernel ahead and lets the one behind it begin
+# early, which a chain of one GEMM does not show.
 _ALLOWED_US = 2.0
 # What is read from the L2 cache costs power, and power is what bounds a step under load: of two configurations that
 # take as long alone, the one that reads more is the slower one then.
 _CACHE_US_BYTE = 2e-8
 
 
-def streamed_products(
-    weights: DecoderWeights, sizes: Sequence[int], device: torch.device, others: Products
-) -> Products:
+def create_pdl_gemm(
+    weights: DecoderWeights, sizes: Sequence[int], device: torch.device, others: GemmBackend
+) -> GemmBackend:
     """For steps of `sizes` rows whose norms are folded into the weights. `others`, and a line of log, where the device,
     the driver or the compiler is not what it should be. sm_90a code runs on compute capability 9.0 alone."""
     dtype = weights.final_norm_D.dtype
@@ -50,36 +50,38 @@ def streamed_products(
         return others
     started = time.monotonic()
     try:
-        kernel = GpuKernel(Product90(CudaDriver(), Nvrtc().cubin))
+        kernel = Sm90Kernel(GemmSm90(CudaDriver(), Nvrtc().cubin))
         check_kernel(kernel, dtype, device)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        tuner = StreamedTuner(partial(GraphStand, kernel, others, stream), time.monotonic)
-        products = tuner.tune(kernel, _uses(weights), sizes, others)
+        tuner = PdlTuner(partial(GraphBenchmark, kernel, others, stream), time.monotonic)
+        gemm = tuner.tune(kernel, _uses(weights), sizes, others)
     except (RuntimeError, OSError, AttributeError) as error:
-        _log.warning("products_not_streamed", reason=f"{type(error).__name__}: {error}", field="tune_products")
+        _log.warning("gemm_pdl_not_used", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
         return others
     finally:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     _log.info(
-        "products_streamed",
+        "gemm_pdl_tuned",
         measured=tuner.num_measured,
         chosen=tuner.num_chosen,
         left_out=tuner.num_left_out,
-        in_table=len(products),
+        in_table=len(gemm),
         saved_us=tuner.saved_us,
         configs=tuner.chosen,
         compile_seconds=round(tuner.compile_seconds, 3),
         seconds=round(time.monotonic() - started, 3),
     )
-    return products
+    return gemm
 
 
-class StreamedTuner:
+class PdlTuner:
     """Measures what matters most first, until its time is up. `clock` in seconds."""
 
-    def __init__(self, create_stand: CreateStand, clock: Callable[[], float], budget_s: float = _BUDGET_S) -> None:
-        self._create_stand = create_stand
+    def __init__(
+        self, create_benchmark: CreateBenchmark, clock: Callable[[], float], budget_s: float = _BUDGET_S
+    ) -> None:
+        self._create_benchmark = create_benchmark
         self._clock = clock
         self._budget_s = budget_s
         self.num_measured = self.num_chosen = self.num_left_out = 0
@@ -91,20 +93,20 @@ class StreamedTuner:
 
     def tune(
         self,
-        kernel: StreamedKernel,
-        groups: Sequence[tuple[MatrixGroup, ProductUse]],
+        kernel: PdlKernel,
+        groups: Sequence[tuple[MatrixGroup, GemmEpilogue]],
         sizes: Sequence[int],
-        others: Products,
-    ) -> StreamedProducts:
+        others: GemmBackend,
+    ) -> PdlGemm:
         """For steps of `sizes` rows, up to MAX_ROWS; groups: largest share of a step first."""
-        planned: dict[StreamedShape, Sequence[torch.Tensor]] = {}
+        planned: dict[PdlShape, Sequence[torch.Tensor]] = {}
         for num_rows in _measured_rows(sizes):
             for group, use in groups:
-                planned.setdefault(StreamedShape.of(num_rows, group.weights[0], use), group.weights)
+                planned.setdefault(PdlShape.of(num_rows, group.weights[0], use), group.weights)
         configs = {shape: _configs(shape) for shape in planned}
         self._prepare(kernel, ((shape, config) for shape in planned for config in configs[shape]))
         deadline = self._clock() + self._budget_s
-        measured: dict[StreamedShape, ProductConfig | None] = {}
+        measured: dict[PdlShape, GemmConfig | None] = {}
         for shape, weights in planned.items():
             if self._clock() >= deadline:
                 self.num_left_out += 1
@@ -114,23 +116,23 @@ class StreamedTuner:
         # Sizes between those that were measured have kernels of their own.
         self._prepare(kernel, table.items())
         table = {shape: config for shape, config in table.items() if _is_loaded(kernel, shape, config)}
-        return StreamedProducts(kernel, table, others)
+        return PdlGemm(kernel, table, others)
 
-    def _prepare(self, kernel: StreamedKernel, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
+    def _prepare(self, kernel: PdlKernel, needed: Iterable[tuple[PdlShape, GemmConfig]]) -> None:
         started = self._clock()
         kernel.prepare(needed)
         self.compile_seconds += self._clock() - started
 
     def _best(
-        self, shape: StreamedShape, weights: Sequence[torch.Tensor], configs: Sequence[ProductConfig]
-    ) -> ProductConfig | None:
-        stand = self._create_stand(shape, weights)
-        takes: dict[int | None, Callable[[], float]] = {None: stand.candidate(None)}
+        self, shape: PdlShape, weights: Sequence[torch.Tensor], configs: Sequence[GemmConfig]
+    ) -> GemmConfig | None:
+        benchmark = self._create_benchmark(shape, weights)
+        takes: dict[int | None, Callable[[], float]] = {None: benchmark.candidate(None)}
         read = [_cache_bytes(shape, config) for config in configs]
         for order, config in enumerate(configs):
             penalty_us = (read[order] - min(read)) * _CACHE_US_BYTE
             try:
-                takes[order] = partial(_later, stand.candidate(config), penalty_us)
+                takes[order] = partial(_later, benchmark.candidate(config), penalty_us)
             except (RuntimeError, OSError) as error:
                 _refused(shape, config, error)
         self.num_measured += 1
@@ -152,7 +154,7 @@ def _measured_rows(sizes: Sequence[int]) -> list[int]:
     return list(dict.fromkeys([*usual[:1], *([max(served)] if served else []), *usual]))
 
 
-def _is_loaded(kernel: StreamedKernel, shape: StreamedShape, config: ProductConfig) -> bool:
+def _is_loaded(kernel: PdlKernel, shape: PdlShape, config: GemmConfig) -> bool:
     """Whether it can be launched: what cannot is left to others here, not found by the first step."""
     try:
         kernel.load(shape, config)
@@ -162,18 +164,18 @@ def _is_loaded(kernel: StreamedKernel, shape: StreamedShape, config: ProductConf
     return True
 
 
-def _refused(shape: StreamedShape, config: ProductConfig, error: Exception) -> None:
-    _log.warning("streamed_product_refused", shape=str(shape), config=str(config), reason=str(error))
+def _refused(shape: PdlShape, config: GemmConfig, error: Exception) -> None:
+    _log.warning("gemm_config_refused", shape=str(shape), config=str(config), reason=str(error))
 
 
-def _configs(shape: StreamedShape) -> list[ProductConfig]:
-    is_gated = shape.use is ProductUse.GATED
+def _configs(shape: PdlShape) -> list[GemmConfig]:
+    is_gated = shape.use is GemmEpilogue.GATED
     num_out = shape.num_out // (1 + is_gated)
     return candidates(shape.num_rows, num_out, shape.num_in, is_gated=is_gated)
 
 
-def _cache_bytes(shape: StreamedShape, config: ProductConfig) -> float:
-    is_gated = shape.use is ProductUse.GATED
+def _cache_bytes(shape: PdlShape, config: GemmConfig) -> float:
+    is_gated = shape.use is GemmEpilogue.GATED
     return cache_bytes(config, shape.num_rows, shape.num_out // (1 + is_gated), shape.num_in, is_gated=is_gated)
 
 
@@ -181,14 +183,14 @@ def _later(take: Callable[[], float], micros: float) -> float:
     return take() + micros
 
 
-def _uses(weights: DecoderWeights) -> list[tuple[MatrixGroup, ProductUse]]:
+def _uses(weights: DecoderWeights) -> list[tuple[MatrixGroup, GemmEpilogue]]:
     """A dense decoder's matrices, largest share of a step first; the first are gate and up."""
     groups = matrix_groups(weights)
     # In float16 norms are not folded into the weights, and a kernel of their own stands ahead.
     has_gated = weights.final_norm_D.dtype != torch.float16 and all(
         getattr(layer.mlp, "b_gate_up_F2", None) is None for layer in weights.layers
     )
-    uses = [ProductUse.ADDED if group.is_added else ProductUse.PLAIN for group in groups]
+    uses = [GemmEpilogue.ADDED if group.is_added else GemmEpilogue.PLAIN for group in groups]
     if has_gated:
-        uses[0] = ProductUse.GATED
+        uses[0] = GemmEpilogue.GATED
     return list(zip(groups, uses, strict=True))

@@ -1,6 +1,6 @@
-"""The matrix products of decode steps on one GPU: torch against every algorithm that cuBLASLt names for each of them.
+"""The GEMMs of decode steps on one GPU: torch against every algorithm that cuBLASLt names for each of them.
 
-    PYTHONPATH=src python bench/gpu/products.py --output bench/results/h200-products.json
+    PYTHONPATH=src python bench/gpu/cublaslt.py --output bench/results/h200-products.json
 
 Shapes are those of Llama-3.2-3B, data are random normal numbers. Every launch reads the weights of another layer, so
 that no cache helps; launches are captured in CUDA graphs and timed by events. All algorithms are timed briefly, then
@@ -24,7 +24,7 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, Product, ProductShape, check_small_product
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, CublasLtMatmul, GemmShape, check_small_gemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import CublasLtError
 from radixmesh.daemons.worker.cuda.gemm.timed_graph import TimedGraph, elapsed_micros
 
@@ -66,14 +66,14 @@ class _Cell:
         self._x_TK = _random(num_rows, matrix.num_in)
         self._before_TN = _random(num_rows, matrix.num_out) if matrix.is_added else None
         self._out_TN = _random(num_rows, matrix.num_out)
-        self._product = Product(
-            lt, ProductShape(num_rows, matrix.num_out, matrix.num_in, torch.bfloat16, matrix.is_added)
+        self._matmul = CublasLtMatmul(
+            lt, GemmShape(num_rows, matrix.num_out, matrix.num_in, torch.bfloat16, matrix.is_added)
         )
-        assert self._product.accepts(self._x_TK, weights[0], self._out_TN)
+        assert self._matmul.accepts(self._x_TK, weights[0], self._out_TN)
         torch.cuda.synchronize()
 
     def measure(self, num_algorithms: int) -> dict[str, object]:
-        algorithms = self._product.algorithms(num_algorithms)
+        algorithms = self._matmul.algorithms(num_algorithms)
         screened = self._screen(algorithms)
         if not screened:
             return {"name": self._matrix.name, "rows": len(self._x_TK), "error": "no algorithm ran"}
@@ -100,7 +100,7 @@ class _Cell:
             "best": {
                 "workspace": by_order[best].workspace_bytes,
                 "waves": round(by_order[best].waves, 2),
-                **self._product.describe(by_order[best]),
+                **self._matmul.describe(by_order[best]),
             },
             "max_error": self._error(self._launch(by_order[best]), expected),
             "torch_error": self._error(self._torch, expected),
@@ -131,7 +131,7 @@ class _Cell:
         return TimedGraph([lambda at=at: launch(at) for at in range(len(self._weights))], self._stream)
 
     def _launch(self, algorithm: Algorithm) -> Callable[[int], object]:
-        return lambda layer: self._product.run(algorithm, self._x_TK, self._weights[layer], self._out_TN)
+        return lambda layer: self._matmul.run(algorithm, self._x_TK, self._weights[layer], self._out_TN)
 
     def _torch(self, layer: int) -> None:
         if self._matrix.is_added:
@@ -166,7 +166,7 @@ def main() -> None:
     started = time.monotonic()
     lt = CublasLt(torch.device("cuda", torch.cuda.current_device()))
     for dtype in (torch.bfloat16, torch.float16):
-        check_small_product(lt, dtype)
+        check_small_gemm(lt, dtype)
     stream = torch.cuda.Stream()
     weights = {matrix.name: _weights(matrix, args.layers) for matrix in _MATRICES}
     cells: list[dict[str, object]] = []
@@ -206,7 +206,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _step(cells: list[dict[str, object]], num_rows: int, num_layers: int) -> dict[str, object]:
-    """Milliseconds of all layers' products, and of the output projection where it was measured."""
+    """Milliseconds of all layers' GEMMs, and of the output projection where it was measured."""
     step: dict[str, object] = {"rows": num_rows, "cells": sum(cell["rows"] == num_rows for cell in cells)}
     for key in ("torch_us", "best_us"):
         micros = sum(

@@ -1,4 +1,4 @@
-"""Products whose weights come while the kernel ahead still runs, where they were measured to be the faster ones.
+"""GEMMs whose weights come while the kernel ahead still runs, where they were measured to be the faster ones.
 
 Legend: T rows, N features out, K features in, F mlp size. Weights are [out, in].
 """
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from radixmesh.daemons.worker.cuda.gemm.products import Products, nearest_rows
-from radixmesh.kernels.gemm_sm90.variants import ProductConfig
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, nearest_rows
+from radixmesh.kernels.gemm_sm90.variants import GemmConfig
 
 
-class ProductUse(enum.Enum):
-    """What becomes of a product: it is the result, it is added to the residual, or it is gate and up, and silu(gate) x
+class GemmEpilogue(enum.Enum):
+    """What becomes of a GEMM: it is the result, it is added to the residual, or it is gate and up, and silu(gate) x
     up is the result."""
 
     PLAIN = "plain"
@@ -26,21 +26,21 @@ class ProductUse(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamedShape:
+class PdlShape:
     """num_out: rows of the weight, of gate and up together."""
 
     num_rows: int
     num_out: int
     num_in: int
     dtype: torch.dtype
-    use: ProductUse
+    use: GemmEpilogue
 
     @classmethod
-    def of(cls, num_rows: int, w_NK: torch.Tensor, use: ProductUse) -> StreamedShape:
+    def of(cls, num_rows: int, w_NK: torch.Tensor, use: GemmEpilogue) -> PdlShape:
         return cls(num_rows, w_NK.shape[0], w_NK.shape[1], w_NK.dtype, use)
 
 
-class StreamedKernel(ABC):
+class PdlKernel(ABC):
     """What computes them; `kernels/gemm_sm90/gemm.py` on a GPU. Tensors are as `accepts` says."""
 
     @abstractmethod
@@ -48,11 +48,11 @@ class StreamedKernel(ABC):
         """Whether it can compute `out` of the others."""
 
     @abstractmethod
-    def prepare(self, needed: Iterable[tuple[StreamedShape, ProductConfig]]) -> None:
-        """Compiles what products of these need. What fails here says so when it is loaded or launched."""
+    def prepare(self, needed: Iterable[tuple[PdlShape, GemmConfig]]) -> None:
+        """Compiles what GEMMs of these need. What fails here says so when it is loaded or launched."""
 
     @abstractmethod
-    def load(self, shape: StreamedShape, config: ProductConfig) -> None:
+    def load(self, shape: PdlShape, config: GemmConfig) -> None:
         """Makes it ready to be launched. Raises RuntimeError or OSError."""
 
     @abstractmethod
@@ -60,51 +60,51 @@ class StreamedKernel(ABC):
         self,
         x_TK: torch.Tensor,
         w_NK: torch.Tensor,
-        config: ProductConfig,
+        config: GemmConfig,
         *,
         residual_TN: torch.Tensor | None,
         out: torch.Tensor,
-        squares_out: torch.Tensor | None = None,
+        square_sums_out: torch.Tensor | None = None,
     ) -> None:
-        """x @ w^T to `out`, [T, N], added to the residual if there is one, which may be `out`. squares_out: as
-        `new_squares` makes it. Raises RuntimeError where the kernel cannot be compiled or launched."""
+        """x @ w^T to `out`, [T, N], added to the residual if there is one, which may be `out`. square_sums_out: as
+        `new_square_sums` makes it. Raises RuntimeError where the kernel cannot be compiled or launched."""
 
     @abstractmethod
-    def new_squares(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: ProductConfig) -> torch.Tensor:
-        """For `squares_out`: float32 [any, T] whose sums are those of the squares of the result's rows."""
+    def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor:
+        """For `square_sums_out`: float32 [any, T] whose sums are those of the squares of the result's rows."""
 
     @abstractmethod
     def gate_up_silu(
         self,
         x_TK: torch.Tensor,
         w_2FK: torch.Tensor,
-        config: ProductConfig,
+        config: GemmConfig,
         *,
         eps: float,
         out: torch.Tensor,
-        squares: torch.Tensor | None = None,
+        square_sums: torch.Tensor | None = None,
     ) -> None:
-        """silu(x @ gate^T) x (x @ up^T) to `out`, [T, F], both products times each row's 1 / sqrt(mean(x^2) + eps); w
+        """silu(x @ gate^T) x (x @ up^T) to `out`, [T, F], both GEMMs times each row's 1 / sqrt(mean(x^2) + eps); w
         holds the rows of gate, then those of up. squares: what who computed x left of it. Raises as `linear`."""
 
 
-class StreamedProducts(Products):
+class PdlGemm(GemmBackend):
     """Of the shapes in the table by the kernel, others by `others`. What adds to a residual leaves the squares of its
-    rows to the gated product that reads it next."""
+    rows to the gated GEMM that reads it next."""
 
-    def __init__(self, kernel: StreamedKernel, table: Mapping[StreamedShape, ProductConfig], others: Products) -> None:
+    def __init__(self, kernel: PdlKernel, table: Mapping[PdlShape, GemmConfig], others: GemmBackend) -> None:
         self._kernel = kernel
         self._table = dict(table)
         self._others = others
-        self._gated_sizes = {(shape.num_rows, shape.num_in) for shape in self._table if shape.use is ProductUse.GATED}
+        self._gated_sizes = {(shape.num_rows, shape.num_in) for shape in self._table if shape.use is GemmEpilogue.GATED}
         # The residual that they are of.
-        self._squares: tuple[int, torch.Tensor] | None = None
+        self._square_sums: tuple[int, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self._table)
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-        config = self._config(x_TK, w_NK, ProductUse.PLAIN)
+        config = self._config(x_TK, w_NK, GemmEpilogue.PLAIN)
         if config is not None:
             out_TN = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0])
             if self._kernel.accepts(x_TK, w_NK, out_TN, is_gated=False):
@@ -113,46 +113,44 @@ class StreamedProducts(Products):
         return self._others.linear(x_TK, w_NK)
 
     def add_linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, residual_TN: torch.Tensor) -> None:
-        config = self._config(x_TK, w_NK, ProductUse.ADDED)
-        self._squares = None
+        config = self._config(x_TK, w_NK, GemmEpilogue.ADDED)
+        self._square_sums = None
         if config is None or not self._kernel.accepts(x_TK, w_NK, residual_TN, is_gated=False):
             self._others.add_linear(x_TK, w_NK, residual_TN)
             return
-        squares = None
+        square_sums = None
         if tuple(residual_TN.shape) in self._gated_sizes:
-            squares = self._kernel.new_squares(x_TK, w_NK, config)
-            self._squares = residual_TN.data_ptr(), squares
-        self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=residual_TN, squares_out=squares)
+            square_sums = self._kernel.new_square_sums(x_TK, w_NK, config)
+            self._square_sums = residual_TN.data_ptr(), square_sums
+        self._kernel.linear(x_TK, w_NK, config, residual_TN=residual_TN, out=residual_TN, square_sums_out=square_sums)
 
     def changed(self, residual_TN: torch.Tensor) -> None:
-        self._squares = None
+        self._square_sums = None
         self._others.changed(residual_TN)
 
     def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor | None:
-        config = self._config(x_TD, w_2FD, ProductUse.GATED)
+        config = self._config(x_TD, w_2FD, GemmEpilogue.GATED)
         if config is not None:
             out_TF = x_TD.new_empty(x_TD.shape[0], w_2FD.shape[0] // 2)
             if self._kernel.accepts(x_TD, w_2FD, out_TF, is_gated=True):
-                squares = self._squares_of(x_TD)
-                self._kernel.gate_up_silu(x_TD, w_2FD, config, eps=eps, out=out_TF, squares=squares)
+                square_sums = self._square_sums_of(x_TD)
+                self._kernel.gate_up_silu(x_TD, w_2FD, config, eps=eps, out=out_TF, square_sums=square_sums)
                 return out_TF
         return self._others.gate_up_silu(x_TD, w_2FD, eps)
 
-    def _squares_of(self, x_TD: torch.Tensor) -> torch.Tensor | None:
-        if self._squares is None:
+    def _square_sums_of(self, x_TD: torch.Tensor) -> torch.Tensor | None:
+        if self._square_sums is None:
             return None
-        address, squares = self._squares
-        return squares if address == x_TD.data_ptr() and squares.shape[1] == x_TD.shape[0] else None
+        address, square_sums = self._square_sums
+        return square_sums if address == x_TD.data_ptr() and square_sums.shape[1] == x_TD.shape[0] else None
 
-    def _config(self, x_TK: torch.Tensor, w_NK: torch.Tensor, use: ProductUse) -> ProductConfig | None:
-        return self._table.get(StreamedShape.of(x_TK.shape[0], w_NK, use))
+    def _config(self, x_TK: torch.Tensor, w_NK: torch.Tensor, use: GemmEpilogue) -> GemmConfig | None:
+        return self._table.get(PdlShape.of(x_TK.shape[0], w_NK, use))
 
 
-def spread_configs(
-    measured: Mapping[StreamedShape, ProductConfig | None], sizes: Iterable[int]
-) -> dict[StreamedShape, ProductConfig]:
+def spread_configs(measured: Mapping[PdlShape, GemmConfig | None], sizes: Iterable[int]) -> dict[PdlShape, GemmConfig]:
     """A table for all `sizes` of rows: each takes what was best, None being others, at `nearest_rows`."""
-    table: dict[StreamedShape, ProductConfig] = {}
+    table: dict[PdlShape, GemmConfig] = {}
     sizes = list(sizes)
     matrices = {(shape.num_out, shape.num_in, shape.dtype, shape.use) for shape in measured}
     for matrix in matrices:
@@ -165,5 +163,5 @@ def spread_configs(
             nearest = nearest_rows(size, by_rows)
             config = by_rows[nearest] if nearest is not None else None
             if config is not None:
-                table[StreamedShape(size, *matrix)] = config
+                table[PdlShape(size, *matrix)] = config
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from radixmesh.kernels.begin_step import begin_step, begin_step_reference
+from radixmesh.kernels.scatter_embed import scatter_embed, scatter_embed_reference
 
 _PLACES, _VOCAB = 40, 30
 
@@ -28,7 +28,7 @@ def test_a_step_begins_as_the_reference(
     entries = torch.stack((places, torch.arange(100, 420, dtype=torch.int32, device=device)), dim=1)
     count = torch.tensor([num_entries], dtype=torch.int32, device=device)
     state, expected_state = (tables.clone(), last.clone()), (tables.clone(), last.clone())
-    expected = begin_step_reference(slots, tokens, entries, count, *expected_state, embedding)
-    assert torch.equal(begin_step(slots, tokens, entries, count, *state, embedding), expected)
+    expected = scatter_embed_reference(slots, tokens, entries, count, *expected_state, embedding)
+    assert torch.equal(scatter_embed(slots, tokens, entries, count, *state, embedding), expected)
     assert torch.equal(state[0], expected_state[0]) and torch.equal(state[1], expected_state[1])
     assert (state[0] != tables).sum() == num_entries and state[1][slots[0]] == 7
