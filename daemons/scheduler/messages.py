@@ -126,6 +126,7 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         num_slots=caps.num_slots,
         max_tokens_per_step=caps.max_tokens_per_step,
         max_plans_in_flight=caps.max_plans_in_flight,
+        max_tokens_per_row=min(max(1, caps.max_tokens_per_row), model.max_total_len),
         vocab_size=model.vocab_size,
         max_total_len=model.max_total_len,
         eos_ids=tuple(t for t in unpack_ints(model.eos_ids, "eos_ids").tolist() if 0 <= t < model.vocab_size),

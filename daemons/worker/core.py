@@ -170,7 +170,7 @@ class WorkerCore:
             capabilities.num_pages = limits.num_pages
             capabilities.num_slots = limits.num_slots
             capabilities.max_tokens_per_step = limits.max_tokens_per_step
-            capabilities.max_tokens_per_row = 1
+            capabilities.max_tokens_per_row = limits.max_tokens_per_row
             capabilities.is_deterministic = self._executor.runner.is_deterministic
             capabilities.weights_version = self._executor.weights_version
             capabilities.weights_digest = self._hello.model.model_fingerprint

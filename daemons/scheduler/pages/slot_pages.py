@@ -24,6 +24,7 @@ class SlotPages:
 
     share()  (prompt computed)  [0, full)  -> cache where unknown there, locked; duplicates stay own
     leave()  (any end)          [0, full)  -> cache where unknown there;  duplicates and the rest -> free
+    planned_len is what plans in flight compute at most: surplus pages stay with the slot until its end.
     full = computed_len rounded down to whole pages: only results that were processed count, so the KV of the last
     sampled token, and whatever in-flight plans still write, is never cached.
     """

@@ -36,12 +36,12 @@ class DecodeSet:
     def update(self) -> bool:
         """Takes members in that joined, and out those that left their slot or need no further token.
 
-        Returns whether the set changed. A slot whose planned length leaves room for no token beyond the one that its
+        Returns whether the set changed. A slot whose least length leaves room for no token beyond the one that its
         last plan samples has all its tokens in flight.
         """
         table, rows = self._table, self.rows
         slots = rows.slots
-        stays = table.planned_len.take(slots) + 2 <= table.max_total_len.take(slots)
+        stays = table.least_len.take(slots) + 2 <= table.max_total_len.take(slots)
         if self._is_dirty:
             stays &= table.live.take(slots) == rows.generations
             self._is_dirty = False
@@ -54,4 +54,4 @@ class DecodeSet:
 
 
 def _has_room(table: SlotTable, slot: int) -> bool:
-    return bool(table.planned_len[slot] + 2 <= table.max_total_len[slot])
+    return bool(table.least_len[slot] + 2 <= table.max_total_len[slot])

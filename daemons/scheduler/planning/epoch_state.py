@@ -26,7 +26,7 @@ class EpochState:
     def __init__(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None, cache: PrefixCache) -> None:
         self.epoch = epoch
         self.group = group
-        self.table = SlotTable(group.num_slots)
+        self.table = SlotTable(group.num_slots, group.max_tokens_per_row)
         self.in_flight = InFlight()
         self.decode_set = DecodeSet(self.table)
         self.releases: list[Release] = []
@@ -66,11 +66,16 @@ class EpochState:
         if request.slot >= 0:
             self.table.settle(request.slot)
 
-    def short_of_pages(self, slots: IntArray) -> IntArray:
-        """Of these slots, those without a page for the token after their planned length."""
-        table = self.table
-        is_short = table.planned_len.take(slots) >= table.num_pages.take(slots) * self.group.page_size
-        return slots[is_short]
+    def short_of_pages(self, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """Of these slots, those without pages for all that their next decode may compute, and how many each lacks."""
+        table, page_size = self.table, self.group.page_size
+        if table.max_tokens_per_row == 1:
+            short = slots[table.planned_len.take(slots) >= table.num_pages.take(slots) * page_size]
+            return short, np.ones(len(short), np.int32)
+        most = np.minimum(table.planned_len.take(slots) + table.max_tokens_per_row, table.max_total_len.take(slots) - 1)
+        missing = (most + (page_size - 1)) // page_size - table.num_pages.take(slots)
+        is_short = missing > 0
+        return slots[is_short], missing[is_short]
 
 
 class PlanDraft:

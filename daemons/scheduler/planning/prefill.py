@@ -121,7 +121,7 @@ class Prefill:
             slots, counts = as_ints([slot]), as_ints([missing])
             draft.add_grants(slots, counts, state.pages.grant(slots, counts))
         draft.add_chunk(slot, request.generation, length, is_last=is_last)
-        table.planned_len[slot] = planned + length
+        table.plan_chunk(slot, planned + length)
         if is_last and request.submission.task is Task.GENERATE:
             state.decode_set.join(slot)
         return True

@@ -16,10 +16,16 @@ _FRESH_COLUMNS = 256
 class SlotTable:
     """Columns int32 [num_slots], indexed by slot; meaningful where `live` is not 0.
 
-    For every slot: computed_len <= planned_len; computed_len < total_len <= max_total_len once a result is processed.
+    For every slot: computed_len <= least_len <= planned_len; computed_len < total_len <= max_total_len once a result is
+    processed. While plans are in flight, the length that they leave is known within bounds:
+
+        computed_len    at least (least_len)         at most (planned_len)
+        known           + nothing a decode           + max_tokens_per_row a decode, up to max_total_len - 1
+
+    With one token a row both bounds are the length itself, and one column.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, max_tokens_per_row: int = 1) -> None:
         def column() -> IntArray:
             return np.zeros(num_slots, np.int32)
 
@@ -39,7 +45,12 @@ class SlotTable:
         self.computed_len = column()
         """Tokens whose KV is there, by processed results."""
         self.planned_len = column()
-        """Tokens whose KV is there once every plan sent has run: an upper bound."""
+        """At most: tokens whose KV is there once every plan sent has run. Pages are granted for them."""
+        self.least_len = self.planned_len if max_tokens_per_row == 1 else column()
+        """At least: likewise."""
+        self.num_decodes_ahead = column()
+        """Decodes of the slot in the plans in flight; kept where a row may yield other than one token."""
+        self.max_tokens_per_row = max_tokens_per_row
         self.max_total_len = column()
         self.num_pages = column()
         self.num_owned = column()
@@ -101,11 +112,33 @@ class SlotTable:
         self.priority[slot], self.arrival[slot] = request.submission.priority, request.arrival
         self.prompt_len[slot] = request.prompt_len
         self.target_len[slot] = self.total_len[slot] = request.total_len
-        self.computed_len[slot] = self.planned_len[slot] = cached_len
+        self.computed_len[slot] = self.planned_len[slot] = self.least_len[slot] = cached_len
+        self.num_decodes_ahead[slot] = 0
         self.max_total_len[slot] = request.max_total_len
         self.num_pages[slot] = self.num_owned[slot] = 0
         self.requests[slot] = request
         return slot
+
+    def plan_chunk(self, slot: int, end: int) -> None:
+        """A plan was made that computes the slot's tokens up to `end`."""
+        self.planned_len[slot] = self.least_len[slot] = end
+
+    def plan_decodes(self, slots: IntArray) -> None:
+        """A plan was made in which these slots decode."""
+        if self.max_tokens_per_row == 1:
+            self.planned_len[slots] += 1
+            return
+        self.num_decodes_ahead[slots] += 1
+        self.bound(slots)
+
+    def bound(self, slots: IntArray) -> None:
+        """Bounds of decoding slots from their known lengths and the decodes in flight."""
+        # The chunk that ends the prefill may be in flight itself.
+        least = np.maximum(self.computed_len.take(slots), self.target_len.take(slots))
+        most = least + self.max_tokens_per_row * self.num_decodes_ahead.take(slots)
+        self.least_len[slots] = least
+        # The last token of an output is never computed.
+        self.planned_len[slots] = np.minimum(most, self.max_total_len.take(slots) - 1)
 
     def free(self, slot: int) -> None:
         """Forgets the slot's request; results that name its generation are stale from now on."""

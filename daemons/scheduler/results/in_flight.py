@@ -35,6 +35,11 @@ class Rows:
     def none(cls) -> Rows:
         return cls(empty_ints(), empty_ints())
 
+    def still_in(self, table: SlotTable) -> Rows:
+        """Those whose requests are in their slots still."""
+        is_live = table.live.take(self.slots) == self.generations
+        return Rows(self.slots[is_live], self.generations[is_live])
+
     def plus(self, other: Rows) -> Rows:
         if not len(other.slots):
             return self

@@ -46,13 +46,15 @@ class ResultReader:
         """Applies a result to the state and says in `outputs` what it brought.
 
         Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have drawn, and
-        PROTOCOL_VIOLATION for logprobs that are not those of the rows, or of a prompt.
+        PROTOCOL_VIOLATION for rows of more tokens than the worker said a row may have, and for logprobs that are not
+        those of the rows, or of a prompt.
         """
         ids = result.ids
         # Negative ids are large ones without a sign.
         if len(ids) and ids.view(np.uint32).max() >= state.group.vocab_size:
             message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
             raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
+        _check_counts(state, result)
         _check_logprobs(state, step, result)
         _advance_chunks(state, step)
         _take_prompt_logprobs(state, result, outputs)
@@ -72,6 +74,10 @@ class ResultReader:
         is_plain = (table.live.take(rows.slots) == rows.generations) & (counts == 1)
         odd: list[tuple[int, IntArray]] = []
         num_decodes = step.num_decodes
+        decoded = Rows.none()
+        if table.max_tokens_per_row > 1:
+            decoded = Rows(rows.slots[:num_decodes], rows.generations[:num_decodes]).still_in(table)
+            table.num_decodes_ahead[decoded.slots] -= 1
         if np.count_nonzero(is_plain) != len(rows):
             plain = np.flatnonzero(is_plain)
             starts = np.cumsum(counts) - counts
@@ -83,6 +89,8 @@ class ResultReader:
             self._take_plain(state, rows, num_decodes, ids, logprobs, watch, outputs)
         for row, row_ids in odd:
             self._take_odd(state, step, row, row_ids, logprobs, outputs)
+        if len(decoded):
+            table.bound(decoded.still_in(table).slots)
 
     def _take_plain(
         self,
@@ -140,9 +148,6 @@ class ResultReader:
         is_running = request.lifecycle is Lifecycle.RUNNING
         if is_running:
             table.settle(slot)
-        if is_running and is_decode:  # Planned as one token.
-            table.computed_len[slot] += len(ids)
-            table.planned_len[slot] += len(ids) - 1
         first, ending = len(request.output), None
         for token in ids.tolist():
             request.output.append(token)
@@ -152,10 +157,17 @@ class ResultReader:
         taken = len(request.output) - first
         if is_running:
             table.total_len[slot] += taken
+        if is_running and is_decode:
+            # What follows an end is no token of the request: its KV is not the request's either.
+            table.computed_len[slot] += taken
+            if table.max_tokens_per_row == 1:  # Planned as one token.
+                table.planned_len[slot] += taken - 1
         if taken and not is_decode:
             self._observer.prefilled(request)
         if taken:
             given = logprobs.get((slot, generation))
+            if given is not None and taken < len(ids):
+                given = _first(given, taken)
             row_ids = ids[:taken]
             outputs.rows.append(
                 rows_of([TokenRow(request.owner, request.handle, request.submission.attempt, first, row_ids, given)])
@@ -177,6 +189,16 @@ def _occupant(table: SlotTable, slot: int) -> Request:
     request = table.requests[slot]
     assert request is not None, slot
     return request
+
+
+def _check_counts(state: EpochState, result: StepResult) -> None:
+    """Pages were granted for so many."""
+    most = state.table.max_tokens_per_row
+    if most > 1 and result.counts.max(initial=0) > most:
+        message = (
+            f"step {result.step_id} returned {result.counts.max()} tokens for a row: the worker said {most} at most"
+        )
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message, {"max": str(most)})
 
 
 def _check_logprobs(state: EpochState, step: PlannedStep, result: StepResult) -> None:
@@ -232,6 +254,16 @@ def _live_request(state: EpochState, slot: int, generation: int) -> Request | No
     if 0 <= slot < state.table.num_slots and state.table.live[slot] == generation:
         return state.table.requests[slot]
     return state.retracting.get((slot, generation))
+
+
+def _first(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
+    """Those of the first `count` tokens."""
+    return TokenLogprobs(
+        own=logprobs.own[:count],
+        num_top=logprobs.num_top,
+        top_ids=logprobs.top_ids[:count],
+        top=logprobs.top[:count],
+    )
 
 
 def _by_row(rows: Rows, logprobs: _Logprobs) -> dict[int, TokenLogprobs]:
