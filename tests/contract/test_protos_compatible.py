@@ -56,8 +56,7 @@ def _parts(files: descriptor_pb2.FileDescriptorSet) -> Fields:
                 key = f"{file.package}.{service.name}.{method.name}"
                 parts[key, 0] = (
                     method.input_type,
-                shape = (method.client_streaming, method.server_streaming)
-                parts[key, 0] = (method.input_type, method.output_type, *shape)
+                    method.output_type,
                     method.client_streaming,
                     method.server_streaming,
                 )
