@@ -10,7 +10,7 @@ from support.planner_world import Record, World
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.scheduler.pages.page_pool import PageState
+from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning import counters as planner_counters
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 

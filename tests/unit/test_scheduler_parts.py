@@ -15,7 +15,8 @@ from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
-from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
+from radixmesh.daemons.scheduler.pages.page_pool import PagePool
+from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.counters import check_pages
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate

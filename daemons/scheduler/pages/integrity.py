@@ -1,7 +1,7 @@
-"""The page invariant: free + cached + owned + leased + quarantined = total, and every owned page has one owner.
+"""The page invariant: the counts of all states add up to the total, and every owned page has one owner.
 
-Checked after every step, in a few array operations. A breach never ends the daemon: the pages in doubt are taken out of
-use, counted and logged, and serving goes on.
+Checked after every step, in a few array operations. A violation never ends the daemon: the pages in doubt are taken out
+of use, counted and logged, and serving goes on.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.scheduler.cache.prefix_cache import PrefixCache
-from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
+from radixmesh.daemons.scheduler.pages.page_pool import PagePool
+from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.sequence import Sequence
 
 
 def find_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable) -> str:
-    """What is wrong with the counts, in words; empty = nothing. O(slots)."""
+    """Describes a violation in the counts; empty = none. O(slots)."""
     if not pool.is_balanced():
         return f"pages do not add up to {pool.num_pages}: {pool.recount()}"
     if pool.num_cached != cache.num_cached:
@@ -28,14 +29,13 @@ def find_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable) -> 
 
 
 def find_deep_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable) -> str:
-    """As find_breach, from the pages themselves; O(pages)."""
+    """As find_violation, from the pages themselves; O(pages)."""
     violation = find_violation(pool, cache, table)
     if violation:
         return violation
     counted = pool.recount()
-    counts = (pool.num_free, pool.num_cached, pool.num_owned, pool.num_leased, pool.num_quarantined)
-    if tuple(counted[state] for state in PageState) != counts:
-        return f"states count {counted}, the pool {counts}"
+    if counted != pool.counts():
+        return f"states count {counted}, the pool {pool.counts()}"
     owned = _owned_by_slots(pool, table)
     if len(np.unique(owned)) != len(owned):
         return "a page has two owners"

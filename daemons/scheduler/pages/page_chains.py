@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +67,15 @@ def read_chains(records: PageRecords, page_size: int, weights_version: int) -> C
         namespace_indexes=records.namespace_indexes[kept],
         tokens=tokens[kept],
     )
+
+
+def without_pages(records: PageRecords, pages: IntArray, weights_version: int) -> PageRecords:
+    """The records with these pages unusable under `weights_version`, and so whatever continues them."""
+    if not len(pages):
+        return records
+    weights_versions = records.weights_versions.copy()
+    weights_versions[pages] = weights_version - 1 if weights_version > 0 else weights_version + 1
+    return replace(records, weights_versions=weights_versions)
 
 
 def _tokens_of_full(records: PageRecords, page_size: int) -> npt.NDArray[np.int32]:

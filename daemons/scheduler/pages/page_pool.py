@@ -1,38 +1,25 @@
-"""Who holds each KV page.
+"""KV pages with state and generation: counts, the free list, and the transitions of page_states.py.
 
-  FREE --take--> OWNED (by a slot, granted ahead included) --cache--> CACHED --evict--> FREE
-                   |                                                    |
-                   +--give_back--> FREE                                 +-- a slot that shares it only locks it
-  any --quarantine--> QUARANTINED (until the next epoch). LEASED: lent to a transfer.
-
-free + cached + owned + leased + quarantined = total, always. A page that is not in the state that a transition starts
+The counts of all states add up to the number of pages, always. A page that is not in the state that a transition starts
 from is quarantined: the bookkeeping that led there is wrong, and using it could mix two requests' KV.
 """
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray
-
-
-class PageState(IntEnum):
-    FREE = 0
-    CACHED = 1
-    OWNED = 2
-    LEASED = 3
-    QUARANTINED = 4
-
+from radixmesh.daemons.scheduler.pages.page_states import TRANSITIONS, PageState, Transition
 
 # Looking up a member of an enum costs more than what is done with it here, and so does storing one in an array.
-_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED = (int(state) for state in PageState)
+_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED = (int(state) for state in tuple(PageState)[:5])
+_TAKE, _GIVE_BACK = TRANSITIONS["take"], TRANSITIONS["give_back"]
+_CACHE, _EVICT = TRANSITIONS["cache"], TRANSITIONS["evict"]
 
 
 class PagePool:
-    """Pages [0, num_pages) with state and generation.
+    """Pages [0, num_pages).
 
     `generations` int32 [num_pages] mirrors the worker's page records: every grant adds one.
     """
@@ -43,7 +30,7 @@ class PagePool:
         assert len(self.generations) == num_pages, (len(self.generations), num_pages)
         self.num_page_violations = 0
         self._states: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
-        self._counts = [num_pages, 0, 0, 0, 0]
+        self._counts = [num_pages] + [0] * (len(PageState) - 1)
         # A stack: pages are taken from its end, so that a page just freed is used again first.
         self._free = np.arange(num_pages - 1, -1, -1, dtype=np.int32)
         self._num_free = num_pages
@@ -75,9 +62,7 @@ class PagePool:
     def take(self, num: int) -> IntArray:
         """`num` free pages, int32 [num], owned from now on; their generations go up by one. There must be as many."""
         assert num <= self._num_free, (num, self._num_free)
-        pages = self._free[self._num_free - num : self._num_free].copy()
-        self._num_free -= num
-        pages = self._move(pages, _FREE, _OWNED)
+        pages = self._pop(num, _TAKE)
         self.generations[pages] += 1
         if len(pages) < num:  # Some were quarantined just now.
             return np.concatenate([pages, self.take(num - len(pages))])
@@ -85,26 +70,56 @@ class PagePool:
 
     def give_back(self, pages: IntArray) -> None:
         """Owned pages become free."""
-        self._push(self._move(pages, _OWNED, _FREE))
+        self._push(self._move(pages, _GIVE_BACK))
 
     def cache(self, pages: IntArray) -> None:
         """Owned pages become the prefix cache's."""
-        self._move(pages, _OWNED, _CACHED)
+        self._move(pages, _CACHE)
 
     def evict(self, pages: IntArray) -> None:
         """Cached pages become free."""
-        self._push(self._move(pages, _CACHED, _FREE))
+        self._push(self._move(pages, _EVICT))
 
     def adopt(self, pages: IntArray) -> None:
         """Free pages become the prefix cache's: KV that a former scheduler left in the worker."""
-        self._move(pages, _FREE, _CACHED)
+        self._move(pages, TRANSITIONS["adopt"])
         self._rebuild_free()
 
+    def lease(self, pages: IntArray) -> None:
+        """A transfer reads or writes owned or cached pages; those must have left slot and prefix cache."""
+        self._move(pages, TRANSITIONS["lease"])
+
+    def lease_pinned(self, pages: IntArray) -> None:
+        """Free pages become leased: a transfer of a former scheduler still uses them."""
+        self._move(pages, TRANSITIONS["lease_pinned"])
+        self._rebuild_free()
+
+    def end_lease(self, pages: IntArray) -> None:
+        """Leased pages become free: their transfer is terminal."""
+        self._push(self._move(pages, TRANSITIONS["end_lease"]))
+
+    def save(self, pages: IntArray) -> None:
+        """Owned or cached pages are being copied to the host; those must have left slot and prefix cache."""
+        self._move(pages, TRANSITIONS["save"])
+
+    def end_save(self, pages: IntArray) -> None:
+        """Pages whose copy to the host is complete become free."""
+        self._push(self._move(pages, TRANSITIONS["end_save"]))
+
+    def load(self, num: int) -> IntArray:
+        """`num` free pages, int32 [num], that are being filled from the host; their generations go up by one."""
+        assert num <= self._num_free, (num, self._num_free)
+        pages = self._pop(num, TRANSITIONS["load"])
+        self.generations[pages] += 1
+        return pages
+
+    def end_load(self, pages: IntArray) -> None:
+        """Pages that were filled from the host become the prefix cache's."""
+        self._move(pages, TRANSITIONS["end_load"])
+
     def quarantine(self, pages: IntArray) -> None:
-        """Takes pages out of use, whatever they are."""
-        pages = pages[self._states[pages] != _QUARANTINED]
-        for state in PageState:
-            self._move(pages[self._states[pages] == state], state, _QUARANTINED)
+        """Takes pages out of use, whatever they are. A quarantined one stays so."""
+        self._place(pages, _QUARANTINED)
         self._rebuild_free()
 
     def bump_generations(self) -> None:
@@ -125,23 +140,48 @@ class PagePool:
         return np.flatnonzero(self._states == state).astype(np.int32)
 
     def is_balanced(self) -> bool:
-        """Whether the five counts add up to the total and the free list agrees; O(1)."""
+        """Whether the counts add up to the total and the free list agrees; O(1)."""
         return sum(self._counts) == self.num_pages and self._num_free == self.num_free
 
-    def _move(self, pages: IntArray, old: int, new: int) -> IntArray:
-        """Moves those pages that are in state `old` and returns them; the others are quarantined."""
-        right = self._states.take(pages) == old
-        if np.count_nonzero(right) != len(pages):
-            wrong, pages = pages[~right], pages[right]
+    def _pop(self, num: int, transition: Transition) -> IntArray:
+        """Takes pages off the free list and moves them; fewer than `num` if some turned out not to be free."""
+        pages = self._free[self._num_free - num : self._num_free].copy()
+        self._num_free -= num
+        return self._move(pages, transition)
+
+    def _move(self, pages: IntArray, transition: Transition) -> IntArray:
+        """Moves those pages that are in a source state and returns them; the others are quarantined."""
+        states = self._states.take(pages)
+        source = transition.sources[0]
+        is_right = states == source
+        num_right = np.count_nonzero(is_right)
+        if num_right == len(pages):  # Nearly always: one source, and right.
+            self._states[pages] = transition.target
+            self._counts[source] -= len(pages)
+            self._counts[transition.target] += len(pages)
+            return pages
+        if len(transition.sources) > 1:
+            is_right = np.isin(states, transition.sources)
+        wrong, pages = pages[~is_right], pages[is_right]
+        # In this order: what becomes free goes onto the free list later, and the list must not have it twice.
+        if len(wrong):
             self.num_page_violations += len(wrong)
             self.quarantine(wrong)
-        self._states[pages] = new
-        self._counts[old] -= len(pages)
-        self._counts[new] += len(pages)
+        self._place(pages, transition.target)
+        if len(wrong) and _FREE in transition.sources:
+            self._rebuild_free()
         return pages
 
+    def _place(self, pages: IntArray, target: int) -> None:
+        """Gives distinct pages a state, whatever theirs is, and counts afresh what changes."""
+        pages = np.unique(pages)
+        lost = np.bincount(self._states.take(pages), minlength=len(PageState)).tolist()
+        self._states[pages] = target
+        self._counts = [count - minus for count, minus in zip(self._counts, lost, strict=True)]
+        self._counts[target] += len(pages)
+
     def _push(self, pages: IntArray) -> None:
-        if self._num_free + len(pages) > self.num_pages:  # Only after a breach: the free list is stale.
+        if self._num_free + len(pages) > self.num_pages:  # Only after a violation: the free list is stale.
             self._rebuild_free()
             return
         self._free[self._num_free : self._num_free + len(pages)] = pages

@@ -6,11 +6,14 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, PrefixCache, Probe
-from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+from radixmesh.daemons.scheduler.pages.page_chains import without_pages
+from radixmesh.daemons.scheduler.pages.page_pool import PagePool
+from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.sequence import Sequence
 
-_OWNED, _QUARANTINED = int(PageState.OWNED), int(PageState.QUARANTINED)
+_OWNED, _LEASED, _QUARANTINED = int(PageState.OWNED), int(PageState.LEASED), int(PageState.QUARANTINED)
 
 
 class SlotPages:
@@ -71,9 +74,7 @@ class SlotPages:
         num = int(counts.sum())
         missing = num - self.pool.num_free
         if missing > 0:
-            evicted = self.cache.evict(missing)
-            self.pool.evict(evicted)
-            self.num_evicted += len(evicted)
+            self.num_evicted += self._evict(self.cache.evict(missing))
         pages = self.pool.take(num)
         self._table.append_pages(slots, counts, pages)
         self._table.num_owned[slots] += counts
@@ -99,9 +100,37 @@ class SlotPages:
 
     def flush(self) -> int:
         """Empties the cache, whose pages nobody uses; returns how many there were."""
-        pages = self.cache.reset()
-        self.pool.evict(pages)
+        num = self._evict(self.cache.reset())
         self.pool.bump_generations()
+        return num
+
+    def adopt(self, snapshot: CacheSnapshot) -> int:
+        """Takes over, once, the KV that a former scheduler left in the worker; returns the pages that are cached now.
+
+        Pages that a transfer pins become leased, neither found nor granted nor evicted until end_lease(): the transfer
+        may still write there. What the records have below them is not found either.
+        """
+        pinned = np.unique(as_ints(snapshot.pinned_pages))
+        pinned = pinned[(pinned >= 0) & (pinned < self.pool.num_pages)]
+        records = without_pages(snapshot.records, pinned, self._weights_version)
+        adopted = self.cache.adopt(records, snapshot.names, self._weights_version)
+        self.pool.adopt(adopted)
+        self.pool.lease_pinned(pinned)
+        return len(adopted)
+
+    def end_lease(self, pages: IntArray) -> int:
+        """The worker says that transfers no longer use these pages; returns how many were leased and are free now.
+
+        Pages that are not leased are left alone: the event may be of a transfer that a former epoch knew of.
+        """
+        leased = np.unique(pages[(pages >= 0) & (pages < self.pool.num_pages)])
+        leased = leased[self.pool.states_of(leased) == _LEASED]
+        self.pool.end_lease(leased)
+        return len(leased)
+
+    def _evict(self, pages: IntArray) -> int:
+        """Pages that the cache has just given up are free."""
+        self.pool.evict(pages)
         return len(pages)
 
     def _insert(self, sequence: Sequence) -> None:

@@ -42,13 +42,9 @@ class EpochState:
             pool = PagePool(group.num_pages)
         else:
             pool = PagePool(group.num_pages, snapshot.records.generations)
-            adopted = cache.adopt(snapshot.records, snapshot.names, group.weights_version)
-            pool.adopt(adopted)
-            # A transfer of a former scheduler may still write there: out of use until the worker says otherwise.
-            pinned = np.setdiff1d(as_ints(snapshot.pinned_pages), adopted)
-            pool.quarantine(pinned[(pinned >= 0) & (pinned < group.num_pages)])
-            self.num_adopted_tokens = len(adopted) * group.page_size
         self.pages = SlotPages(pool, cache, self.table, group.weights_version)
+        if snapshot is not None:
+            self.num_adopted_tokens = self.pages.adopt(snapshot) * group.page_size
 
     @property
     def last_step_id(self) -> int:

@@ -9,6 +9,7 @@ beyond an end (EOS, stop id, abort, stop string) are dropped when their results 
 from __future__ import annotations
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.cache.feed import CacheFeed
@@ -242,6 +243,10 @@ class Planner:
             self._queue.push(sequence)
         for sequence, reason in poisonous:
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), reason)
+
+    def end_lease(self, pages: IntArray) -> int:
+        """The worker says that transfers no longer use these pages, int32; returns how many can be granted again."""
+        return self._state.pages.end_lease(pages) if self._state is not None else 0
 
     def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
         """The next step, which the caller must send; None = there is nothing to do before the next result or submit.

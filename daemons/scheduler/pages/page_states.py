@@ -1,0 +1,59 @@
+"""States of a KV page and the transitions between them, with the one function that makes each.
+
+  FREE --take--> OWNED --cache--> CACHED --evict--> FREE        OWNED --give_back--> FREE
+  FREE --adopt--> CACHED                                        records of a worker that survived its scheduler
+  OWNED, CACHED --lease--> LEASED --end_lease--> FREE           a transfer reads or writes the page
+  FREE --lease_pinned--> LEASED                                 a transfer that outlived its scheduler still uses it
+  OWNED, CACHED --save--> SAVING --end_save--> FREE             the page is being copied to the host
+  FREE --load--> LOADING --end_load--> CACHED                   the page is being filled from the host
+  any --quarantine--> QUARANTINED                               until the next epoch
+
+A page of a running slot that only shares it is CACHED: the slot locks it in the prefix cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class PageState(IntEnum):
+    FREE = 0
+    CACHED = 1
+    OWNED = 2
+    LEASED = 3
+    QUARANTINED = 4
+    SAVING = 5
+    LOADING = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A move of pages. owner: the only function of the scheduler that makes it, as Class.function; empty = none yet.
+
+    sources and target are plain ints: looking up a member of an enum costs more than the move itself.
+    """
+
+    sources: tuple[int, ...]
+    target: int
+    owner: str = ""
+
+
+_FREE, _CACHED, _OWNED, _LEASED, _QUARANTINED, _SAVING, _LOADING = (int(state) for state in PageState)
+
+# By the name of the PagePool method that makes the move.
+TRANSITIONS: dict[str, Transition] = {
+    "take": Transition((_FREE,), _OWNED, "SlotPages.grant"),
+    "give_back": Transition((_OWNED,), _FREE, "SlotPages.leave"),
+    "cache": Transition((_OWNED,), _CACHED, "SlotPages._insert"),
+    "evict": Transition((_CACHED,), _FREE, "SlotPages._evict"),
+    "adopt": Transition((_FREE,), _CACHED, "SlotPages.adopt"),
+    "lease": Transition((_OWNED, _CACHED), _LEASED),
+    "lease_pinned": Transition((_FREE,), _LEASED, "SlotPages.adopt"),
+    "end_lease": Transition((_LEASED,), _FREE, "SlotPages.end_lease"),
+    "save": Transition((_OWNED, _CACHED), _SAVING),
+    "end_save": Transition((_SAVING,), _FREE),
+    "load": Transition((_FREE,), _LOADING),
+    "end_load": Transition((_LOADING,), _CACHED),
+    "quarantine": Transition(tuple(int(state) for state in PageState), _QUARANTINED, "quarantine_doubtful"),
+}
