@@ -35,7 +35,7 @@ class SchedulerSettings(CommonSettings):
     max_tokens_per_step: int | None = setting(None, "most tokens of one step; none: what the worker takes")
     max_running: int | None = setting(None, "most requests that run at a time; none: the worker's slots")
     max_queue: int = setting(10_000, "waiting requests before new ones are refused with OVERLOADED")
-    grant_ahead_tokens: int = setting(16, "tokens that the pages granted to a decoding request at a time hold")
+    grant_ahead_tokens: int = setting(16, "tokens that fit into the pages granted to a decoding request at a time")
     decode_reserve_tokens: int = setting(
         64,
         "tokens for which admission keeps pages free per running request; the first estimate, which adapts",

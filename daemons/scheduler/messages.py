@@ -108,7 +108,7 @@ def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None) -> Subm
 
 
 def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
-    """What a worker said of itself. Raises INVALID_ARGUMENT for sizes that nothing can be planned with."""
+    """The group that a worker's hello describes. Raises INVALID_ARGUMENT for sizes that allow no plan."""
     caps, model = hello.capabilities, hello.hello.model
     for field in ("page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight"):
         if getattr(caps, field) < 1:

@@ -1,4 +1,4 @@
-"""The scheduler's loop: waits for submits and results, plans while the lookahead allows, sends, tells the routers."""
+"""The scheduler's loop: waits for submits and results, plans while the lookahead allows, sends plans and outputs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class SchedulerLoop:
         progress: Progress,
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """clock: seconds; tests give their own."""
+        self._clock = clock
         # Revisions of the cache must be higher than those of a scheduler before this one: microseconds are.
         self.planner = Planner(
             settings.planner_settings(),
@@ -67,7 +70,7 @@ class SchedulerLoop:
         self._results: deque[StepResult] = deque()
         self._loss: BaseException | None = None
         self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
-        self._last_heard_s = self._last_sent_s = self._last_load_s = self._last_export_s = time.monotonic()
+        self._last_heard_s = self._last_sent_s = self._last_load_s = self._last_export_s = self._clock()
         self._told_load: tuple[int, ...] = ()
         self._was_idle_at_send: set[int] = set()
         self._changed: asyncio.Future[None] | None = None
@@ -83,13 +86,13 @@ class SchedulerLoop:
         return self._lookahead
 
     def notify(self) -> None:
-        """Something was submitted, aborted or wished for: says what there is to say, and plans soon."""
+        """Something was submitted, aborted or wished for: delivers outputs, and plans soon."""
         self.deliver()
         self._wake.set()
 
     def deliver(self) -> None:
         self.streams.deliver(self.planner.take_outputs())
-        now = time.monotonic()
+        now = self._clock()
         if now - self._last_load_s >= _LOAD_CHANGE_S and self._load_signature() != self._told_load:
             self._push_loads(now)
         if self._changed is not None:
@@ -101,7 +104,7 @@ class SchedulerLoop:
         self.streams.push_loads()
 
     def _load_signature(self) -> tuple[int, ...]:
-        """What of the load is worth telling at once: pages, which change with every step, in 64ths."""
+        """The part of the load that is pushed when it changes; pages, which change with every step, in 64ths."""
         planner = self.planner
         if planner.state is None:
             return (planner.num_running, planner.num_waiting)
@@ -130,7 +133,7 @@ class SchedulerLoop:
         self.deliver()  # Wakes who waits for the state.
 
     async def run(self) -> None:
-        """For ever: claims the group, serves until it is lost, claims it again."""
+        """Runs for ever: claims the group, serves until it is lost, claims it again."""
         ticking = asyncio.ensure_future(self._tick())
         try:
             while True:
@@ -175,14 +178,14 @@ class SchedulerLoop:
 
     def _begin(self, claimed: ClaimedGroup) -> None:
         self.epoch = claimed.stream.epoch
-        start = time.monotonic()
+        start = self._clock()
         self._check_identity()
         adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshot)
         self._results.clear()
         self._loss = None
         self._was_idle_at_send.clear()
         self._lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
-        self._last_heard_s = self._last_sent_s = time.monotonic()
+        self._last_heard_s = self._last_sent_s = self._clock()
         log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(self._last_sent_s - start, 4))
         if self._metrics is not None:
             self._metrics.epoch.set(self.epoch)
@@ -201,7 +204,7 @@ class SchedulerLoop:
             self._wake.set()
 
     async def _drive(self, claimed: ClaimedGroup) -> None:
-        """Raises what ends the epoch."""
+        """Serves until the epoch ends; raises the error that ended it."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -219,7 +222,7 @@ class SchedulerLoop:
             self._progress.work_pending(num_pending, patience_s=self._limit_s() if is_computing else 0.0)
 
     def _take(self, result: StepResult) -> None:
-        now = time.monotonic()
+        now = self._clock()
         self._last_heard_s = now
         self._patience_s = self._settings.step_timeout_s
         state = self.planner.state
@@ -232,7 +235,7 @@ class SchedulerLoop:
         if self._step_metrics is not None:
             if oldest is not None:
                 self._step_metrics.answered(now - oldest.sent_s)
-            self._step_metrics.processed(result, len(result.counts), time.monotonic() - now)
+            self._step_metrics.processed(result, len(result.counts), self._clock() - now)
         # A heartbeat is no progress of those who wait.
         if oldest is None or oldest.plan.has_forward or not self.planner.num_live:
             self._progress.completed()
@@ -245,13 +248,13 @@ class SchedulerLoop:
             queued_us = sum(step.plan.expected_us for step in steps[1:])
             if not self._lookahead.wants_more(len(steps), queued_us):
                 return
-            now = time.monotonic()
+            now = self._clock()
             is_heartbeat = not steps and now - self._last_sent_s >= _HEARTBEAT_S
             plan = planner.plan(now, is_heartbeat=is_heartbeat)
             if plan is None:
                 return
             if self._step_metrics is not None:
-                self._step_metrics.planned(time.monotonic() - now)
+                self._step_metrics.planned(self._clock() - now)
             if not steps and plan.has_forward:
                 self._was_idle_at_send = {plan.step_id}
             if not steps:
@@ -270,25 +273,25 @@ class SchedulerLoop:
         if oldest is None:
             return
         limit_s = self._limit_s()
-        waited_s = time.monotonic() - max(self._last_heard_s, oldest.sent_s)
+        waited_s = self._clock() - max(self._last_heard_s, oldest.sent_s)
         if waited_s > limit_s:
             self._patience_s = min(2 * limit_s, max(_MOST_PATIENCE_S, self._settings.step_timeout_s))
             message = f"step {oldest.plan.step_id} has no result after {waited_s:.1f} s: the worker counts as dead"
             raise MeshError(ErrorReason.ERROR_REASON_STEP_TIMEOUT, message)
 
     def _limit_s(self) -> float:
-        """How long the oldest step in flight may take."""
+        """Timeout of the oldest step in flight, seconds."""
         state = self.planner.state
         oldest = state.in_flight.oldest if state is not None else None
         expected_us = oldest.plan.expected_us if oldest is not None else 0
         return max(self._patience_s, _HANG_FACTOR * expected_us / 1e6)
 
     async def _tick(self) -> None:
-        """What happens by time alone: router streams that left, deadlines, loads, heartbeats, hangs."""
+        """Time-driven work: router streams that left, deadlines, loads, heartbeats, hangs."""
         while True:
             await asyncio.sleep(_TICK_S)
             try:
-                self._pass_time(time.monotonic())
+                self._pass_time(self._clock())
             except Exception:
                 # A bug, of one request as a rule. Without ticks no router hears of us, and no hang is noticed.
                 log.exception("tick_failed")

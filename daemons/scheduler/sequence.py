@@ -67,7 +67,7 @@ class Submission:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sequence:
-    """A submission that was accepted, with its state. Its tokens are `prompt_ids` then `output`."""
+    """An accepted submission with its state: one of the n outputs of a request. Tokens: `prompt_ids` then `output`."""
 
     submission: Submission
     arrival: int
@@ -80,7 +80,7 @@ class Sequence:
     """Ids that end the output: EOS unless ignored, and stop ids."""
     logprobs_start: int
     output: array[int] = field(default_factory=lambda: array("i"))
-    """While RUNNING the newest tokens may still be in the slot table: SlotTable.settle() brings them here."""
+    """While RUNNING the newest tokens may still be in the SequenceTable: its settle() brings them here."""
     lifecycle: Lifecycle = Lifecycle.WAITING
     slot: int = -1
     generation: int = 0
@@ -89,7 +89,7 @@ class Sequence:
     waits_for_step: int = 0
     """While RETRACTING: the result after which it may be admitted again."""
     num_prefix_waits: int = 0
-    """Times it was held back for what another computed."""
+    """Times it waited for a prefix that another computed."""
     num_preempted: int = 0
     """Times it gave its place to a higher priority."""
     trace_context: str = ""

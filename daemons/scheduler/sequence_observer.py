@@ -1,4 +1,4 @@
-"""Who wants to know when a request gets on. The planner has no clock: it says what happened, and when is now."""
+"""Observer of a sequence's progress. The planner has no clock: an event happens when the observer is called."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from radixmesh.daemons.scheduler.sequence import Sequence
 
 
 class SequenceObserver:
-    """Does nothing; what it is told may repeat after a retraction or a new epoch, but for accepted() and finished()."""
+    """Does nothing; its calls may repeat after a retraction or a new epoch, but for accepted() and finished()."""
 
     def accepted(self, sequence: Sequence) -> str:
         """A request was queued. Returns the trace context for what happens to it further down; empty = not traced."""

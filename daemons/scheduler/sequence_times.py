@@ -1,4 +1,4 @@
-"""Where the time of requests goes at this scheduler, told to metrics and tracer."""
+"""Times of sequences in this scheduler, for metrics and tracer."""
 
 from __future__ import annotations
 

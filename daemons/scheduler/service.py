@@ -36,7 +36,7 @@ MAX_CACHE_WATCHES = 32
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Serves one engine."""
+    """Serves one SchedulerLoop."""
 
     def __init__(self, loop: SchedulerLoop, progress: Progress, *, instance_id: str, drain_s: float) -> None:
         self._loop = loop

@@ -13,8 +13,10 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
+from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.counters import check_pages
@@ -23,6 +25,7 @@ from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.results.outputs import Outputs, TokenRow, rows_of
 from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
+from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 
 
 def test_grants_bump_generations_and_freed_pages_are_used_first() -> None:
@@ -227,3 +230,19 @@ def test_group_that_shrinks_fails_what_no_longer_fits() -> None:
     assert long.finished.error.reason == common_pb2.ERROR_REASON_PROMPT_TOO_LONG
     world.run()
     assert short.tokens == world.expected(short.submission)
+
+
+def test_a_changed_load_is_pushed_at_once_but_not_more_often_than_that() -> None:
+    now, world = [100.0], World()
+    settings = SchedulerSettings(workers=("nowhere:1",))
+    loop = SchedulerLoop(settings, None, Progress(), clock=lambda: now[0])  # type: ignore[arg-type]
+    stream = loop.streams.open("router")
+    loop.planner.begin_epoch(1, world.group, None)
+    pushed = []
+    for seconds in (0.06, 0.04, 0.02):
+        now[0] += seconds
+        stream.outbox.wants_load = False
+        loop.planner.submit(world.submission([2, 3, 4]))
+        loop.deliver()
+        pushed.append(stream.outbox.wants_load)
+    assert pushed == [True, False, True]

@@ -209,7 +209,10 @@ class Metrics:
             "radixmesh_cache_hit_ratio", by, "Share of tokens found in the cache at late admissions."
         )
         self.pages = make.gauge(
-            "radixmesh_pages", by, "KV pages by state: free, cached, owned, leased, quarantined.", ["state"]
+            "radixmesh_pages",
+            by,
+            "KV pages by state: free, cached, owned, leased, saving, loading, quarantined.",
+            ["state"],
         )
         self.page_evictions = make.counter("radixmesh_page_evictions_total", by, "Cached pages evicted.")
         self.page_invariant_violations = make.counter(

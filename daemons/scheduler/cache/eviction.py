@@ -1,4 +1,4 @@
-"""Which unlocked leaf of the prefix cache goes first: a strategy gives a leaf a score, the lowest goes."""
+"""Eviction policies of the prefix cache: a policy scores the unlocked leaves, the lowest score is evicted first."""
 
 from __future__ import annotations
 

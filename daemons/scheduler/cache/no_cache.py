@@ -1,4 +1,4 @@
-"""The prefix cache that holds nothing: a baseline, and what keeps the seam honest."""
+"""The prefix cache that holds nothing: a baseline, and a second implementation that keeps the interface honest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prefix cache tells who follows its content: enough to rebuild the exact set of cached prefixes elsewhere."""
+"""Events of a prefix cache for its observers: enough to rebuild the exact set of cached prefixes elsewhere."""
 
 from __future__ import annotations
 

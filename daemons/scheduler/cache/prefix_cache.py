@@ -34,7 +34,7 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What an insert did. `match` covers what is cached of the inserted tokens now; the cache took the caller's pages
+    """Result of an insert. `match` covers the inserted tokens that are cached now; the cache took the caller's pages
     from `num_known` on (all are "known" where it declines), those before stay the caller's unless they were cached."""
 
     match: Match
@@ -42,7 +42,7 @@ class Inserted(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """What a cache knows of a prefix at the moment: whole pages, and where they lie. `branch` names places from the top
+    """The cached part of a prefix at the moment: whole pages, and where they lie. `branch` names places from the top
     down to the prefix's end, opaque: of two prefixes with a long part in common, so have their branches."""
 
     num_pages: int
@@ -84,7 +84,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def probe(self, namespace: Namespace, ids: IntArray) -> Probe:
-        """How much of `ids` match() would find; changes nothing, marks nothing as used. Cheap: queues ask often."""
+        """The part of `ids` that match() finds; changes nothing, marks nothing as used. Cheap: queues ask often."""
 
     @abstractmethod
     def insert(self, namespace: Namespace, ids: IntArray, pages: IntArray, *, priority: int = 0) -> Inserted:
@@ -142,7 +142,7 @@ class PrefixCache(ABC):
         return False
 
     def content(self) -> CacheContent | None:
-        """What is cached now, for one who begins to watch; None: this cache tells nobody. Cheap, and stays as it is
+        """The current content, for a watcher that begins; None: this cache tells nobody. Cheap, and stays as it is
         whatever the cache does meanwhile."""
         return None
 

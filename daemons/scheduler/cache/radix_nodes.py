@@ -36,7 +36,7 @@ class RadixNodes:
         self.hits = _column(capacity, "i8")
         self.priority = _column(capacity, "i8")
         self.is_queued = _column(capacity, "u1")
-        """Whether the queue of leaves has an entry for it."""
+        """True if the queue of leaves has an entry for it."""
         self.ids: list[IntArray] = []
         self.pages: list[IntArray] = []
         self._none = empty_ints()
@@ -87,7 +87,7 @@ class RadixNodes:
             column[target] = column[source]
 
     def is_free_leaf(self, node: int) -> bool:
-        """Whether the node could be evicted now."""
+        """True if the node could be evicted now."""
         return not self.locks[node] and not self.num_children[node] and self.num[node] > 0
 
 

@@ -243,7 +243,7 @@ class RadixTree:
 
 
 def _num_equal(first: IntArray, second: IntArray) -> int:
-    """How many leading items of two arrays of one length are equal."""
+    """Number of leading items that are equal in two arrays of one length."""
     start, block, length = 0, _FIRST_BLOCK, len(first)
     while start < length:
         differs = first[start : start + block] != second[start : start + block]

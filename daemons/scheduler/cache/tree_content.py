@@ -1,4 +1,4 @@
-"""What a radix tree held at one moment, told later: the tree goes on meanwhile."""
+"""Content of a radix tree at one moment, read later while the tree changes."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""KV pages: who holds each, and the invariant over all of them."""
+"""KV pages: states, transitions and owners, and the invariant over all of them."""

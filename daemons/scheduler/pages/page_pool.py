@@ -140,7 +140,7 @@ class PagePool:
         return np.flatnonzero(self._states == state).astype(np.int32)
 
     def is_balanced(self) -> bool:
-        """Whether the counts add up to the total and the free list agrees; O(1)."""
+        """True if the counts add up to the total and the free list agrees; O(1)."""
         return sum(self._counts) == self.num_pages and self._num_free == self.num_free
 
     def _pop(self, num: int, transition: Transition) -> IntArray:

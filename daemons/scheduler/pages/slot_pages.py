@@ -50,7 +50,7 @@ class SlotPages:
         return Namespace(name, self._weights_version) if name else self._common
 
     def probe(self, sequence: Sequence) -> Probe:
-        """What match() would find for a request's tokens; changes nothing."""
+        """The result that match() would have for a sequence's tokens; changes nothing."""
         return self.cache.probe(self.namespace_of(sequence), sequence.token_ids()[: sequence.max_cached_len()])
 
     def match(self, sequence: Sequence, probe: Probe | None = None) -> Match:

@@ -1,4 +1,4 @@
-"""What the planner counts, and its check after every step."""
+"""Counters of the planner, and the check of the page invariant after every step."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def check_pages(
     is_strict: bool,
     retract: Callable[[EpochState, Sequence], None] | None = None,
 ) -> None:
-    """Checks the page invariant. A breach is counted and logged with the last plans, and the pages in doubt are
+    """Checks the page invariant. A violation is counted and logged with the last plans, and the pages in doubt are
     quarantined; strict, it fails instead (and every page is looked at).
 
     retract: for requests that hold such pages; their KV may be another's, so it is computed anew elsewhere.

@@ -1,4 +1,4 @@
-"""How much memory admission leaves for the requests that run already."""
+"""Pages that admission keeps free for the sequences that run already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything that is true of one epoch of the worker group only: a new epoch starts a new one."""
+"""State of one epoch of the worker group; a new epoch starts with a new one."""
 
 from __future__ import annotations
 

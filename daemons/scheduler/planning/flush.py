@@ -54,8 +54,7 @@ class CacheFlush:
         self._planned.discard(wish)
 
     def may_run(self, state: EpochState) -> bool:
-        """Whether no slot is held, at the worker neither (a barrier op comes before its plan's releases), and no plan
-        is in flight."""
+        """True if no plan is in flight and no slot is held, nor by the worker: a barrier op runs before releases."""
         return not (state.table.num_running or state.retracting or state.in_flight or state.releases)
 
     def make_plan(self, state: EpochState) -> StepPlan:

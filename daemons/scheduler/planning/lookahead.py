@@ -1,4 +1,4 @@
-"""How many plans to send ahead. Lookahead is time: work worth `gap` waits at the worker, in as few plans as that takes.
+"""Number of plans to send ahead. Lookahead is time: `gap` of work waits at the worker, in as few plans as possible.
 
 With depth d (plans beyond the one that runs), steps of time s and a gap g between a result and the arrival of the plan
 that it allows, the device idles for 1 - s / max(s, (s + g) / (d + 1)) of the time: nothing once d >= g / s. More depth
@@ -34,7 +34,7 @@ class Lookahead:
         self.gap_us += weight * (sample - self.gap_us)
 
     def wants_more(self, num_in_flight: int, queued_us: int) -> bool:
-        """Whether one more plan shall be sent now; `queued_us` is expected of the plans behind the one that runs."""
+        """True if one more plan shall be sent now; `queued_us` is expected of the plans behind the one that runs."""
         if num_in_flight >= self._max_in_flight:
             return False
         if num_in_flight == 0:

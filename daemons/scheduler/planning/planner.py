@@ -139,7 +139,7 @@ class Planner:
         return len(self._state.in_flight) if self._state is not None else 0
 
     def take_outputs(self) -> Outputs:
-        """What there is to say since the last call."""
+        """Outputs since the last call."""
         outputs, self._outputs = self._outputs, Outputs()
         return outputs
 

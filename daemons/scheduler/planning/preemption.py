@@ -1,7 +1,7 @@
-"""A higher priority takes the place of lower ones that run, where there is no other place for it.
+"""Preemption: a sequence of higher priority takes the slot and pages of running ones of lower priority.
 
-Bounded: a few victims a plan, each strictly lower than who comes, and none gives way more than max_times; then it runs
-to its end, whoever waits.
+Bounded: a few victims per plan, each of strictly lower priority, and none is preempted more than max_times; after that
+it runs to its end.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from radixmesh.daemons.scheduler.queue.validation import pages_for
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 
-# More than that are not held back at a time: they could not all run next anyway.
+# Upper bound of sequences that wait for a prefix at a time: more could not all run next anyway.
 _MAX_WAITING = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLimits:
     """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots. ahead_pages: granted
-    beyond the prompt when its prefill finishes. inflight_prefix_min_tokens: see HeldBack."""
+    beyond the prompt when its prefill finishes. inflight_prefix_min_tokens: see InflightPrefixes."""
 
     chunk_tokens: int
     max_running: int
@@ -85,7 +85,7 @@ class Prefill:
                 return
 
     def has_room(self, state: EpochState, sequence: Sequence) -> bool:
-        """Whether a request could be admitted now."""
+        """True if a request could be admitted now."""
         return self._has_slot(state) and self._has_pages(state, sequence, state.pages.probe(sequence).num_pages)
 
     def missing_pages(self, state: EpochState, sequence: Sequence) -> int:
@@ -130,7 +130,7 @@ class Prefill:
         return True
 
     def _admit(self, state: EpochState, draft: PlanDraft, sequence: Sequence) -> bool:
-        """Admits the request with its first chunk, or holds it back; False if it, and all behind it, have to wait."""
+        """Admits a sequence with its first chunk, or parks it behind its leader; False if it and all behind it wait."""
         if not self._has_slot(state):
             return False
         pages, page_size = state.pages, state.group.page_size
@@ -171,7 +171,7 @@ class Prefill:
         return bool(state.table.num_free) and state.table.num_running < self._limits.max_running
 
     def _has_pages(self, state: EpochState, sequence: Sequence, num_cached: int) -> bool:
-        """Whether the request and what the running ones are expected to need still fit; alone it must."""
+        """True if the request and what the running ones are expected to need still fit; alone it must."""
         available = state.pages.num_available
         # A token's page at least: a slot that cannot start only holds others up.
         if available < 1:

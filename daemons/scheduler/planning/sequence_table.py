@@ -59,7 +59,7 @@ class SequenceTable:
         """Page table: row s holds num_pages[s] pages."""
         self.sequences: list[Sequence | None] = [None] * num_slots
         self.locks: list[Match | None] = [None] * num_slots
-        """What each slot holds locked in the prefix cache."""
+        """The match that each slot has locked in the prefix cache."""
         self.ranks_across_tenants = False
         """True if a priority counts against those of other tenants, see last_in_line()."""
         self._fresh: npt.NDArray[np.int32] = np.zeros((num_slots, _FRESH_COLUMNS), np.int32)

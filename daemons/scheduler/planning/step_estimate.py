@@ -1,4 +1,4 @@
-"""How long a step will take, learned from those that ran: for lookahead, and for telling a hang from a long step."""
+"""Expected device time of a step, learned from past steps: for lookahead, and to tell a hang from a long step."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Requests that wait for a prefix which another is just computing: they will find it instead of computing it twice.
+"""In-flight prefix deduplication: sequences wait for a prefix that another is computing, and then find it cached.
 
-n > 1 of one prompt, or a burst behind one system prompt: the first one admitted leads, the others are held out of the
-queue's turns until the part they have in common is computed and shared, or the leader is gone. Whoever is held would
-have computed the same tokens in the same time, so nobody loses more than the plans in flight.
+n > 1 outputs of one prompt, or a burst behind one system prompt: the first one admitted is the leader. The followers
+are parked in the queue until the common part is computed and shared, or the leader is gone. A follower would have
+computed the same tokens in the same time, so it loses no more than the plans in flight.
 
-It cannot deadlock: a leader is in a slot and prefills, oldest first, or gives its slot up; whether it still leads is
-read from the slots before every plan, nobody has to tell. It is bounded: `max_held` at a time, `_MAX_HOLDS` times a
-request.
+It cannot deadlock: a leader is in a slot and prefills, oldest first, or gives up its slot. Whether it still leads is
+read from the slots before every plan. It is bounded: `max_waiting` at a time, `_MAX_WAITS` times a sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _Front = tuple[Namespace, int, bytes]
 
 
 class Ahead(NamedTuple):
-    """Who computes what another needs, and up to where that is wanted (tokens, whole pages)."""
+    """The leader that computes a common prefix, and where that prefix ends (tokens, whole pages)."""
 
     leader: Sequence
     until: int
@@ -54,8 +53,7 @@ class _Leader:
 
 
 class InflightPrefixes:
-    """Leaders of one epoch and those who wait for them. least_tokens: a common part shorter than that, beyond what is
-    cached, is not waited for."""
+    """Leaders of one epoch and their followers. min_tokens: shortest common part to wait for, beyond the cache."""
 
     def __init__(self, queue: WaitingQueue, counters: PlannerCounters, *, min_tokens: int, max_waiting: int) -> None:
         self._queue = queue
@@ -77,8 +75,8 @@ class InflightPrefixes:
             self._leaders[sequence] = _Leader(sequence.generation, ids, front)
 
     def ahead_of(self, state: EpochState, sequence: Sequence, num_cached: int) -> Ahead | None:
-        """Who computes what comes next of a waiting request with so many tokens in the cache; None = nobody, or it was
-        held often enough."""
+        """The leader for a waiting sequence with so many tokens in the cache; None = there is none, or it has waited
+        often enough."""
         if not self._by_front:
             return None
         ids = sequence.token_ids()[: sequence.max_cached_len()]
@@ -96,8 +94,7 @@ class InflightPrefixes:
         return Ahead(other, until)
 
     def park(self, sequence: Sequence, ahead: Ahead) -> bool:
-        """Holds a waiting request back; False if as many are held, or were in this plan, as may be: it keeps its
-        turn."""
+        """Parks a waiting sequence behind its leader; False at the bounds of parked ones: it keeps its turn."""
         if self._queue.num_waiting_for_prefix >= self._max_waiting or self._num_parked_in_plan >= _MAX_WAITS_PER_PLAN:
             return False
         self._num_parked_in_plan += 1
@@ -108,7 +105,7 @@ class InflightPrefixes:
         return True
 
     def release(self, state: EpochState) -> None:
-        """Before a plan: whoever's prefix is there has its turn again, and so has whoever's leader is gone."""
+        """Before a plan: unparks followers whose prefix is cached or whose leader is gone."""
         self._num_parked_in_plan = 0
         for sequence, leader in list(self._leaders.items()):
             if not _leads(state, sequence, leader):
@@ -117,7 +114,7 @@ class InflightPrefixes:
                 self._advance(state, sequence, leader)
 
     def _advance(self, state: EpochState, sequence: Sequence, leader: _Leader) -> None:
-        """Shares what a leader has computed so far, if anybody waits for no more than that."""
+        """Shares the pages that a leader has computed so far, if a follower waits for no more than those."""
         computed = int(state.table.computed_len[sequence.slot])
         due = [follower for follower in leader.followers if follower.until <= computed]
         if not due:
@@ -148,7 +145,7 @@ class InflightPrefixes:
 
 
 def _leads(state: EpochState, sequence: Sequence, leader: _Leader) -> bool:
-    """Whether the leader is in the slot it had, its prefill not computed to the end."""
+    """True while the leader is in the slot it had and its prefill is not complete."""
     slot, table = sequence.slot, state.table
     return (
         slot >= 0
@@ -159,6 +156,6 @@ def _leads(state: EpochState, sequence: Sequence, leader: _Leader) -> bool:
 
 
 def _num_equal(first: IntArray, second: IntArray) -> int:
-    """How many leading items of two arrays of one length are equal."""
+    """Number of leading items that are equal in two arrays of one length."""
     differs = np.flatnonzero(first != second)
     return int(differs[0]) if len(differs) else len(first)

@@ -1,4 +1,4 @@
-"""Submits: which are taken, which continue what is here already, which are refused."""
+"""Intake of submits: accepts new ones, attaches those that continue a live output, refuses the rest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Finish = Callable[[Sequence, SequenceEnd, MeshError | None], None]
 
 
 class Intake:
-    """The door of the planner. finish: ends a live request."""
+    """Validates and queues submits. finish: ends a live request."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Intake:
             outputs.rejected.append(Rejected(owner=s.owner, handle=s.handle, attempt=s.attempt, error=error))
 
     def _is_known(self, submission: Submission) -> bool:
-        """Whether this very submit was taken before. Raises STALE_ATTEMPT, or PROTOCOL_VIOLATION for its handle."""
+        """True if this very submit was taken before. Raises STALE_ATTEMPT, or PROTOCOL_VIOLATION for its handle."""
         live = self._submissions.get(submission.key)
         is_live = live is not None and (live.owner, live.handle) == (submission.owner, submission.handle)
         if is_live or self._submissions.is_repeat(submission):
@@ -81,7 +81,7 @@ class Intake:
 
         The stream that had them is told SUPERSEDED: it may be open still, since a router that died and one whose client
         asks elsewhere once more look alike from here. False if there is nothing to attach to, or the submit has to
-        replace it: a higher attempt, or it knows more tokens than we have, or wants them drawn in another way (a client
+        replace it: a higher attempt, or it knows more tokens than we have, or wants other sampling (a client
         that got no answer sent its request once more: it has another seed now). Raises DUPLICATE_REQUEST if it is
         another request of that name.
         """

@@ -1,4 +1,4 @@
-"""How much may wait, and when to come back if that is too much."""
+"""Limits of the waiting queue, and the time after which a refused router may retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The orders of the queue, by name."""
+"""Policies of the waiting queue, by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class QueueSettings:
     policy: str = "fcfs"
     """A name in QUEUE_POLICIES."""
     max_overtake_factor: float = 1.0
-    """See AgedLane; for the policies that let later requests pass earlier ones."""
+    """See AgedSubQueue; for the policies that let later requests pass earlier ones."""
     seed: int = 0
     """Seed of the random order."""
     priority_across_tenants: bool = False
@@ -72,7 +72,7 @@ QUEUE_POLICIES: dict[str, Callable[[QueueSettings], SubQueue]] = {
 
 
 def make_sub_queue_factory(settings: QueueSettings) -> SubQueueFactory:
-    """A creator of lanes. Raises ValueError naming the choices."""
+    """A creator of sub-queues. Raises ValueError naming the choices."""
     if settings.policy not in QUEUE_POLICIES:
         raise ValueError(f"queue policy {settings.policy!r} is unknown: choose one of {', '.join(QUEUE_POLICIES)}")
     create = QUEUE_POLICIES[settings.policy]

@@ -1,8 +1,8 @@
 """Orders that depend on what the cache holds: longest prefix match, and depth first by weight.
 
-After SGLang's cache-aware scheduling (Zheng et al., 2024). The cache changes with every step, so what a lane knows of
-it is always a little old: a bounded number of requests is probed a plan, the newest first, then all in turn, and
-whoever is about to go once more. A queue of any length costs a step the same.
+After SGLang's cache-aware scheduling (Zheng et al., 2024). The cache changes with every step, so the knowledge of a
+sub-queue is always a little old: a plan probes a bounded number of sequences, the newest first, then all in turn, and
+the one about to go once more. A queue of any length costs a step the same.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class ProbedSubQueue(SubQueue):
 
 
 class LongestPrefixSubQueue(ProbedSubQueue):
-    """Whoever has most tokens in the cache goes first; of equals the oldest."""
+    """The sequence with most tokens in the cache goes first; of equals the oldest."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
-"""Requests that wait. Turns among (router, tenant) pairs, then priorities, then the strategy's order (lane.py); or
-priorities before the turns, if the operator wants it so."""
+"""The waiting queue: one sub-queue per (router, tenant), served in turn.
+
+Within a sub-queue the highest priority goes first, then the policy's order (sub_queue.py) applies. With
+priority_across_tenants the highest priority of all sub-queues goes first.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ _SubQueueKey = tuple[str, str]
 
 
 class WaitingQueue:
-    """All waiting requests. Lanes, a (router, tenant) pair each, take turns; within a lane the highest priority goes
-    first, then the strategy chooses. So a strategy's or a priority's gain is that of its lane, and no lane starves
-    another. With `priority_across_tenants` the highest priority of all goes first, and lanes of it take turns.
+    """All waiting sequences. The sub-queues take turns, so a policy or a priority favours only sequences of its own
+    sub-queue, and no sub-queue starves another. With `priority_across_tenants` the highest priority of all goes first,
+    and the sub-queues that have it take turns.
 
-    A request that waits for what another is about to compute is held: it keeps its place but has no turn.
+    A sequence that waits for a prefix in flight is parked: it keeps its place but gets no turn.
     """
 
     def __init__(self, settings: QueueSettings | None = None) -> None:
@@ -65,7 +68,7 @@ class WaitingQueue:
         return None
 
     def admitted(self, sequence: Sequence) -> None:
-        """Takes out a request that has its turn, and gives the turn to the other lanes."""
+        """Takes out a request that has its turn, and gives the turn to the other sub-queues."""
         sub_queues, key = self._classes[self._class_of(sequence)], sub_queue_key(sequence)
         sub_queues[key].admitted(sequence)
         sub_queues.move_to_end(key)
@@ -80,12 +83,12 @@ class WaitingQueue:
             self._leave(sequence)
 
     def park(self, sequence: Sequence) -> None:
-        """Has no turn until unhold(), or remove()."""
+        """Excludes a sequence from the turns until unpark(), or remove()."""
         self._leave(sequence)
         self._parked[sequence] = None
 
     def unpark(self, sequence: Sequence) -> None:
-        """Has turns again; nothing happens to one that is not held (any more)."""
+        """Returns a parked sequence to the turns; does nothing for any other."""
         if sequence in self._parked:
             del self._parked[sequence]
             self._enter(sequence)

@@ -1,7 +1,7 @@
-"""The seam of the queue's order: the waiting requests of one (router, tenant) and priority, and which of them is next.
+"""Sub-queues: the waiting sequences of one (router, tenant) and priority, in the order of a policy.
 
-A strategy orders what is alike: lanes take turns (queue.py), so that no router or tenant gains by what it sends, and
-within a lane higher priorities go first whatever the strategy.
+The sub-queues take turns (queue.py), so that no router or tenant gains by what it sends, and within a sub-queue higher
+priorities go first whatever the policy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FADING = 0.998
 
 
 class PlanView:
-    """What a lane may look at while one plan is made: the cache, by a bounded number of probes.
+    """The view of the cache that a sub-queue has while one plan is made: a bounded number of probes.
 
     `number` tells plans apart.
     """
@@ -31,7 +31,7 @@ class PlanView:
         self.num_probes_left = num_probes
 
     def probe(self, sequence: Sequence) -> Probe:
-        """What the cache knows of a request; takes one of the probes that are left."""
+        """The cached part of a sequence's tokens; takes one of the probes that are left."""
         self.num_probes_left -= 1
         return self._probe(sequence) if self._probe is not None else NOTHING_KNOWN
 
@@ -49,7 +49,7 @@ class SubQueue(ABC):
 
     @abstractmethod
     def remove(self, sequence: Sequence) -> None:
-        """Takes out a request that is in this lane."""
+        """Takes out a request that is in this sub-queue."""
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes out a request because it runs now."""
@@ -98,13 +98,13 @@ class SortedSubQueue(SubQueue):
 
 
 class PrioritySubQueue(SubQueue):
-    """Lanes of one (router, tenant), one a priority: the highest goes first, each in the order of `make_lane`."""
+    """Sub-queues of one (router, tenant), one per priority: the highest goes first."""
 
     def __init__(self, make_sub_queue: Callable[[], SubQueue]) -> None:
         self._make_sub_queue = make_sub_queue
         self._sub_queues: dict[int, SubQueue] = {}
         self._heap: list[int] = []
-        """Negated priorities of _lanes, and of some that are gone; each once."""
+        """Negated priorities of _sub_queues, and of some that are gone; each once."""
         self._listed: set[int] = set()
         self._num = 0
 

@@ -1,4 +1,4 @@
-"""Which request answers to which key, handle and id; and, for a while, which keys have ended."""
+"""Live sequences by key, handle and request id; and, for a while, the keys of those that have ended."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Submissions:
         return self._by_handle.get((owner, handle))
 
     def is_repeat(self, submission: Submission) -> bool:
-        """Whether this very submit (stream, handle, attempt) was taken already and has ended."""
+        """True if this very submit (stream, handle, attempt) was taken already and has ended."""
         ended = self._ended.get(submission.key)
         return ended == _Ended(submission.attempt, submission.owner, submission.handle)
 

@@ -1,4 +1,4 @@
-"""Which submissions can run here at all. What passes can never make a worker refuse a plan."""
+"""Validation of submissions. One that passes can never make a worker refuse a plan."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_same_prompt(live: Sequence, submission: Submission) -> None:
 
 
 def is_continued_alike(live: Sequence, submission: Submission) -> bool:
-    """Whether the live request's tokens, as they are kept here, are the submission's. Kept are ids, no logprobs."""
+    """True if the live request's tokens, as they are kept here, are the submission's. Kept are ids, no logprobs."""
     mine, wanted = live.submission, submission.sampling
     if wanted.wants_logprobs or mine.sampling.wants_logprobs:
         return False

@@ -123,7 +123,7 @@ class InFlight:
 
 
 def _fits(counts: IntArray, ids: IntArray) -> bool:
-    """Whether rows of so many ids make up all ids. Nearly always every row has one."""
+    """True if rows of so many ids make up all ids. Nearly always every row has one."""
     if len(counts) == len(ids) == np.count_nonzero(counts == 1):
         return True
     return bool(counts.min(initial=0) >= 0 and counts.sum() == len(ids))

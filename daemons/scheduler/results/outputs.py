@@ -1,4 +1,4 @@
-"""What the planner has to say to those who submitted: token rows, endings, logprobs."""
+"""Outputs of the planner for the routers: token rows, ends, logprobs."""
 
 from __future__ import annotations
 

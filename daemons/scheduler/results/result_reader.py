@@ -1,8 +1,8 @@
 """Takes a step's result into the requests it belongs to: lengths, tokens, ends, logprobs.
 
-Nearly all rows get exactly one token and belong to a request that is still in its slot: those go by whole columns. The
-rest, one by one: rows of requests that were retracted after the plan was sent (they still count), rows of requests that
-have ended (dropped), rows with no token or several.
+Fast path: nearly all rows get exactly one token and belong to a sequence that is still in its slot; they are processed
+as whole columns. Slow path, one by one: rows of sequences that were retracted after the plan was sent (they still
+count), rows of sequences that have ended (dropped), rows with no token or several.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ResultReader:
     ) -> None:
         """Applies a result to the state and says in `outputs` what it brought.
 
-        Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have drawn, and
+        Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have sampled, and
         PROTOCOL_VIOLATION for rows of more tokens than the worker said a row may have, and for logprobs that are not
         those of the rows, or of a prompt.
         """

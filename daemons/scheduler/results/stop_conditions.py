@@ -1,4 +1,4 @@
-"""What ends an output: an EOS id unless ignored, a stop id, max_tokens, the context's end."""
+"""Stop conditions of an output: an EOS id unless ignored, a stop id, max_tokens, the context's end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StopWatch:
 
 
 def end_of(sequence: Sequence) -> SequenceEnd | None:
-    """Whether the last token of the request's output ends it. An end before min_tokens does not count."""
+    """True if the last token of the request's output ends it. An end before min_tokens does not count."""
     num_output = len(sequence.output)
     if num_output:
         token = sequence.output[-1]

@@ -1,4 +1,4 @@
-"""How busy the scheduler is, as messages."""
+"""Load and state of the scheduler as messages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
 
 
 def hello_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.SchedulerHello:
-    """What the scheduler serves: what its group does."""
+    """The hello of the scheduler: it serves the model of its group."""
     identity = loop.group.identity
     model = common_pb2.ModelIdentity()
     model.CopyFrom(identity)
