@@ -175,6 +175,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 abort.index if abort.HasField("index") else None,
                 abort.below_attempt if abort.HasField("below_attempt") else None,
                 abort.tenant if abort.HasField("tenant") else None,
+                stream.owner if abort.is_own else None,
             )
             if abort.abort_id:
                 result = scheduler_pb2.AbortResult(abort_id=abort.abort_id, outcome=int(outcome))  # type: ignore[arg-type]

@@ -149,10 +149,17 @@ class Planner:
         self._intake.submit(submission, self._group, self._state, self._stop_watch, self._outputs)
 
     def abort(
-        self, request_id: str, index: int | None = None, below_attempt: int | None = None, tenant: str | None = None
+        self,
+        request_id: str,
+        index: int | None = None,
+        below_attempt: int | None = None,
+        tenant: str | None = None,
+        owner: int | None = None,
     ) -> AbortOutcome:
-        """Ends live requests, whichever router submitted them. tenant None: of any tenant."""
+        """Ends live requests. tenant None: of any tenant. owner: those of that stream, None = of any router."""
         found = self._submissions.find(request_id, index, below_attempt, tenant)
+        if owner is not None:
+            found = [request for request in found if request.owner == owner]
         for request in found:
             # Whoever submitted it need not be who aborts it: the finish says why.
             self._finish(request, Ending(FinishReason.ABORT), aborted_error(request_id, below_attempt))
