@@ -144,8 +144,8 @@ def _gains(report: Run) -> str:
         )
     rows.append(_all_cells(runs))
     head = (
-        "speed, cache, seed, hit rate fcfs / lpm without ageing / lpm, tok/s while some wait fcfs, without ageing, lpm,"
-        " tok/s overall, TTFT mean ms, p99 ms fcfs, without ageing to FCFS, lpm to FCFS"
+        "speed, cache, seed, hit rate, busy tok/s fcfs, without ageing, lpm, tok/s overall, TTFT mean ms, p99 ms fcfs,"
+        " without ageing to fcfs, lpm to fcfs"
     )
     return _table(head, rows)
 

@@ -33,6 +33,7 @@ _PROMPTS = ("I met a traveller from an antique land", "The Tyger", "Call me Ishm
 _IDLE_S = 5.0
 _PAUSE_S = 1.0  # longer than what a request leaves to be done after its end
 _MAX_BY_CHANCE = 0.1
+_MAX_LINE = 160  # of pages
 _MARKERS = re.compile(r"(<!-- trip[^>]*-->\n).*?(<!-- end of trip -->)", re.DOTALL)
 
 
@@ -150,14 +151,19 @@ def _table(visits: Iterable[Visit]) -> str:
         rows.setdefault(visit.path, []).append(visit.daemon)
     lines = [f"{len(rows)} files.", "", "| file | daemon | purpose |", "|---|---|---|"]
     for path, daemons in rows.items():
-        lines.append(f"| `{path}` | {', '.join(daemons)} | {_first_sentence(ROOT / path)} |")
+        names = "all" if len(daemons) == len(DAEMONS) else ", ".join(daemons)
+        row = f"| `{path}` | {names} | "
+        lines.append(f"{row}{_purpose(ROOT / path, _MAX_LINE - len(row) - 2)} |")
     return "\n".join(lines) + "\n"
 
 
-def _first_sentence(path: Path) -> str:
+def _purpose(path: Path, most: int) -> str:
+    """The first sentence of the file's docstring, or as many of its clauses as `most` characters hold."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split())
-    sentence = re.split(r"(?<=[.:]) ", text, maxsplit=1)[0]
-    return sentence.rstrip(":").replace("|", "\\|")
+    sentence = re.split(r"(?<=\.) ", text, maxsplit=1)[0].replace("|", "\\|")
+    while len(sentence) > most and (cut := max(sentence.rfind(mark) for mark in (":", ";", ","))) > 0:
+        sentence = sentence[:cut]
+    return sentence.rstrip(".") + "."
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -90,7 +90,7 @@ class ExecuteLink(StepLink):
     """The scheduler's own client of a worker process."""
 
     def __init__(self, address: str, instance_id: str) -> None:
-        self._client = GroupClient(address, instance_id, lambda _: None)
+        self._client = GroupClient((address,), instance_id, lambda _: None)
         self._claimed: ClaimedGroup | None = None
         self._reading: asyncio.Task[None] | None = None
 

@@ -27,7 +27,7 @@ _AT_LEAST_ONE = (
 class SchedulerSettings(CommonSettings):
     """Queue, batches, KV pages and prefix cache of one worker group."""
 
-    workers: tuple[str, ...] = setting((), "address of the worker, host:port or unix:/path; one rank")
+    workers: tuple[str, ...] = setting((), "addresses of the group's workers by rank, host:port or unix:/path")
     pipeline_depth: str = setting(
         "auto", "plans sent beyond the one that runs: auto (by time), 0, 1, 2, ...", deprecated=("depth",)
     )
@@ -67,10 +67,12 @@ class SchedulerSettings(CommonSettings):
 
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
-        if len(self.workers) != 1:
+        if not self.workers:
             raise ValueError(
-                f"--workers (or RADIXMESH_WORKERS): name the one worker of the group, not {len(self.workers)}"
+                "--workers (or RADIXMESH_WORKERS): name the workers of the group in the order of their ranks"
             )
+        if len(set(self.workers)) != len(self.workers):
+            raise ValueError("--workers (or RADIXMESH_WORKERS) names a worker twice: each is one rank of the group")
         depth = self.pipeline_depth
         if depth != "auto" and not depth.isdigit():
             raise ValueError(

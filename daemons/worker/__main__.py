@@ -11,6 +11,7 @@ from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.backends import check_backend, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import CoreConfig, WorkerCore
+from radixmesh.daemons.worker.group_member import GroupMember
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.service import WorkerService
@@ -20,7 +21,7 @@ from radixmesh.worker.v1 import worker_pb2_grpc
 class WorkerDaemon(Daemon):
     """The worker's life: the model loads while capabilities and health answer already."""
 
-    def __init__(self, runtime: Runtime, settings: WorkerSettings) -> None:
+    def __init__(self, runtime: Runtime, settings: WorkerSettings, member: GroupMember | None = None) -> None:
         self._settings = settings
         self.core = WorkerCore(
             runtime.instance_id,
@@ -37,6 +38,7 @@ class WorkerDaemon(Daemon):
             runtime.metrics,
             runtime.fail,
             runtime.tracer,
+            member,
         )
         service = WorkerService(self.core, _stream_maker(settings))
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)

@@ -6,7 +6,7 @@ LOADING --attach--> READY --a step died--> FAILED (the process is about to exit)
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,11 +22,14 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.worker.epochs import EpochLedger
+from radixmesh.daemons.worker.group_formation import GroupFormation
+from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_recorder import PlanRecorder
 from radixmesh.daemons.worker.plans.plan_runner import Answer, PlanRunner
+from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
 from radixmesh.daemons.worker.step_queue import StepQueue
@@ -39,9 +42,9 @@ _LAST_WORDS_S = 0.2
 # A step counts as hung after 3 x its expected time. The first one, of which nobody knows anything, may be a slow one.
 _HANG_FACTOR = 3
 _UNKNOWN_STEP_S = 60.0
+# Times max_plans_in_flight: the plans in flight here, and all that another rank may have retained.
+_MOST_COMPLETED = 3
 
-# Of the plans in one hello.
-_MAX_RETAINED_BYTES = 16 << 20
 _PREDECESSOR_ENDS = {
     PredecessorEnd.UNKNOWN: worker_pb2.PREDECESSOR_END_UNSPECIFIED,
     PredecessorEnd.BY_ITSELF: worker_pb2.PREDECESSOR_END_BY_ITSELF,
@@ -84,7 +87,9 @@ class WorkerCore:
         metrics: Metrics,
         on_failed: Callable[[BaseException], None],
         tracer: Tracer | None = None,
+        member: GroupMember | None = None,
     ) -> None:
+        self.member: GroupMember = member or UnconnectedMember()
         self._tracer = tracer or NoTracer()
         self.config = config
         self.ledger = EpochLedger()
@@ -102,8 +107,12 @@ class WorkerCore:
         self._holder: Holder | None = None
         self._in_flight: dict[tuple[int, int], worker_pb2.StepPlan] = {}
         self._num_in_flight = 0
+        self._retained = RetainedPlans(
+            max_plans=2 * config.max_plans_in_flight, keeps_completed=self.member.layout.world_size > 1
+        )
         self._answered_one = asyncio.Event()
         self._is_draining = False
+        self.formation = GroupFormation(self.ledger, self.member, lambda: self._queue.run(self._ready().reset))
 
     def attach(self, executor: StepExecutor, model: common_pb2.ModelIdentity) -> None:
         """The model is loaded: claims are taken from now on."""
@@ -111,7 +120,11 @@ class WorkerCore:
         self._profiler = make_profiler(self.config.dump_folder, self._hello.instance_id[:8])
         dump = PlanDump(self.config.dump_folder, self._hello.instance_id)
         self._runner = PlanRunner(
-            executor, dump, self._profiler.on_step, SlotTraces(self._tracer) if self._tracer.is_on else None
+            executor,
+            dump,
+            self._profiler.on_step,
+            SlotTraces(self._tracer) if self._tracer.is_on else None,
+            self.member.layout.dp_rank,
         )
         self._hello.model.CopyFrom(model)
         self._state = worker_pb2.WORKER_STATE_READY
@@ -124,17 +137,16 @@ class WorkerCore:
         """What a scheduler learns before it claims."""
         ledger = self.ledger
         epoch = ledger.highest_epoch
-        retained = [self._in_flight[key] for key in sorted(self._in_flight) if key[0] == epoch]
         return worker_pb2.WorkerHello(
             hello=self._hello,
             highest_epoch=epoch,
             holder_instance_id=ledger.holder_instance_id,
             is_holder_connected=ledger.is_holder_connected,
-            # With plans in flight it is the holder who waits for us, however long a step takes.
-            holder_silent_ms=0 if retained else ledger.holder_silent_ms,
+            # With unfinished plans it is the holder who waits for us, however long a step takes.
+            holder_silent_ms=0 if self._retained.has_unfinished else ledger.holder_silent_ms,
             last_received_step=ledger.last_received_step,
             last_completed_step=ledger.last_completed_step,
-            retained_plans=_serialized(retained),
+            retained_plans=self._retained.encoded(),
             capabilities=self.capabilities(),
             predecessor_end=_PREDECESSOR_ENDS[self.config.predecessor_end],
         )
@@ -146,7 +158,11 @@ class WorkerCore:
             backend=self.config.backend,
             max_plans_in_flight=self.config.max_plans_in_flight,
             max_blob_bytes=self.config.max_blob_bytes,
-            world_size=1,
+            rank=self.member.layout.rank,
+            world_size=self.member.layout.world_size,
+            group_generation=self.ledger.group_generation,
+            layout=self.member.layout.to_proto(),
+            rendezvous=self.member.rendezvous,
         )
         if self._executor is not None:
             limits = self._executor.limits
@@ -154,12 +170,32 @@ class WorkerCore:
             capabilities.num_pages = limits.num_pages
             capabilities.num_slots = limits.num_slots
             capabilities.max_tokens_per_step = limits.max_tokens_per_step
-            capabilities.max_tokens_per_row = 1
+            capabilities.max_tokens_per_row = limits.max_tokens_per_row
             capabilities.is_deterministic = self._executor.runner.is_deterministic
             capabilities.weights_version = self._executor.weights_version
+            capabilities.weights_digest = self._hello.model.model_fingerprint
             capabilities.tasks.extend(TASK_TO_PROTO[task] for task in sorted(limits.tasks))
             capabilities.barrier_ops.append("flush_cache")
         return capabilities
+
+    def fence(self, holder: Holder, epoch: int, instance_id: str) -> None:
+        """Shuts every other scheduler out at once, whatever the step thread does.
+
+        Raises NOT_SERVING, or EPOCH_FENCED if another claim is higher.
+        """
+        self._progress.require_serving()
+        self._ready()
+        self.ledger.fence(epoch, instance_id)
+        self._taken_by(holder, epoch, instance_id)
+
+    def _taken_by(self, holder: Holder, epoch: int, instance_id: str) -> None:
+        """`holder` has won the worker; the one before it learns that it has lost it."""
+        former, self._holder = self._holder, holder
+        if former is not None and former is not holder:
+            log.warning("holder_fenced", epoch=epoch, instance=instance_id)
+            former.fail(self.ledger.fenced())
+        self._retained.begin_epoch()
+        self._metrics.epoch.set(epoch)
 
     async def claim(self, holder: Holder, claim: worker_pb2.Claim, instance_id: str) -> None:
         """Returns once the worker is drained, its slots are free and `holder` holds it.
@@ -169,11 +205,7 @@ class WorkerCore:
         self._progress.require_serving()
         runner = self._ready()
         self.ledger.claim(claim.epoch, instance_id, claim.group_generation)
-        former, self._holder = self._holder, holder
-        if former is not None:
-            log.warning("holder_fenced", epoch=claim.epoch, instance=instance_id)
-            former.fail(self.ledger.fenced())
-        self._metrics.epoch.set(claim.epoch)
+        self._taken_by(holder, claim.epoch, instance_id)
         await self._queue.run(lambda: runner.begin_epoch(claim.epoch, claim.group_generation))
         self.ledger.check_holder(claim.epoch, instance_id)
         log.info("claimed", epoch=claim.epoch, instance=instance_id)
@@ -191,9 +223,10 @@ class WorkerCore:
         Raises EPOCH_FENCED if somebody else claimed the worker by then: a plan of an older epoch would end the new one.
         """
         runner = self._ready()
-        while self._is_draining or self._num_in_flight >= self.config.max_plans_in_flight:
+        while holder is not None and (self._is_draining or self._num_in_flight >= self.config.max_plans_in_flight):
             await self._next_answer()
         if holder is None:
+            # Never behind a step: it may wait in a collective that only the fence which follows can end.
             self.check_complete(plan)
         elif holder is not self._holder:
             raise self.ledger.fenced()
@@ -204,6 +237,7 @@ class WorkerCore:
         if header.epoch == self.ledger.highest_epoch and header.step_id == self.ledger.last_received_step + 1:
             self.ledger.last_received_step = header.step_id
             self._in_flight[header.epoch, header.step_id] = plan
+            self._retained.received(plan)
         self._count_in_flight()
         assert self._executor is not None
         ready_ns = self._executor.runner.now_ns()
@@ -212,10 +246,16 @@ class WorkerCore:
         )
 
     def check_complete(self, plan: worker_pb2.StepPlan) -> None:
-        """Raises PROTOCOL_VIOLATION or STEP_GAP unless `plan` is the next one of the epoch that was held last."""
+        """Raises EPOCH_FENCED while the holder lives, PROTOCOL_VIOLATION or STEP_GAP unless `plan` is its next one."""
+        if not self.ledger.may_complete(has_unfinished=self._retained.has_unfinished):
+            raise self.ledger.fenced()
         expected = self.ledger.last_received_step + 1
         if plan.header.epoch != self.ledger.highest_epoch or self.ledger.highest_epoch == 0:
             message = f"complete carries epoch {plan.header.epoch}, the last one here is {self.ledger.highest_epoch}"
+            raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+        most = _MOST_COMPLETED * self.config.max_plans_in_flight
+        if self._num_in_flight >= most:
+            message = f"{most} plans wait here: no scheduler has more in flight; fence the worker"
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
         if plan.header.step_id != expected:
             raise MeshError(
@@ -237,13 +277,7 @@ class WorkerCore:
         self._ready()
         profiler = self._profiler
         assert profiler is not None
-        if action == worker_pb2.PROFILE_ACTION_START:
-            await self._queue.run(lambda: profiler.start(num_steps))
-            return ""
-        if action == worker_pb2.PROFILE_ACTION_STOP:
-            return await self._queue.run(profiler.stop)
-        message = "action is unspecified: send START or STOP"
-        raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "action"})
+        return await self._queue.run(lambda: profiler.act(action, num_steps))
 
     async def drain(self) -> None:
         """Takes no more plans; returns when those in flight are answered. The holder's stream ends with NOT_SERVING."""
@@ -274,6 +308,7 @@ class WorkerCore:
         self._in_flight.pop((epoch, answer.step_id), None)
         self._num_in_flight -= 1
         if epoch == self.ledger.highest_epoch:
+            self._retained.completed(answer.step_id)
             self.ledger.heard()  # Its silence begins now: it has waited until here.
         if answer.result is not None:
             self._completed(epoch, answer)
@@ -313,15 +348,3 @@ class WorkerCore:
         self._state = worker_pb2.WORKER_STATE_FAILED
         log.error("step_died", step=step_id, error=repr(error))
         asyncio.get_running_loop().call_later(_LAST_WORDS_S, self._on_failed, error)
-
-
-def _serialized(plans: Iterable[worker_pb2.StepPlan]) -> list[bytes]:
-    """The first plans of a stream, as many as a hello may hold: a plan may be 64 MiB, and so may a message."""
-    frames: list[bytes] = []
-    num_bytes = 0
-    for plan in plans:
-        num_bytes += plan.ByteSize()
-        if num_bytes > _MAX_RETAINED_BYTES:
-            break
-        frames.append(worker_pb2.ExecuteRequest(plan=plan).SerializeToString())
-    return frames

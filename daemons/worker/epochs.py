@@ -1,7 +1,10 @@
-"""Who holds the worker. Claims are ordered by (epoch, instance id); the highest wins, for good.
+"""The holder of the worker. Fences and claims are ordered by (epoch, instance id); the highest wins, for good.
 
-UNCLAIMED --claim--> HELD, connected --stream ends--> HELD, disconnected --higher claim--> HELD by another
-                       `-----------higher claim: the old stream is fenced----------------^
+UNCLAIMED --fence--> FENCED --claim of the same--> HELD, connected --stream ends--> HELD, disconnected
+                       ^                              |                               |
+                       +------ higher fence: the old stream is fenced out ------------+
+
+A claim without a fence before it fences by itself.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 # Epochs count up by one; ranks of a group differ by the epochs that one of them missed. Without a bound a single claim
 # of the highest number there is would leave no higher one to anybody.
 _MAX_JUMP = 1 << 32
+# A live holder sends something every second.
+HOLDER_TIMEOUT_S = 5.0
 
 
 class EpochLedger:
@@ -23,8 +28,16 @@ class EpochLedger:
     clock: monotonic seconds.
     """
 
-    def __init__(self, group_generation: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        group_generation: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        holder_timeout_s: float = HOLDER_TIMEOUT_S,
+    ) -> None:
         self.group_generation = group_generation
+        """0 = in no group."""
+        self.highest_generation = group_generation
+        self.holder_timeout_s = holder_timeout_s
         self.highest_epoch = 0
         self.holder_instance_id = ""
         self.is_holder_connected = False
@@ -32,14 +45,25 @@ class EpochLedger:
         self.last_completed_step = 0
         self._clock = clock
         self._heard_at = clock()
+        self._is_only_fenced = False
 
     @property
     def holder_silent_ms(self) -> int:
         """Time since it was the connected holder's turn to speak; 0 if none is connected."""
         return int((self._clock() - self._heard_at) * 1000.0) if self.is_holder_connected else 0
 
+    def may_complete(self, *, has_unfinished: bool) -> bool:
+        """Whether somebody else may complete the holder's broadcast: it is gone, or silent past the timeout.
+
+        has_unfinished: the holder waits for the worker.
+        """
+        if self._is_only_fenced:
+            return False  # Nothing has been sent in this epoch.
+        silent_s = 0.0 if has_unfinished else self._clock() - self._heard_at
+        return not self.is_holder_connected or silent_s > self.holder_timeout_s
+
     def claim(self, epoch: int, instance_id: str, group_generation: int) -> None:
-        """Makes the claimant the holder.
+        """Makes the claimant the holder, whether it fenced the worker before or not.
 
         Raises GROUP_GENERATION, EPOCH_FENCED if its claim is not the highest, or INVALID_ARGUMENT if it is beyond all
         that a group can have counted to.
@@ -50,6 +74,13 @@ class EpochLedger:
                 f"the claim is for group generation {group_generation}, the worker joined {self.group_generation}",
                 {"group_generation": str(self.group_generation)},
             )
+        if not (self._is_only_fenced and (epoch, instance_id) == (self.highest_epoch, self.holder_instance_id)):
+            self.fence(epoch, instance_id)
+        self._is_only_fenced = False
+        self._heard_at = self._clock()
+
+    def fence(self, epoch: int, instance_id: str) -> None:
+        """Shuts out all lower claims. Raises EPOCH_FENCED or INVALID_ARGUMENT, as claim()."""
         if (epoch, instance_id) <= (self.highest_epoch, self.holder_instance_id):
             raise self.fenced()
         if epoch > self.highest_epoch + _MAX_JUMP:
@@ -57,9 +88,14 @@ class EpochLedger:
             details = {"field": "claim.epoch", "max": str(self.highest_epoch + _MAX_JUMP)}
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, details)
         self.highest_epoch, self.holder_instance_id = epoch, instance_id
-        self.is_holder_connected = True
+        self.is_holder_connected = self._is_only_fenced = True
         self.last_received_step = self.last_completed_step = 0
         self._heard_at = self._clock()
+
+    def formed(self, generation: int) -> None:
+        """The worker is in a group of that generation; 0: in none any more."""
+        self.group_generation = generation
+        self.highest_generation = max(self.highest_generation, generation)
 
     def heard(self) -> None:
         """The holder sent something, or was sent what it waited for."""

@@ -12,6 +12,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.plans.private_folder import PrivateFolder
+from radixmesh.worker.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from torch.profiler import profile
@@ -42,6 +43,16 @@ class StepProfiler(ABC):
     def stop(self) -> str:
         """Ends the trace and writes it, if its steps have not done so; its path. Raises INVALID_ARGUMENT if there is
         none, or if it could not be written."""
+
+    def act(self, action: worker_pb2.ProfileAction, num_steps: int) -> str:
+        """Starts a trace, or stops it and returns its path. Raises MISSING_FIELD for neither."""
+        if action == worker_pb2.PROFILE_ACTION_START:
+            self.start(num_steps)
+            return ""
+        if action == worker_pb2.PROFILE_ACTION_STOP:
+            return self.stop()
+        message = "action is unspecified: send START or STOP"
+        raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "action"})
 
     @abstractmethod
     def on_step(self) -> None:

@@ -9,6 +9,7 @@ import grpc
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.session import ExecuteSession
@@ -58,6 +59,17 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             highest_epoch=self._core.ledger.highest_epoch,
             holder_instance_id=self._core.ledger.holder_instance_id,
         )
+
+    async def FormGroup(self, request: worker_pb2.FormGroupRequest, context: object) -> worker_pb2.FormGroupResponse:
+        check_peer_names(rendezvous=request.rendezvous)
+        for name in request.member_instance_ids:
+            check_peer_names(member_instance_ids=name)
+        await self._core.formation.form(request)
+        return worker_pb2.FormGroupResponse()
+
+    async def LeaveGroup(self, request: worker_pb2.LeaveGroupRequest, context: object) -> worker_pb2.LeaveGroupResponse:
+        await self._core.formation.leave(request.epoch, request.instance_id)
+        return worker_pb2.LeaveGroupResponse()
 
     async def PutBlob(self, request: worker_pb2.PutBlobRequest, context: object) -> worker_pb2.PutBlobResponse:
         if request.WhichOneof("content") == "nixl":

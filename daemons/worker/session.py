@@ -1,6 +1,7 @@
 """One Execute stream, message by message.
 
-NEW --hello--> GREETED --complete*--> GREETED --claim--> HOLDER --plan*--> HOLDER
+NEW --hello--> GREETED --complete*--> GREETED --fence--> FENCING --claim--> HOLDER --plan*--> HOLDER
+                                         `-----------claim (version 2)--------^
 Ends: by a refusal (which is the last message), by an error (fenced, protocol violation), or by the peer.
 """
 
@@ -21,7 +22,7 @@ from radixmesh.daemons.runtime.steps.step_codec import missing_field
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.worker.v1 import worker_pb2
 
-_FIELDS = ("hello", "complete", "claim", "plan")
+_FIELDS = ("hello", "complete", "fence", "claim", "plan")
 
 
 # The exception that a plan meets with instead of its step; None: it runs.
@@ -35,6 +36,7 @@ def _no_fault(plan: worker_pb2.StepPlan) -> Exception | None:
 class SessionState(Enum):
     NEW = auto()
     GREETED = auto()
+    FENCING = auto()
     HOLDER = auto()
 
 
@@ -63,8 +65,12 @@ class ExecuteSession:
         elif field == "complete":
             self._expect(SessionState.GREETED, field)
             await self._complete(request.complete)
-        elif field == "claim":
+        elif field == "fence":
             self._expect(SessionState.GREETED, field)
+            self._fence(request.fence)
+        elif field == "claim":
+            if self._state is not SessionState.FENCING:
+                self._expect(SessionState.GREETED, field)
             await self._claim(request.claim)
         else:
             self._expect(SessionState.HOLDER, field)
@@ -112,14 +118,28 @@ class ExecuteSession:
             raise missing_field("complete.plan")
         await self._core.submit(None, request.plan)
 
+    def _fence(self, fence: worker_pb2.Fence) -> None:
+        if fence.epoch == 0:
+            raise missing_field("fence.epoch")
+        try:
+            self._core.fence(self, fence.epoch, self._instance_id)
+        except MeshError as error:
+            self._refuse(fence.epoch, error)
+            return
+        self._state = SessionState.FENCING
+        self.deliver(worker_pb2.ExecuteResponse(fenced=worker_pb2.Fenced(epoch=fence.epoch)))
+
+    def _refuse(self, epoch: int, error: MeshError) -> None:
+        refusal = Refusal(epoch=epoch, step_id=0, error=error)
+        self.deliver(worker_pb2.ExecuteResponse(refusal=refusal_to_proto(refusal)))
+
     async def _claim(self, claim: worker_pb2.Claim) -> None:
         if claim.epoch == 0:
             raise missing_field("claim.epoch")
         try:
             await self._core.claim(self, claim, self._instance_id)
         except MeshError as error:
-            refusal = Refusal(epoch=claim.epoch, step_id=0, error=error)
-            self.deliver(worker_pb2.ExecuteResponse(refusal=refusal_to_proto(refusal)))
+            self._refuse(claim.epoch, error)
             return
         self._state = SessionState.HOLDER
         self.deliver(worker_pb2.ExecuteResponse(claimed=worker_pb2.Claimed(epoch=claim.epoch)))
@@ -137,7 +157,7 @@ class ExecuteSession:
         if self._state is not state:
             raise MeshError(
                 ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION,
-                f"{field} came while the stream was {self._state.name.lower()}: send hello, claim, then plans",
+                f"{field} came while the stream was {self._state.name.lower()}: send hello, fence, claim, then plans",
                 {"field": field},
             )
 

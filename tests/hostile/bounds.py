@@ -27,6 +27,8 @@ PLAN = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
 ADMIT = (64 << 20, f"{D}worker.plans.admit_check:check_admit")
 SUBMIT = (64 << 20, f"{D}scheduler.queue.validation:check_submission")
 STOPS = (64, f"{D}runtime.sampling:check_stops")
+# Read as arrays of one message at most, and dropped: no runner speculates yet.
+DRAFTS = (64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")
 PLAN_COUNT = (64 << 20, f"{D}worker.plans.plan_check:check_plan")
 
 
@@ -150,13 +152,11 @@ BOUNDS: dict[str, Bound] = {
     **_rows("scheduler.v1.TransferTarget", transfer_id=SUBMIT, regions=SUBMIT),
     **_rows("scheduler.v1.Abort", request_id=PEER_NAME, tenant=PEER_NAME),
     **_rows("scheduler.v1.Reservation", transfer_id=PEER_NAME),
-    # Workers to schedulers.
-    **_rows("scheduler.v1.JoinGroupRequest", instance_id=PEER_NAME, address=PEER_NAME),
     # Schedulers to workers.
     **_rows("worker.v1.ExecuteRequest", complete=(64 << 20, f"{D}worker.session:ExecuteSession")),
-    **_rows("worker.v1.StepPlan", backups=PLAN_COUNT),
+    **_rows("worker.v1.StepPlan", ranks=(64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")),
     **_rows("worker.v1.PlanHeader", barrier_ops=PLAN_COUNT),
-    **_rows("worker.v1.CommitStaged", stage_id=PLAN),
+    **_rows("worker.v1.CommitStaged", stage_id=PLAN, weights_digest=PLAN),
     **_rows("worker.v1.UnloadAdapter", adapter=PLAN),
     **_rows("worker.v1.ReleaseMemory", tags=PLAN_COUNT),
     **_rows("worker.v1.ForwardShape", idle_ranks=PLAN),
@@ -179,11 +179,24 @@ BOUNDS: dict[str, Bound] = {
     **_rows("worker.v1.PageCopies", source_pages=PLAN, target_pages=PLAN, num_tokens=PLAN),
     **_rows("worker.v1.Chunks", slots=PLAN, lengths=PLAN),
     **_rows("worker.v1.DecodeSet", slots=PLAN),
+    **_rows("worker.v1.Drafts", slots=DRAFTS, generations=DRAFTS, starts=DRAFTS, counts=DRAFTS, ids=DRAFTS),
+    **_rows(
+        "worker.v1.FormGroupRequest",
+        instance_id=(64 << 10, WIRE),
+        rendezvous=PEER_NAME,
+        member_instance_ids=(1 << 14, WIRE),
+    ),
+    **_rows("worker.v1.LeaveGroupRequest", instance_id=(64 << 10, WIRE)),
+    **_rows("worker.v1.TransferPeer", instance_id=(64 << 10, WIRE)),
+    **_rows(
+        "worker.v1.KvFormat", weights_digest=(64 << 10, WIRE), kv_dtype=(64 << 10, WIRE), kv_layout=(64 << 10, WIRE)
+    ),
     **_rows("worker.v1.SnapshotCacheRequest", instance_id=(64 << 10, WIRE)),
     **_rows(
         "worker.v1.PutBlobRequest", hash=(64 << 10, WIRE), data=(32 << 20, f"{D}worker.plans.blob_store:BlobStore")
     ),
     **_rows("worker.v1.NixlRegion", agent_metadata=NOT_OFFERED_WORKER),
+    **_rows("worker.v1.StageRequest", stage_id=(64 << 10, WIRE)),
     **_rows("worker.v1.StageRequest", weights_path=(64 << 10, WIRE), expert_placement=NOT_OFFERED_WORKER),
     **_rows("worker.v1.StagedAdapter", name=(64 << 10, WIRE), path=(64 << 10, WIRE)),
     **_rows(

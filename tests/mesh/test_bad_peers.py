@@ -265,15 +265,17 @@ async def test_a_handle_that_is_used_twice_is_rejected(mesh: Mesh) -> None:
         assert seen.tokens == simulated_continuation(PROMPT, 200, alphabet=simulated_alphabet())
 
 
-async def test_strangers_cannot_join_the_group(mesh: Mesh) -> None:
+async def test_strangers_form_no_group_and_take_none_apart(mesh: Mesh) -> None:
+    async with open_channel(mesh.cluster.address("worker")) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        for epoch in (0, 1, 2**63):
+            form = worker_pb2.FormGroupRequest(epoch=epoch, instance_id="x", generation=9)
+            leave = worker_pb2.LeaveGroupRequest(epoch=epoch, instance_id="x")
+            for call in (worker.FormGroup(form, timeout=5), worker.LeaveGroup(leave, timeout=5)):
+                refusal = await refused(call)
+                assert refusal.reason == "EPOCH_FENCED", refusal
     async with open_channel(mesh.cluster.address("scheduler")) as channel:
         stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
-        for request in (
-            scheduler_pb2.JoinGroupRequest(rank=0, world_size=7, instance_id="x", address="x:1"),
-            scheduler_pb2.JoinGroupRequest(rank=9, world_size=1, instance_id="x", address="x:1"),
-        ):
-            refusal = await refused(stub.JoinGroup(request, timeout=5))
-            assert (refusal.status, refusal.reason) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT"), refusal
         call = stub.WatchCache(scheduler_pb2.WatchCacheRequest(after_revision=2**64 - 1))
         refusal_of_watch = await refusal_of(call)
         assert refusal_of_watch is not None and refusal_of_watch.message
@@ -444,7 +446,7 @@ async def test_a_usurper_that_sends_garbage_and_leaves_costs_no_request(mesh: Me
         hello = await usurper.greet()
         assert (await usurper.claim(hello.highest_epoch + 1)).HasField("claimed")
         plan = worker_pb2.StepPlan(header=worker_pb2.PlanHeader(epoch=hello.highest_epoch + 1, step_id=1))
-        plan.rank.release_slots = b"123"
+        plan.ranks[0].release_slots = b"123"
         await usurper.send(worker_pb2.ExecuteRequest(plan=plan))
         response = await usurper.read()
         assert response is not None and response.HasField("refusal"), response

@@ -112,3 +112,14 @@ __all__ = [
     "grant",
     "simulated_executor",
 ]
+
+
+def first_plan(epoch=1, slot=0, pages=range(40), prompt_ids=(5, 6, 7, 8)):
+    """Step 1 of an epoch: admits a prompt and computes it whole."""
+    return StepPlan(
+        epoch=epoch,
+        step_id=1,
+        admits=(admit(slot, list(prompt_ids)),),
+        grants=(grant(slot, pages),),
+        chunks=(chunk(slot, len(prompt_ids)),),
+    )

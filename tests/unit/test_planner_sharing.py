@@ -49,7 +49,7 @@ def test_a_burst_behind_one_system_prompt_waits_for_no_more_than_that(chunk_toke
         assert state is not None
         if first_shared is None and world.planner.num_waiting_for_prefix == 0 and step > 0:
             first_shared = step
-            leader = state.table.requests[0]
+            leader = state.table.sequences[0]
             if chunk_tokens == 8:
                 assert leader is not None and leader.lifecycle is Lifecycle.RUNNING
                 assert state.table.computed_len[0] < len(SYSTEM) + 40, "held only for what they have in common"
@@ -87,10 +87,10 @@ def test_leader_that_is_retracted_lets_go() -> None:
         world.execute()
         world.process()
     # The old ones decode on; the leader, which came last, has given way in the middle of its prefill.
-    assert world.planner.state is not None and world.planner.num_held == len(followers) == 2
+    assert world.planner.state is not None and world.planner.num_waiting_for_prefix == len(followers) == 2
     assert [request.key.request_id for request in world.planner.state.table.running()] == ["r1", "r2"]
     world.plan()
-    assert world.planner.num_held == 0, "nobody waits for a leader that waits itself"
+    assert world.planner.num_waiting_for_prefix == 0, "nobody waits for a leader that waits itself"
     world.run(2)
     assert counters.num_retracted == 1
     check(world, [*old, leader, *followers])
@@ -157,3 +157,19 @@ def test_a_resumed_output_is_found_by_one_that_continues_it() -> None:
     world.run()
     assert records[0].tokens == records[1].tokens
     assert world.planner.counters.prefilled_tokens == len(SYSTEM) + 8 + 1
+
+
+def test_leader_that_is_gone_before_a_page_is_full_is_followed_by_another() -> None:
+    world = World(page_size=16, num_pages=32, chunk_tokens=4, max_tokens_per_step=8)
+    world.submit(SYSTEM)
+    world.plan()
+    world.planner.abort("r1")
+    world.collect()
+    world.execute()
+    world.process()
+    # Nothing of it is cached: the next one begins where it began.
+    records = [world.submit(SYSTEM) for _ in range(3)]
+    world.plan()
+    assert world.planner.num_waiting_for_prefix == 2
+    world.run()
+    check(world, records)

@@ -13,7 +13,7 @@ from radixmesh.worker.v1 import worker_pb2
 
 def _plan(step: int, num_bytes: int = 0) -> worker_pb2.StepPlan:
     plan = worker_pb2.StepPlan(header=worker_pb2.PlanHeader(epoch=1, step_id=step))
-    plan.rank.admits.add(request_id="x" * num_bytes)
+    plan.ranks.add().admits.add(request_id="x" * num_bytes)
     return plan
 
 

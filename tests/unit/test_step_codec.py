@@ -22,12 +22,14 @@ from radixmesh.daemons.runtime.steps.result_codec import (
 from radixmesh.daemons.runtime.steps.step import (
     Admit,
     Chunk,
+    Draft,
     Grant,
     Grants,
     PageCopy,
     PageRecords,
     Refusal,
     Release,
+    SlotError,
     SlotLogprobs,
     SlotVector,
     StepPlan,
@@ -36,9 +38,7 @@ from radixmesh.daemons.runtime.steps.step import (
     TokenLogprobs,
 )
 from radixmesh.daemons.runtime.steps.step_codec import (
-    encode_header,
     encode_plan,
-    encode_rank,
     plan_from_proto,
     plan_to_proto,
 )
@@ -46,6 +46,7 @@ from radixmesh.worker.v1 import worker_pb2
 
 _INT = st.integers(0, 2**31 - 1)
 _POSITIVE = st.integers(1, 2**31 - 1)
+_ERRORS = st.just(MeshError(common_pb2.ERROR_REASON_UNKNOWN_BLOB, "put it again", {"hash": "ab"}))
 _UINT64 = st.integers(0, 2**64 - 1)
 _FLOAT = st.floats(-100, 100, width=32)
 
@@ -117,6 +118,7 @@ _PLANS = st.builds(
     page_copies=_tuples(st.builds(PageCopy, source_page=_INT, target_page=_INT, num_tokens=_POSITIVE)),
     chunks=_tuples(st.builds(Chunk, slot=_INT, length=_POSITIVE)),
     decode_set=st.none() | _ints(),
+    drafts=_tuples(st.builds(Draft, slot=_INT, generation=_POSITIVE, start=_POSITIVE, ids=_ints(min_size=1))),
 )
 
 
@@ -150,7 +152,11 @@ def _results(draw):
         device_start_ns=draw(_UINT64),
         device_end_ns=draw(_UINT64),
         weights_version=draw(_UINT64),
-        digest=draw(_UINT64),
+        slot_errors=draw(_tuples(st.builds(SlotError, slot=_INT, generation=_POSITIVE, error=_ERRORS), 2)),
+        no_token_reasons=draw(st.just(as_ints([])) | _ints(min_size=len(counts), max_size=len(counts))),
+        drafted=draw(st.just(as_ints([])) | _ints(min_size=len(counts), max_size=len(counts))),
+        accepted=draw(st.just(as_ints([])) | _ints(min_size=len(counts), max_size=len(counts))),
+        released_transfers=draw(_tuples(st.text(max_size=3), 2)),
     )
 
 
@@ -165,10 +171,16 @@ def test_a_plan_survives_both_ways_through_bytes(plan):
 
 @given(_PLANS, _PLANS)
 @settings(deadline=None, max_examples=20)
-def test_a_header_takes_any_ranks_section(ours, theirs):
-    merged = worker_pb2.ExecuteRequest.FromString(encode_header(ours) + encode_rank(theirs))
-    assert merged.plan.header == plan_to_proto(ours).header
-    assert merged.plan.rank == plan_to_proto(theirs).rank
+def test_a_rank_takes_the_section_of_its_dp_rank(first, second):
+    message = plan_to_proto(first)
+    message.ranks.append(plan_to_proto(second).ranks[0])
+    message.header.shape.mode = worker_pb2.FORWARD_MODE_MIXED
+    for dp_rank, plan in enumerate((first, second)):
+        theirs = plan_from_proto(message, dp_rank)
+        assert (theirs.epoch, theirs.step_id) == (first.epoch, first.step_id)
+        assert _plain(theirs.admits) == _plain(plan.admits) and _plain(theirs.decode_set) == _plain(plan.decode_set)
+    with pytest.raises(MeshError, match=r"ranks\[2\] is missing"):
+        plan_from_proto(message, 2)
 
 
 def test_grants_are_the_same_as_columns():
@@ -255,40 +267,40 @@ _MALFORMED, _MISSING, _INVALID = "MALFORMED_MESSAGE", "MISSING_FIELD", "INVALID_
     ("change", "reason"),
     [
         (lambda m: m.ClearField("header"), _MISSING),
-        (lambda m: m.ClearField("rank"), _MISSING),
+        (lambda m: m.ClearField("ranks"), _MISSING),
         (_break(header__step_id=0), _MISSING),
         (_break(header__shape__mode=0), _MISSING),
         (_break(header__shape__mode=77), _MISSING),
         (_break(header__shape__mode=worker_pb2.FORWARD_MODE_DECODE), _INVALID),
         (lambda m: m.header.ClearField("shape"), _MISSING),
         (lambda m: m.header.barrier_ops.add(), _MISSING),
-        (_break(rank__release_slots=b"abc"), _MALFORMED),
-        (_break(rank__release_slots=pack_ints([1, 2])), _MALFORMED),
-        (_break(rank__release_slots=pack_ints([-1])), _INVALID),
-        (_break(rank__release_generations=pack_ints([0])), _INVALID),
-        (_break(rank__grants__counts=pack_ints([2])), _MALFORMED),
-        (_break(rank__grants__counts=pack_ints([0])), _INVALID),
-        (_break(rank__grants__counts=pack_ints([2**31 - 1])), _MALFORMED),
-        (_break(rank__grants__slots=pack_ints([1, 2])), _MALFORMED),
-        (_break(rank__grants__pages=pack_ints([-4, 1, 2])), _INVALID),
-        (_break(rank__page_copies__num_tokens=pack_ints([0])), _INVALID),
-        (_break(rank__page_copies__target_pages=b""), _MALFORMED),
-        (_break(rank__chunks__lengths=pack_ints([0])), _INVALID),
-        (_break(rank__chunks__lengths=b"\0"), _MALFORMED),
-        (_break(rank__decode_set__slots=pack_ints([-2])), _INVALID),
-        (_break(rank__admits__0__task=0), _MISSING),
-        (_break(rank__admits__0__task=9), _MISSING),
-        (_break(rank__admits__0__slot=-1), _INVALID),
-        (_break(rank__admits__0__generation=0), _INVALID),
-        (_break(rank__admits__0__cached_len=2**31), _INVALID),
-        (_break(rank__admits__0__prompt_ids=pack_ints([-1])), _INVALID),
-        (_break(rank__admits__0__output_ids=b"123"), _MALFORMED),
-        (_break(rank__admits__0__cached_pages=pack_ints([1, 2])), _MALFORMED),
-        (lambda m: m.rank.admits[0].ClearField("sampling"), _MISSING),
-        (lambda m: m.rank.admits[0].sampling.ClearField("seed"), _MISSING),
-        (_break(rank__admits__0__sampling__top_p=1.5), _INVALID),
-        (_break(rank__admits__0__sampling__temperature=-1.0), _INVALID),
-        (lambda m: m.rank.admits[0].embeddings.add(), "UNSUPPORTED"),
+        (_break(ranks__0__release_slots=b"abc"), _MALFORMED),
+        (_break(ranks__0__release_slots=pack_ints([1, 2])), _MALFORMED),
+        (_break(ranks__0__release_slots=pack_ints([-1])), _INVALID),
+        (_break(ranks__0__release_generations=pack_ints([0])), _INVALID),
+        (_break(ranks__0__grants__counts=pack_ints([2])), _MALFORMED),
+        (_break(ranks__0__grants__counts=pack_ints([0])), _INVALID),
+        (_break(ranks__0__grants__counts=pack_ints([2**31 - 1])), _MALFORMED),
+        (_break(ranks__0__grants__slots=pack_ints([1, 2])), _MALFORMED),
+        (_break(ranks__0__grants__pages=pack_ints([-4, 1, 2])), _INVALID),
+        (_break(ranks__0__page_copies__num_tokens=pack_ints([0])), _INVALID),
+        (_break(ranks__0__page_copies__target_pages=b""), _MALFORMED),
+        (_break(ranks__0__chunks__lengths=pack_ints([0])), _INVALID),
+        (_break(ranks__0__chunks__lengths=b"\0"), _MALFORMED),
+        (_break(ranks__0__decode_set__slots=pack_ints([-2])), _INVALID),
+        (_break(ranks__0__admits__0__task=0), _MISSING),
+        (_break(ranks__0__admits__0__task=9), _MISSING),
+        (_break(ranks__0__admits__0__slot=-1), _INVALID),
+        (_break(ranks__0__admits__0__generation=0), _INVALID),
+        (_break(ranks__0__admits__0__cached_len=2**31), _INVALID),
+        (_break(ranks__0__admits__0__prompt_ids=pack_ints([-1])), _INVALID),
+        (_break(ranks__0__admits__0__output_ids=b"123"), _MALFORMED),
+        (_break(ranks__0__admits__0__cached_pages=pack_ints([1, 2])), _MALFORMED),
+        (lambda m: m.ranks[0].admits[0].ClearField("sampling"), _MISSING),
+        (lambda m: m.ranks[0].admits[0].sampling.ClearField("seed"), _MISSING),
+        (_break(ranks__0__admits__0__sampling__top_p=1.5), _INVALID),
+        (_break(ranks__0__admits__0__sampling__temperature=-1.0), _INVALID),
+        (lambda m: m.ranks[0].admits[0].embeddings.add(), "UNSUPPORTED"),
     ],
 )
 def test_a_broken_plan_is_a_typed_error(change, reason):
@@ -372,6 +384,8 @@ def _plain(value):
     """Nested lists and tuples of `value`, arrays with their shape and type, so that == compares contents."""
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tolist())
+    if isinstance(value, MeshError):
+        return (value.reason, value.message, dict(value.metadata))
     if isinstance(value, tuple):
         return tuple(_plain(item) for item in value)
     if is_dataclass(value):

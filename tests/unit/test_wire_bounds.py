@@ -88,10 +88,18 @@ def test_all_verbs_of_ours_are_scanned_and_no_others() -> None:
         assert scan_of(method) is None
 
 
+def _length(number: int) -> bytes:
+    return bytes((number & 0x7F | 0x80, number >> 7 & 0x7F | 0x80, number >> 14))
+
+
 def test_a_frame_is_looked_into_but_for_its_first_small_entries() -> None:
     frame = scheduler_pb2.ServeRequest.DESCRIPTOR
     submit = b"\x12\x83\x08" + b"\x0a\x80\x08" + b"x" * 1024  # A request id of 1 KiB.
     check_counts(PADDING + submit * 1000, frame, is_frame=True)
+    # Each request has as many stop strings as one may have, whatever the others have.
+    stops = b"\x1a\xc8\x01" + b"s" * 200
+    entry = b"".join(part for part in (b"\x5a", _length(64 * len(stops)), stops * 64))
+    check_counts(PADDING + (b"\x12" + _length(len(entry)) + entry) * 200, frame, is_frame=True)
     # 2 MiB of empty elements in one entry: they were 16 MiB of memory and a fifth of a second in the parser.
     with pytest.raises(MeshError):
         check_counts(PADDING + b"\x12\x80\x80\x80\x01" + b"\x92\x01\x00" * (2 << 20), frame, is_frame=True)

@@ -9,9 +9,11 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.fingerprint import ModelIdentity
 
 MIN_CONTRACT_VERSION = 1
-MAX_CONTRACT_VERSION = 2
+MAX_CONTRACT_VERSION = 3
 # From this version on outputs of one request share what they have in common: Submit.shares_with, Open.shares_with.
 SHARING_VERSION = 2
+# From this version on a scheduler fences all ranks before it claims any, and plans have a section per DP rank.
+FENCE_VERSION = 3
 # Of any name or fingerprint that a peer sends: it is kept, logged and quoted.
 MAX_PEER_NAME_BYTES = 1024
 

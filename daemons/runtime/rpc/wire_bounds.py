@@ -3,7 +3,7 @@
 An empty element of a repeated field is two bytes on the wire and a hundred in memory, and parsing holds the event loop:
 30 MiB of them made 1.5 GiB. Every repeated and every string field has a bound here, one that is added tomorrow too; the
 code that reads a field knows the exact one. Messages are walked at all levels; of frames of streams, which have many
-small entries, the first MiB of those is not.
+small entries, the first 4 MiB of those are not, and what is in an entry is counted for that entry.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ _REASONS = {"radixmesh.common.v1.StopParams.stop": ErrorReason.ERROR_REASON_TOO_
 MAX_FIELDS = 1 << 17
 # Too few bytes to do harm, whatever they hold.
 UNSCANNED_BYTES = 64 << 10
-# Of the entries of a frame: a step's frame is read on the loop, and its entries are small.
+# Of the entries of a frame: frames of ours are read on the loop, and their entries are small (frames.py).
 _SMALL_ENTRY_BYTES = 4 << 10
-_UNSCANNED_ENTRIES_BYTES = 1 << 20
+_UNSCANNED_ENTRIES_BYTES = 4 << 20
 
 
 class _Field(NamedTuple):
@@ -81,16 +81,20 @@ def scan_of(method: str) -> Callable[[bytes], None] | None:
 def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) -> None:
     """Raises MeshError TOO_LARGE beyond a bound or MAX_FIELDS. Bytes that are no message are left to the parser.
 
-    is_frame: of a stream: the first MiB of its small entries is not looked into.
+    is_frame: of a stream: the first 4 MiB of its small entries are not looked into, counts are those of each entry.
     """
     if len(raw) <= UNSCANNED_BYTES:
         return
     counts: dict[str, int] = {}
     num_fields = 0
     num_unscanned = _UNSCANNED_ENTRIES_BYTES if is_frame else 0
-    spans = [(0, len(raw), descriptor)]
+    is_top = True
+    spans = [(0, len(raw), descriptor, False)]
     while spans:
-        place, end, inner = spans.pop()
+        place, end, inner, is_entry = spans.pop()
+        if is_entry:
+            # All spans of the entry before it are done: what an entry holds lies above it on the stack.
+            counts.clear()
         fields = _fields_of(inner)
         while place < end:
             num_fields += 1
@@ -118,7 +122,7 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
                         if length <= _SMALL_ENTRY_BYTES and length <= num_unscanned:
                             num_unscanned -= length
                         else:
-                            spans.append((place, min(place + length, end), field.inner))
+                            spans.append((place, min(place + length, end), field.inner, is_frame and is_top))
                 place += length
             elif kind == 0:
                 _, place = _varint(raw, place, end)
@@ -126,6 +130,7 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
                 place += 8 if kind == 1 else 4
             else:  # Groups, of which no contract has any.
                 return
+        is_top = False
 
 
 def parse_frame(raw: bytes, kind: type[_M]) -> _M:

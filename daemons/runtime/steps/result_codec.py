@@ -10,6 +10,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import (
     PageRecords,
     Refusal,
+    SlotError,
     SlotLogprobs,
     SlotVector,
     StepResult,
@@ -35,7 +36,14 @@ def result_to_proto(result: StepResult) -> worker_pb2.StepResult:
         device_start_ns=result.device_start_ns,
         device_end_ns=result.device_end_ns,
         weights_version=result.weights_version,
-        digest=result.digest,
+        slot_errors=[
+            worker_pb2.SlotError(slot=e.slot, generation=e.generation, error=e.error.to_proto())
+            for e in result.slot_errors
+        ],
+        no_token_reasons=pack_ints(result.no_token_reasons),
+        drafted=pack_ints(result.drafted),
+        accepted=pack_ints(result.accepted),
+        released_transfers=result.released_transfers,
     )
 
 
@@ -46,6 +54,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
     counts = ids_from(message.counts, "result.counts")
     ids = ids_from(message.ids, "result.ids")
     check_lengths("result.ids", (len(ids), int(counts.sum(dtype="int64"))))
+    beside = {name: _beside_counts(message, name, len(counts)) for name in ("no_token_reasons", "drafted", "accepted")}
     return StepResult(
         epoch=message.epoch,
         step_id=message.step_id,
@@ -60,7 +69,9 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         device_start_ns=message.device_start_ns,
         device_end_ns=message.device_end_ns,
         weights_version=message.weights_version,
-        digest=message.digest,
+        slot_errors=tuple(_slot_error(error) for error in message.slot_errors),
+        released_transfers=tuple(message.released_transfers),
+        **beside,
     )
 
 
@@ -125,6 +136,19 @@ def records_from_proto(message: worker_pb2.SnapshotCacheResponse) -> PageRecords
     check_lengths("records", [len(array) for array in arrays])
     check_lengths("records.ids", (len(records.ids), int(records.filled.sum(dtype="int64"))))
     return records
+
+
+def _beside_counts(message: worker_pb2.StepResult, name: str, num_rows: int) -> IntArray:
+    values = ids_from(getattr(message, name), f"result.{name}")
+    if len(values):
+        check_lengths(f"result.{name}", (len(values), num_rows))
+    return values
+
+
+def _slot_error(message: worker_pb2.SlotError) -> SlotError:
+    if message.error.reason == common_pb2.ERROR_REASON_UNSPECIFIED:
+        raise missing_field("result.slot_errors.error.reason")
+    return SlotError(slot=message.slot, generation=message.generation, error=MeshError.from_proto(message.error))
 
 
 def _slot_logprobs_to_proto(entry: SlotLogprobs) -> worker_pb2.SlotLogprobs:

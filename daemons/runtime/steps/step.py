@@ -135,8 +135,18 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """Speculative tokens `ids` of a decoding slot from position `start` on. Outputs never depend on it."""
+
+    slot: int
+    generation: int
+    start: int
+    ids: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """One step. `decode_set` None means unchanged; `has_forward` False means that only state changes."""
+    """One step of one DP rank. `decode_set` None means unchanged; `has_forward` False means that only state changes."""
 
     epoch: int
     step_id: int
@@ -149,6 +159,7 @@ class StepPlan:
     page_copies: tuple[PageCopy, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     decode_set: IntArray | None = None
+    drafts: tuple[Draft, ...] = ()
     has_forward: bool = True
 
 
@@ -181,9 +192,31 @@ class SlotVector:
     values: FloatArray
 
 
+class NoToken(IntEnum):
+    """Why a row has no token in a step; values as in `radixmesh.worker.v1.NoTokenReason`."""
+
+    HAS_TOKENS = 0
+    NO_ROOM = 1
+    NO_MASK = 2
+    SLOT_ERROR = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotError:
+    """The request of a slot cannot go on; the epoch does."""
+
+    slot: int
+    generation: int
+    error: MeshError
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed: `counts` int32 [rows], `ids` int32 [sum(counts)]; times on the worker's monotonic clock."""
+    """What a step computed: `counts` int32 [rows], `ids` int32 [sum(counts)]; times on the worker's monotonic clock.
+
+    `no_token_reasons` (of NoToken), `drafted` and `accepted` are int32 [rows] or empty: all rows of count 0 had no
+    room, and nothing was drafted.
+    """
 
     epoch: int
     step_id: int
@@ -195,7 +228,11 @@ class StepResult:
     device_start_ns: int = 0
     device_end_ns: int = 0
     weights_version: int = 1
-    digest: int = 0
+    slot_errors: tuple[SlotError, ...] = ()
+    no_token_reasons: IntArray = field(default_factory=empty_ints)
+    drafted: IntArray = field(default_factory=empty_ints)
+    accepted: IntArray = field(default_factory=empty_ints)
+    released_transfers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

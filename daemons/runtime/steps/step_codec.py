@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, Grants, PageCopy, Release, StepPlan, Task
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Draft, Grant, Grants, PageCopy, Release, StepPlan, Task
 from radixmesh.worker.v1 import worker_pb2
 
 _MAX_INT32 = 2**31 - 1
@@ -27,11 +27,18 @@ TASK_TO_PROTO = {
 _UINT32_FIELDS = ("cached_len", "max_total_len", "min_tokens", "logprobs_start")
 
 
-def encode_plan(plan: StepPlan) -> bytes:
-    """Bytes of the `ExecuteRequest` that carries `plan` to the only rank: encode_header() and encode_rank() in one."""
+def encode_plan(plan: StepPlan, group_completed_step: int = 0) -> bytes:
+    """Bytes of the `ExecuteRequest` that carries `plan` to every rank of a group with one DP rank.
+
+    Encoded once, they are the same for all ranks.
+
+    group_completed_step: the last step of which the results of all ranks are there.
+    """
     message = worker_pb2.ExecuteRequest()
     _fill_header(message.plan.header, plan)
-    _fill_rank(message.plan.rank, plan)
+    if group_completed_step:
+        message.plan.header.group_completed_step = group_completed_step
+    _fill_rank(message.plan.ranks.add(), plan)
     return message.SerializeToString()
 
 
@@ -42,38 +49,25 @@ def admit_bytes(admit: Admit) -> int:
     return 256 + 4 * numbers + 8 * len(admit.sampling.logit_bias) + 4 * names  # Characters of four bytes at most.
 
 
-def encode_header(plan: StepPlan) -> bytes:
-    """The part of an `ExecuteRequest` that is equal for all ranks: encode it once, append each rank's section."""
-    message = worker_pb2.ExecuteRequest()
-    _fill_header(message.plan.header, plan)
-    return message.SerializeToString()
-
-
-def encode_rank(plan: StepPlan) -> bytes:
-    """One rank's section of an `ExecuteRequest`, to be appended to the header's bytes: protobuf merges the two."""
-    message = worker_pb2.ExecuteRequest()
-    _fill_rank(message.plan.rank, plan)
-    return message.SerializeToString()
-
-
 def plan_to_proto(plan: StepPlan) -> worker_pb2.StepPlan:
     """The plan as one message."""
     message = worker_pb2.StepPlan()
     _fill_header(message.header, plan)
-    _fill_rank(message.rank, plan)
+    _fill_rank(message.ranks.add(), plan)
     return message
 
 
-def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
-    """Checks and converts; arrays are read-only views of the message's bytes.
+def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
+    """Checks and converts the section of a DP rank; arrays are read-only views of the message's bytes.
 
     Raises MALFORMED_MESSAGE (broken or unequal array lengths), MISSING_FIELD (header, rank, seed, task, op),
     INVALID_ARGUMENT (a negative or impossible value), UNSUPPORTED (input embeddings).
     """
-    for name in ("header", "rank"):
-        if not message.HasField(name):
-            raise missing_field(f"plan.{name}")
-    header, rank = message.header, message.rank
+    if not message.HasField("header"):
+        raise missing_field("plan.header")
+    if len(message.ranks) <= dp_rank:
+        raise missing_field(f"plan.ranks[{dp_rank}]")
+    header, rank = message.header, message.ranks[dp_rank]
     if header.step_id == 0:
         raise missing_field("header.step_id")
     chunks = _chunks(rank)
@@ -93,6 +87,7 @@ def plan_from_proto(message: worker_pb2.StepPlan) -> StepPlan:
         page_copies=_page_copies(rank),
         chunks=chunks,
         decode_set=ids_from(rank.decode_set.slots, "decode_set.slots") if rank.HasField("decode_set") else None,
+        drafts=_drafts(rank),
         has_forward=header.HasField("shape"),
     )
 
@@ -130,6 +125,8 @@ def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
     if plan.has_forward:
         # Whether slots decode is known from an earlier plan: with chunks, MIXED holds in either case.
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
+        if plan.drafts:
+            header.shape.max_draft_tokens = max(len(draft.ids) for draft in plan.drafts)
 
 
 def _fill_rank(rank: worker_pb2.RankPlan, plan: StepPlan) -> None:
@@ -154,6 +151,12 @@ def _fill_rank(rank: worker_pb2.RankPlan, plan: StepPlan) -> None:
     if plan.decode_set is not None:
         rank.decode_set.slots = pack_ints(plan.decode_set)
         rank.decode_set.SetInParent()
+    if plan.drafts:
+        rank.drafts.slots = pack_ints([draft.slot for draft in plan.drafts])
+        rank.drafts.generations = pack_ints([draft.generation for draft in plan.drafts])
+        rank.drafts.starts = pack_ints([draft.start for draft in plan.drafts])
+        rank.drafts.counts = pack_ints([len(draft.ids) for draft in plan.drafts])
+        rank.drafts.ids = pack_ints(np.concatenate([draft.ids for draft in plan.drafts]))
 
 
 def _admit_to_proto(admit: Admit) -> worker_pb2.Admit:
@@ -239,16 +242,31 @@ def _grants(rank: worker_pb2.RankPlan) -> tuple[Grant, ...]:
         return ()
     grants = rank.grants
     slots = ids_from(grants.slots, "grants.slots")
-    counts = ids_from(grants.counts, "grants.counts", least=1)
-    pages = ids_from(grants.pages, "grants.pages")
-    check_lengths("grants", (len(slots), len(counts)))
-    ends = np.cumsum(counts, dtype=np.int64)
-    check_lengths("grants.pages", (len(pages), int(ends[-1]) if len(ends) else 0))
-    starts = (ends - counts).tolist()
+    parts = _runs("grants.pages", grants.counts, grants.pages)
+    check_lengths("grants", (len(slots), len(parts)))
+    return tuple(Grant(slot=slot, pages=pages) for slot, pages in zip(slots.tolist(), parts, strict=True))
+
+
+def _drafts(rank: worker_pb2.RankPlan) -> tuple[Draft, ...]:
+    if not rank.HasField("drafts"):
+        return ()
+    drafts = rank.drafts
+    columns = (("slots", drafts.slots, 0), ("generations", drafts.generations, 1), ("starts", drafts.starts, 1))
+    heads, parts = list(_columns("drafts", columns)), _runs("drafts.ids", drafts.counts, drafts.ids)
+    check_lengths("drafts", (len(heads), len(parts)))
     return tuple(
-        Grant(slot=slot, pages=pages[start:end])
-        for slot, start, end in zip(slots.tolist(), starts, ends.tolist(), strict=True)
+        Draft(slot=slot, generation=generation, start=start, ids=ids)
+        for (slot, generation, start), ids in zip(heads, parts, strict=True)
     )
+
+
+def _runs(field: str, counts: bytes, values: bytes) -> list[IntArray]:
+    """An array cut into runs of counts[i] >= 1 values; they are views."""
+    lengths = ids_from(counts, f"counts of {field}", least=1)
+    array = ids_from(values, field)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    check_lengths(field, (len(array), int(ends[-1]) if len(ends) else 0))
+    return [array[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
 
 
 def _page_copies(rank: worker_pb2.RankPlan) -> tuple[PageCopy, ...]:

@@ -64,13 +64,13 @@ class Metrics:
         self.routing_decisions = make.counter(
             "radixmesh_routing_decisions_total",
             "router",
-            "Outputs sent to a scheduler: cached (it has the longest known prefix), spread (another has), new (none).",
+            "Outputs placed: cached (longest prefix there), spread (another has it), new (none has).",
             ["reason"],
         )
         self.routed_tokens = make.counter(
             "radixmesh_routed_tokens_total",
             "router",
-            "Prompt tokens of those, by what the router knew of the chosen scheduler's cache: cached or uncached.",
+            "Prompt tokens of those, by the router's view of the chosen cache.",
             ["known"],
         )
         self.prompt_tokens = make.counter("radixmesh_prompt_tokens_total", both, "Prompt tokens accepted.")
@@ -113,8 +113,7 @@ class Metrics:
         self.hop_seconds = make.histogram(
             "radixmesh_hop_seconds",
             "router",
-            "What the router waits for a peer: tokenizer = prompt to ids; scheduler = submit to first token; "
-            "detokenizer = tokens to their text (sampled).",
+            "Wait for a peer: tokenizer (prompt to ids), scheduler (to first token), detokenizer (sampled).",
             _LATENCY_S,
             ["hop"],
         )

@@ -1,6 +1,6 @@
 """Gets hold of the worker group, again and again.
 
-CONNECTING --hello, ready, free--> ADOPTING --claimed, records read--> SERVING --any loss--> CONNECTING
+CONNECTING --all ranks fenced--> ADOPTING --claimed, records read--> SERVING --any loss--> CONNECTING
     |  ^                              |                                   |
     |  +-- holder gone or silent --+  +-- fenced --+    +-----  fenced ---+
     +-- another holder lives --> STANDBY <---------+----+
@@ -11,8 +11,10 @@ Scheduler restart, stream loss, refusal, divergence and hang are one path: new s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import IntEnum
 
 import grpc
@@ -25,18 +27,19 @@ from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.group.group_stream import GroupStream
+from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
-from radixmesh.daemons.scheduler.messages import group_from_proto, model_identity_of
-from radixmesh.worker.v1 import worker_pb2
+from radixmesh.daemons.scheduler.messages import model_identity_of
 
 log = get_logger(__name__)
 
-# A live holder sends something every second.
-_SILENT_MS = 5_000
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
 _STANDBY_POLL_S = 0.5
 _CONNECT_TIMEOUT_S = 5.0
 _SNAPSHOT_TIMEOUT_S = 120.0
+# Ranks meet: communicators are built.
+_FORM_TIMEOUT_S = 120.0
 
 
 class GroupState(IntEnum):
@@ -51,27 +54,37 @@ class GroupState(IntEnum):
 class ClaimedGroup:
     """A group that this scheduler holds: its stream, what it is, the KV it has."""
 
-    def __init__(self, stream: WorkerStream, info: GroupInfo, snapshot: CacheSnapshot, channel: grpc.aio.Channel):
+    def __init__(
+        self, stream: GroupStream, info: GroupInfo, snapshot: CacheSnapshot, channels: Sequence[grpc.aio.Channel]
+    ) -> None:
         self.stream = stream
         self.info = info
         self.snapshot = snapshot
-        self._channel = channel
+        self._channels = tuple(channels)
 
     async def close(self) -> None:
         self.stream.close()
-        await self._channel.close()
+        for channel in self._channels:
+            await channel.close()
 
 
 class GroupClient:
-    """Claims the worker at `address` whenever nobody else lives on it. on_state: told of every change of state."""
+    """Claims the workers at `addresses`, by rank, whenever nobody else lives on them. on_state: told of every change of
+    state."""
 
     def __init__(
-        self, address: str, instance_id: str, on_state: Callable[[GroupState], None], tls: TlsFiles | None = None
+        self,
+        addresses: Sequence[str],
+        instance_id: str,
+        on_state: Callable[[GroupState], None],
+        tls: TlsFiles | None = None,
     ) -> None:
-        self._address = address
+        self._addresses = tuple(addresses)
         self._instance_id = instance_id
         self._on_state = on_state
         self._tls = tls
+        self._last_stream: GroupStream | None = None
+        self._random = random.Random(instance_id)
         self.identity = common_pb2.ModelIdentity()
         """Of the model that the group serves, as last seen."""
 
@@ -79,58 +92,75 @@ class GroupClient:
         """Returns once the group is ours, however long that takes."""
         backoff = _FIRST_BACKOFF_S
         while True:
+            channels: list[grpc.aio.Channel] = []
             try:
-                channel = open_channel(self._address, self._tls)
+                channels.extend(open_channel(address, self._tls) for address in self._addresses)
             except MeshError as error:  # Files of TLS that are half replaced.
-                log.warning("group_not_claimed", worker=self._address, error=str(error))
+                await _close(channels)
+                log.warning("group_not_claimed", workers=self._addresses, error=str(error))
                 await asyncio.sleep(_MAX_BACKOFF_S)
                 continue
-            stream = WorkerStream(channel, make_hello(daemon="scheduler", instance_id=self._instance_id))
+            ours = make_hello(daemon="scheduler", instance_id=self._instance_id)
+            stream = GroupStream([WorkerStream(channel, ours) for channel in channels])
             try:
-                group = await self._try_claim(stream, channel)
+                group = await self._try_claim(stream, channels)
                 if group is not None:
+                    self._last_stream = stream
                     return group
                 backoff = _STANDBY_POLL_S
             except (MeshError, TimeoutError) as error:
-                log.info("group_not_claimed", worker=self._address, error=str(error) or "timeout")
+                log.info("group_not_claimed", workers=self._addresses, error=str(error) or "timeout")
                 if isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_EPOCH_FENCED:
                     self._on_state(GroupState.STANDBY)
                 else:
                     self._on_state(GroupState.CONNECTING)
+                if isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED:
+                    stream.must_form = True
+                    self._last_stream = stream
             except BaseException:
-                await _drop(stream, channel)
+                stream.close()
+                await _close(channels)
                 raise
-            await _drop(stream, channel)
-            await asyncio.sleep(backoff)
+            stream.close()
+            await _close(channels)
+            # Two schedulers that fence each other's ranks at once must not go on in step.
+            jitter = self._random.random() if len(self._addresses) > 1 else 0.0
+            await asyncio.sleep(backoff * (1.0 + jitter))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
-    async def _try_claim(self, stream: WorkerStream, channel: grpc.aio.Channel) -> ClaimedGroup | None:
+    async def _try_claim(self, stream: GroupStream, channels: Sequence[grpc.aio.Channel]) -> ClaimedGroup | None:
         """None: another scheduler holds the group."""
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            hello = await stream.hello()
-            if self._is_held(hello):
+            hellos = await stream.hello()
+            if is_held(hellos, self._instance_id):
                 self._on_state(GroupState.STANDBY)
                 return None
-            caps = hello.capabilities
-            if caps.state != worker_pb2.WORKER_STATE_READY:
-                raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "the worker is loading, or failed: waiting")
-            info = group_from_proto(hello)
-            await stream.claim(hello.highest_epoch + 1, caps.group_generation)
+            info = group_of(hellos)
+            epoch = 1 + max(hello.highest_epoch for hello in hellos)
+            is_whole = await stream.fence(hellos, epoch)
+        generation = info.group_generation
+        may_differ = not is_whole or (self._last_stream is not None and self._last_stream.must_form)
+        if len(hellos) > 1 and (generation == 0 or may_differ):
+            async with asyncio.timeout(_FORM_TIMEOUT_S):
+                generation = await stream.form(hellos)
+            self._last_stream = None
+            info = replace(info, group_generation=generation)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await stream.claim(epoch, generation)
+        except TimeoutError:
+            # Steps that do not end: a rank may wait in a collective for one that has left it.
+            stream.must_form = len(hellos) > 1
+            self._last_stream = stream
+            raise
         self._on_state(GroupState.ADOPTING)
-        self.identity = model_identity_of(hello)
+        self.identity = model_identity_of(hellos[0])
         async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
-            snapshot = await stream.snapshot(info.num_pages)
-        return ClaimedGroup(stream, info, snapshot, channel)
-
-    def _is_held(self, hello: worker_pb2.WorkerHello) -> bool:
-        return (
-            hello.is_holder_connected
-            and hello.holder_instance_id not in ("", self._instance_id)
-            and hello.holder_silent_ms <= _SILENT_MS
-        )
+            snapshot = await stream.snapshot([hello.capabilities.num_pages for hello in hellos])
+        return ClaimedGroup(stream, info, snapshot, channels)
 
 
-async def _drop(stream: WorkerStream, channel: grpc.aio.Channel) -> None:
-    stream.close()
-    with suppress(grpc.aio.AioRpcError):
-        await channel.close()
+async def _close(channels: Sequence[grpc.aio.Channel]) -> None:
+    for channel in channels:
+        with suppress(grpc.aio.AioRpcError):
+            await channel.close()

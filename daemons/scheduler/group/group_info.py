@@ -17,6 +17,8 @@ class GroupInfo:
     num_slots: int
     max_tokens_per_step: int
     max_plans_in_flight: int
+    max_tokens_per_row: int = 1
+    """Most tokens that a decode yields in a step; 1: exactly one, else any number from 0 on."""
     vocab_size: int
     max_total_len: int
     eos_ids: tuple[int, ...] = ()
@@ -26,12 +28,24 @@ class GroupInfo:
     model_name: str = ""
     group_generation: int = 0
     instance_id: str = ""
-    """Of the worker process."""
+    """Of the worker process; of rank 0 if there are several."""
     predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN
+    other_ranks: tuple[tuple[str, PredecessorEnd], ...] = ()
+    """Instance id and predecessor's end of the ranks from 1 on."""
+    weights_digest: str = ""
 
     def lost_from_outside(self, former: GroupInfo) -> bool:
-        """True if this is a successor of the `former` process, which somebody killed or asked to leave."""
-        return self.instance_id != former.instance_id and self.predecessor_end is PredecessorEnd.FROM_OUTSIDE
+        """True if a rank is the successor of a process of `former` that somebody killed or asked to leave."""
+        ranks, others = self._ranks(), former._ranks()
+        if len(ranks) != len(others):
+            return False
+        return any(
+            instance_id != other_id and end is PredecessorEnd.FROM_OUTSIDE
+            for (instance_id, end), (other_id, _) in zip(ranks, others, strict=True)
+        )
+
+    def _ranks(self) -> tuple[tuple[str, PredecessorEnd], ...]:
+        return ((self.instance_id, self.predecessor_end), *self.other_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""One Execute stream of one epoch: hello, claim, snapshot, plans down, results up."""
+"""One Execute stream of one epoch to one rank: hello, fence, claim, snapshot, plans down, results up."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Sequence
 
 import grpc
 
@@ -12,12 +12,11 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
-from radixmesh.daemons.runtime.rpc.hello import check_hello
+from radixmesh.daemons.runtime.rpc.hello import FENCE_VERSION, check_hello
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.daemons.runtime.steps.result_codec import records_from_proto, refusal_from_proto, result_from_proto
-from radixmesh.daemons.runtime.steps.step import PageRecords, StepPlan, StepResult
-from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.runtime.steps.step import PageRecords, StepResult
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
 from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -43,6 +42,7 @@ class WorkerStream:
         self._ours = ours
         self._call: _Call | None = None
         self.epoch = 0
+        self.contract_version = 0
 
     async def hello(self) -> worker_pb2.WorkerHello:
         """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
@@ -54,8 +54,45 @@ class WorkerStream:
         answer = await self._read()
         if not answer.HasField("hello"):
             raise _violation("the worker's first message is no hello")
-        check_hello(answer.hello.hello, self._ours)
+        self.contract_version = check_hello(answer.hello.hello, self._ours)
         return answer.hello
+
+    async def complete(self, plan: bytes) -> None:
+        """Sends a plan of the epoch before that this rank has not received: the bytes that another rank kept."""
+        await self._write(worker_pb2.ExecuteRequest(complete=plan).SerializeToString())
+
+    async def fence(self, epoch: int) -> None:
+        """Shuts every other scheduler out. Raises the refusal: EPOCH_FENCED, NOT_SERVING.
+
+        Workers of contract version 2 know no fence: their claim does it.
+        """
+        if self.contract_version >= FENCE_VERSION:
+            await self._write(worker_pb2.ExecuteRequest(fence=worker_pb2.Fence(epoch=epoch)).SerializeToString())
+            answer = await self._read()
+            if answer.HasField("refusal"):
+                raise refusal_from_proto(answer.refusal).error
+            if not answer.HasField("fenced") or answer.fenced.epoch != epoch:
+                raise _violation("the worker answered the fence with something else")
+        self.epoch = epoch
+
+    async def form_group(
+        self, generation: int, layout: worker_pb2.RankLayout, rendezvous: str, members: Sequence[str]
+    ) -> None:
+        """Makes the fenced worker a rank of a new group; returns when it has met the others."""
+        request = worker_pb2.FormGroupRequest(
+            epoch=self.epoch,
+            instance_id=self._ours.instance_id,
+            generation=generation,
+            layout=layout,
+            rendezvous=rendezvous,
+            member_instance_ids=members,
+        )
+        await _called(worker_pb2_grpc.WorkerServiceStub(self._channel).FormGroup(request))
+
+    async def leave_group(self) -> None:
+        """Takes the fenced worker out of its group: steps that wait in collectives are discarded."""
+        request = worker_pb2.LeaveGroupRequest(epoch=self.epoch, instance_id=self._ours.instance_id)
+        await _called(worker_pb2_grpc.WorkerServiceStub(self._channel).LeaveGroup(request))
 
     async def claim(self, epoch: int, group_generation: int) -> None:
         """Asks for the worker. Raises the refusal: EPOCH_FENCED, NOT_SERVING, GROUP_GENERATION."""
@@ -86,9 +123,9 @@ class WorkerStream:
             raise mesh_error_from_rpc(error) from error
         return snapshot_of(parts, tuple(names), pinned, num_pages)
 
-    async def send(self, plan: StepPlan) -> None:
-        """Sends a plan."""
-        await self._write(encode_plan(plan))
+    async def send(self, plan: bytes) -> None:
+        """Sends an encoded plan."""
+        await self._write(plan)
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Results in step order. Raises RefusedPlan, or MeshError when the stream ends."""
@@ -141,6 +178,14 @@ class WorkerStream:
         details, trailing = await self._call.details(), await self._call.trailing_metadata()
         initial = grpc.aio.Metadata()
         return mesh_error_from_rpc(grpc.aio.AioRpcError(code, initial, trailing or initial, details))
+
+
+async def _called(call: Awaitable[object]) -> None:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        raise_if_cancelled()
+        raise mesh_error_from_rpc(error) from error
 
 
 def _as_is(data: bytes) -> bytes:

@@ -91,6 +91,12 @@ class PageRecordTable:
         self.ids[target, :num_tokens] = self.ids[source, :num_tokens]
         self.filled[target] = num_tokens
 
+    def reset(self) -> None:
+        """As in a new process: every rank of a new group starts from equal records."""
+        self.flush()
+        self.generations[:] = 0
+        self._namespaces = {"": 0}
+
     def flush(self) -> None:
         """Empties every record and bumps its generation."""
         self.filled[:] = 0

@@ -12,6 +12,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.result_codec import records_to_proto, refusal_to_proto, result_to_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
+from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
@@ -59,8 +60,14 @@ class PlanRunner:
     """Runs messages through an executor and remembers that a refusal ended the epoch."""
 
     def __init__(
-        self, executor: StepExecutor, dump: PlanDump, on_step: Callable[[], None], traces: SlotTraces | None = None
+        self,
+        executor: StepExecutor,
+        dump: PlanDump,
+        on_step: Callable[[], None],
+        traces: SlotTraces | None = None,
+        dp_rank: int = 0,
     ) -> None:
+        self._dp_rank = dp_rank
         self._traces = traces
         self._executor = executor
         self._dump = dump
@@ -77,6 +84,12 @@ class PlanRunner:
             self._executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
+    def reset(self) -> None:
+        """Empties slots, KV and page records; plans run from the next epoch on."""
+        self._is_epoch_over = True
+        if self._died_step is None:
+            self._executor.reset()
+
     def launch(
         self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None
     ) -> DoneJob[Answer] | RunningPlan:
@@ -88,12 +101,14 @@ class PlanRunner:
         try:
             if fault is not None:
                 raise fault
-            step_plan = plan_from_proto(plan)
+            step_plan = plan_from_proto(plan, self._dp_rank)
             traced = self._traces.launched(step_plan) if self._traces is not None else ()
             step = self._executor.launch(step_plan, ready_ns=ready_ns)
         except MeshError as error:
             self._is_epoch_over = True
             return DoneJob(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
+        except CollectiveAborted:
+            return DoneJob(self._aborted(step_id))
         except Exception as error:
             if self._has_one_died():
                 self._is_epoch_over = True
@@ -111,6 +126,8 @@ class PlanRunner:
             return Answer(step_id=step_id)
         try:
             result = step.finish()
+        except CollectiveAborted:
+            return self._aborted(step_id)
         except Exception as error:
             return self._died(plan, error)
         for chunk in traced:
@@ -146,6 +163,11 @@ class PlanRunner:
             except Exception:
                 return True
         return False
+
+    def _aborted(self, step_id: int) -> Answer:
+        # Its scheduler was fenced out, or knows: nobody waits for an answer.
+        self._is_epoch_over = True
+        return Answer(step_id=step_id)
 
     def _died(self, plan: worker_pb2.StepPlan, error: Exception) -> Answer:
         self._is_epoch_over = True

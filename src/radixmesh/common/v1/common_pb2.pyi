@@ -55,6 +55,8 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_RESNAPSHOT: _ClassVar[ErrorReason]
     ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
     ERROR_REASON_PERMISSION_DENIED: _ClassVar[ErrorReason]
+    ERROR_REASON_RANKS_DIVERGED: _ClassVar[ErrorReason]
+    ERROR_REASON_TRANSFER_FAILED: _ClassVar[ErrorReason]
 
 class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -116,6 +118,8 @@ ERROR_REASON_INVALID_GRAMMAR: ErrorReason
 ERROR_REASON_RESNAPSHOT: ErrorReason
 ERROR_REASON_UNAUTHENTICATED: ErrorReason
 ERROR_REASON_PERMISSION_DENIED: ErrorReason
+ERROR_REASON_RANKS_DIVERGED: ErrorReason
+ERROR_REASON_TRANSFER_FAILED: ErrorReason
 TASK_UNSPECIFIED: Task
 TASK_GENERATE: Task
 TASK_EMBED: Task

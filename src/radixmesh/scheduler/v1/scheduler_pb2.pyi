@@ -133,18 +133,20 @@ class FinishedByStop(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("abort_id", "request_id", "index", "below_attempt", "tenant")
+    __slots__ = ("abort_id", "request_id", "index", "below_attempt", "tenant", "is_own")
     ABORT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     BELOW_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    IS_OWN_FIELD_NUMBER: _ClassVar[int]
     abort_id: int
     request_id: str
     index: int
     below_attempt: int
     tenant: str
-    def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    is_own: bool
+    def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ..., tenant: _Optional[str] = ..., is_own: bool = ...) -> None: ...
 
 class ServeResponse(_message.Message):
     __slots__ = ("hello", "tokens", "prompt_logprobs", "vectors", "finished", "rejected", "abort_results", "load", "reservation_results")
@@ -293,7 +295,7 @@ class WatchCacheRequest(_message.Message):
     def __init__(self, after_revision: _Optional[int] = ...) -> None: ...
 
 class WatchCacheResponse(_message.Message):
-    __slots__ = ("revision", "inserts", "evicted_nodes", "is_snapshot", "is_reset", "splits", "trims")
+    __slots__ = ("revision", "inserts", "evicted_nodes", "is_snapshot", "is_reset", "splits", "trims", "weights_digest")
     REVISION_FIELD_NUMBER: _ClassVar[int]
     INSERTS_FIELD_NUMBER: _ClassVar[int]
     EVICTED_NODES_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +303,7 @@ class WatchCacheResponse(_message.Message):
     IS_RESET_FIELD_NUMBER: _ClassVar[int]
     SPLITS_FIELD_NUMBER: _ClassVar[int]
     TRIMS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     revision: int
     inserts: _containers.RepeatedCompositeFieldContainer[CacheInsert]
     evicted_nodes: bytes
@@ -308,21 +311,26 @@ class WatchCacheResponse(_message.Message):
     is_reset: bool
     splits: _containers.RepeatedCompositeFieldContainer[CacheSplit]
     trims: _containers.RepeatedCompositeFieldContainer[CacheTrim]
-    def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ...) -> None: ...
+    weights_digest: str
+    def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class CacheInsert(_message.Message):
-    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version")
+    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
     node: int
     parent: int
     ids: bytes
     cache_namespace: str
     weights_version: int
-    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    adapter: str
+    salt: str
+    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class CacheSplit(_message.Message):
     __slots__ = ("node", "upper", "num_upper")
@@ -409,27 +417,3 @@ class GetStateResponse(_message.Message):
     decode_reserve_tokens: int
     cache_revision: int
     def __init__(self, hello: _Optional[_Union[SchedulerHello, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., depth: _Optional[int] = ..., num_steps: _Optional[int] = ..., owned_pages: _Optional[int] = ..., leased_pages: _Optional[int] = ..., quarantined_pages: _Optional[int] = ..., num_page_violations: _Optional[int] = ..., num_retractions: _Optional[int] = ..., adopted_tokens: _Optional[int] = ..., prefilled_tokens: _Optional[int] = ..., prompt_cached_tokens: _Optional[int] = ..., num_routers: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_prefix_deduplications: _Optional[int] = ..., evicted_pages: _Optional[int] = ..., decode_reserve_tokens: _Optional[int] = ..., cache_revision: _Optional[int] = ...) -> None: ...
-
-class JoinGroupRequest(_message.Message):
-    __slots__ = ("rank", "world_size", "instance_id", "address", "last_group_generation")
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
-    ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    LAST_GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    world_size: int
-    instance_id: str
-    address: str
-    last_group_generation: int
-    def __init__(self, rank: _Optional[int] = ..., world_size: _Optional[int] = ..., instance_id: _Optional[str] = ..., address: _Optional[str] = ..., last_group_generation: _Optional[int] = ...) -> None: ...
-
-class JoinGroupResponse(_message.Message):
-    __slots__ = ("group_generation", "addresses", "instance_ids")
-    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
-    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
-    group_generation: int
-    addresses: _containers.RepeatedScalarFieldContainer[str]
-    instance_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, group_generation: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -60,11 +60,6 @@ class SchedulerServiceStub(object):
                 request_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.GetStateRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.GetStateResponse.FromString,
                 _registered_method=True)
-        self.JoinGroup = channel.unary_unary(
-                '/radixmesh.scheduler.v1.SchedulerService/JoinGroup',
-                request_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.JoinGroupRequest.SerializeToString,
-                response_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.JoinGroupResponse.FromString,
-                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -120,13 +115,6 @@ class SchedulerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def JoinGroup(self, request, context):
-        """JoinGroup is the rendezvous of the worker group: returns when all ranks have joined, to all with the same generation.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_SchedulerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -154,11 +142,6 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.GetState,
                     request_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.GetStateRequest.FromString,
                     response_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.GetStateResponse.SerializeToString,
-            ),
-            'JoinGroup': grpc.unary_unary_rpc_method_handler(
-                    servicer.JoinGroup,
-                    request_deserializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.JoinGroupRequest.FromString,
-                    response_serializer=radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.JoinGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -297,33 +280,6 @@ class SchedulerService(object):
             '/radixmesh.scheduler.v1.SchedulerService/GetState',
             radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.GetStateRequest.SerializeToString,
             radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.GetStateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def JoinGroup(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/radixmesh.scheduler.v1.SchedulerService/JoinGroup',
-            radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.JoinGroupRequest.SerializeToString,
-            radixmesh_dot_scheduler_dot_v1_dot_scheduler__pb2.JoinGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

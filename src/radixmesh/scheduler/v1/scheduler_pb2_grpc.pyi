@@ -59,8 +59,6 @@ class SchedulerServiceStub:
     """FlushCache empties the prefix cache of scheduler and workers once nothing runs; waits for that."""
     GetState: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]
     """GetState describes the scheduler at this moment."""
-    JoinGroup: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.JoinGroupRequest, _scheduler_pb2.JoinGroupResponse]
-    """JoinGroup is the rendezvous of the worker group: returns when all ranks have joined, to all with the same generation."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -93,8 +91,6 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """FlushCache empties the prefix cache of scheduler and workers once nothing runs; waits for that."""
     GetState: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetStateRequest, _scheduler_pb2.GetStateResponse]  # type: ignore[assignment]
     """GetState describes the scheduler at this moment."""
-    JoinGroup: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.JoinGroupRequest, _scheduler_pb2.JoinGroupResponse]  # type: ignore[assignment]
-    """JoinGroup is the rendezvous of the worker group: returns when all ranks have joined, to all with the same generation."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """SchedulerService serves routers."""
@@ -154,13 +150,5 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.GetStateResponse, _abc.Awaitable[_scheduler_pb2.GetStateResponse]]:
         """GetState describes the scheduler at this moment."""
-
-    @_abc_1.abstractmethod
-    def JoinGroup(
-        self,
-        request: _scheduler_pb2.JoinGroupRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.JoinGroupResponse, _abc.Awaitable[_scheduler_pb2.JoinGroupResponse]]:
-        """JoinGroup is the rendezvous of the worker group: returns when all ranks have joined, to all with the same generation."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -35,6 +35,13 @@ class ExpertDispatch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     EXPERT_DISPATCH_NORMAL: _ClassVar[ExpertDispatch]
     EXPERT_DISPATCH_LOW_LATENCY: _ClassVar[ExpertDispatch]
 
+class NoTokenReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    NO_TOKEN_REASON_UNSPECIFIED: _ClassVar[NoTokenReason]
+    NO_TOKEN_REASON_NO_ROOM: _ClassVar[NoTokenReason]
+    NO_TOKEN_REASON_NO_MASK: _ClassVar[NoTokenReason]
+    NO_TOKEN_REASON_SLOT_ERROR: _ClassVar[NoTokenReason]
+
 class ProfileAction(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PROFILE_ACTION_UNSPECIFIED: _ClassVar[ProfileAction]
@@ -65,6 +72,10 @@ FORWARD_MODE_IDLE: ForwardMode
 EXPERT_DISPATCH_UNSPECIFIED: ExpertDispatch
 EXPERT_DISPATCH_NORMAL: ExpertDispatch
 EXPERT_DISPATCH_LOW_LATENCY: ExpertDispatch
+NO_TOKEN_REASON_UNSPECIFIED: NoTokenReason
+NO_TOKEN_REASON_NO_ROOM: NoTokenReason
+NO_TOKEN_REASON_NO_MASK: NoTokenReason
+NO_TOKEN_REASON_SLOT_ERROR: NoTokenReason
 PROFILE_ACTION_UNSPECIFIED: ProfileAction
 PROFILE_ACTION_START: ProfileAction
 PROFILE_ACTION_STOP: ProfileAction
@@ -77,28 +88,32 @@ TRANSFER_STATE_ABORTED: TransferState
 TRANSFER_STATE_FAILED: TransferState
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("hello", "complete", "claim", "plan")
+    __slots__ = ("hello", "complete", "claim", "plan", "fence")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
+    FENCE_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     complete: bytes
     claim: Claim
     plan: StepPlan
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., complete: _Optional[bytes] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ...) -> None: ...
+    fence: Fence
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., complete: _Optional[bytes] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("hello", "claimed", "result", "refusal")
+    __slots__ = ("hello", "claimed", "result", "refusal", "fenced")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    FENCED_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     claimed: Claimed
     result: StepResult
     refusal: Refusal
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...
+    fenced: Fenced
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("hello", "highest_epoch", "holder_instance_id", "is_holder_connected", "holder_silent_ms", "last_received_step", "last_completed_step", "retained_plans", "capabilities", "predecessor_end")
@@ -125,7 +140,7 @@ class WorkerHello(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops")
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous")
     STATE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -142,6 +157,11 @@ class Capabilities(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
     BARRIER_OPS_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     backend: str
     page_size: int
@@ -158,7 +178,72 @@ class Capabilities(_message.Message):
     weights_version: int
     tasks: _containers.RepeatedScalarFieldContainer[_common_pb2.Task]
     barrier_ops: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ...) -> None: ...
+    layout: RankLayout
+    weights_digest: str
+    kv_dtype: str
+    kv_layout: str
+    rendezvous: str
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ...) -> None: ...
+
+class RankLayout(_message.Message):
+    __slots__ = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    DP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    EP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EP_RANK_FIELD_NUMBER: _ClassVar[int]
+    tp_size: int
+    tp_rank: int
+    dp_size: int
+    dp_rank: int
+    ep_size: int
+    ep_rank: int
+    def __init__(self, tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., dp_rank: _Optional[int] = ..., ep_size: _Optional[int] = ..., ep_rank: _Optional[int] = ...) -> None: ...
+
+class Fence(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class Fenced(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class FormGroupRequest(_message.Message):
+    __slots__ = ("epoch", "instance_id", "generation", "layout", "rendezvous", "member_instance_ids")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_INSTANCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    instance_id: str
+    generation: int
+    layout: RankLayout
+    rendezvous: str
+    member_instance_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ..., generation: _Optional[int] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., rendezvous: _Optional[str] = ..., member_instance_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FormGroupResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LeaveGroupRequest(_message.Message):
+    __slots__ = ("epoch", "instance_id")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    instance_id: str
+    def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
+
+class LeaveGroupResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Claim(_message.Message):
     __slots__ = ("epoch", "group_generation")
@@ -185,38 +270,30 @@ class Refusal(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class StepPlan(_message.Message):
-    __slots__ = ("header", "rank", "backups")
+    __slots__ = ("header", "ranks")
     HEADER_FIELD_NUMBER: _ClassVar[int]
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    BACKUPS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     header: PlanHeader
-    rank: RankPlan
-    backups: _containers.RepeatedCompositeFieldContainer[BackupSection]
-    def __init__(self, header: _Optional[_Union[PlanHeader, _Mapping]] = ..., rank: _Optional[_Union[RankPlan, _Mapping]] = ..., backups: _Optional[_Iterable[_Union[BackupSection, _Mapping]]] = ...) -> None: ...
-
-class BackupSection(_message.Message):
-    __slots__ = ("rank", "section")
-    RANK_FIELD_NUMBER: _ClassVar[int]
-    SECTION_FIELD_NUMBER: _ClassVar[int]
-    rank: int
-    section: RankPlan
-    def __init__(self, rank: _Optional[int] = ..., section: _Optional[_Union[RankPlan, _Mapping]] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankPlan]
+    def __init__(self, header: _Optional[_Union[PlanHeader, _Mapping]] = ..., ranks: _Optional[_Iterable[_Union[RankPlan, _Mapping]]] = ...) -> None: ...
 
 class PlanHeader(_message.Message):
-    __slots__ = ("epoch", "step_id", "group_generation", "barrier_ops", "shape", "expected_us")
+    __slots__ = ("epoch", "step_id", "group_generation", "barrier_ops", "shape", "expected_us", "group_completed_step")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
     BARRIER_OPS_FIELD_NUMBER: _ClassVar[int]
     SHAPE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_US_FIELD_NUMBER: _ClassVar[int]
+    GROUP_COMPLETED_STEP_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     group_generation: int
     barrier_ops: _containers.RepeatedCompositeFieldContainer[BarrierOp]
     shape: ForwardShape
     expected_us: int
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., group_generation: _Optional[int] = ..., barrier_ops: _Optional[_Iterable[_Union[BarrierOp, _Mapping]]] = ..., shape: _Optional[_Union[ForwardShape, _Mapping]] = ..., expected_us: _Optional[int] = ...) -> None: ...
+    group_completed_step: int
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., group_generation: _Optional[int] = ..., barrier_ops: _Optional[_Iterable[_Union[BarrierOp, _Mapping]]] = ..., shape: _Optional[_Union[ForwardShape, _Mapping]] = ..., expected_us: _Optional[int] = ..., group_completed_step: _Optional[int] = ...) -> None: ...
 
 class ForwardShape(_message.Message):
     __slots__ = ("mode", "max_tokens_per_rank", "dispatch", "graph_bucket", "is_two_batch", "idle_ranks", "max_draft_tokens")
@@ -259,12 +336,14 @@ class FlushCache(_message.Message):
     def __init__(self) -> None: ...
 
 class CommitStaged(_message.Message):
-    __slots__ = ("stage_id", "weights_version")
+    __slots__ = ("stage_id", "weights_version", "weights_digest")
     STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     stage_id: str
     weights_version: int
-    def __init__(self, stage_id: _Optional[str] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    weights_digest: str
+    def __init__(self, stage_id: _Optional[str] = ..., weights_version: _Optional[int] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class UnloadAdapter(_message.Message):
     __slots__ = ("adapter",)
@@ -279,7 +358,7 @@ class ReleaseMemory(_message.Message):
     def __init__(self, tags: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankPlan(_message.Message):
-    __slots__ = ("release_slots", "release_generations", "admits", "grants", "page_copies", "chunks", "decode_set")
+    __slots__ = ("release_slots", "release_generations", "admits", "grants", "page_copies", "chunks", "decode_set", "drafts")
     RELEASE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RELEASE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     ADMITS_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +366,7 @@ class RankPlan(_message.Message):
     PAGE_COPIES_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_FIELD_NUMBER: _ClassVar[int]
     DECODE_SET_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     release_slots: bytes
     release_generations: bytes
     admits: _containers.RepeatedCompositeFieldContainer[Admit]
@@ -294,7 +374,22 @@ class RankPlan(_message.Message):
     page_copies: PageCopies
     chunks: Chunks
     decode_set: DecodeSet
-    def __init__(self, release_slots: _Optional[bytes] = ..., release_generations: _Optional[bytes] = ..., admits: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ..., grants: _Optional[_Union[Grants, _Mapping]] = ..., page_copies: _Optional[_Union[PageCopies, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., decode_set: _Optional[_Union[DecodeSet, _Mapping]] = ...) -> None: ...
+    drafts: Drafts
+    def __init__(self, release_slots: _Optional[bytes] = ..., release_generations: _Optional[bytes] = ..., admits: _Optional[_Iterable[_Union[Admit, _Mapping]]] = ..., grants: _Optional[_Union[Grants, _Mapping]] = ..., page_copies: _Optional[_Union[PageCopies, _Mapping]] = ..., chunks: _Optional[_Union[Chunks, _Mapping]] = ..., decode_set: _Optional[_Union[DecodeSet, _Mapping]] = ..., drafts: _Optional[_Union[Drafts, _Mapping]] = ...) -> None: ...
+
+class Drafts(_message.Message):
+    __slots__ = ("slots", "generations", "starts", "counts", "ids")
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    slots: bytes
+    generations: bytes
+    starts: bytes
+    counts: bytes
+    ids: bytes
+    def __init__(self, slots: _Optional[bytes] = ..., generations: _Optional[bytes] = ..., starts: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("slot", "generation", "request_id", "index", "task", "prompt_ids", "output_ids", "cached_len", "cached_pages", "cached_page_generations", "max_total_len", "sampling", "min_tokens", "suppressed_ids", "logprobs_start", "cache_namespace", "grammar_hash", "adapter", "embeddings", "trace_context")
@@ -375,7 +470,7 @@ class DecodeSet(_message.Message):
     def __init__(self, slots: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "digest")
+    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "slot_errors", "no_token_reasons", "drafted", "accepted", "released_transfers")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -386,7 +481,11 @@ class StepResult(_message.Message):
     DEVICE_START_NS_FIELD_NUMBER: _ClassVar[int]
     DEVICE_END_NS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SLOT_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    NO_TOKEN_REASONS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     counts: bytes
@@ -397,8 +496,22 @@ class StepResult(_message.Message):
     device_start_ns: int
     device_end_ns: int
     weights_version: int
-    digest: int
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
+    slot_errors: _containers.RepeatedCompositeFieldContainer[SlotError]
+    no_token_reasons: bytes
+    drafted: bytes
+    accepted: bytes
+    released_transfers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., slot_errors: _Optional[_Iterable[_Union[SlotError, _Mapping]]] = ..., no_token_reasons: _Optional[bytes] = ..., drafted: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., released_transfers: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SlotError(_message.Message):
+    __slots__ = ("slot", "generation", "error")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    generation: int
+    error: _common_pb2.Error
+    def __init__(self, slot: _Optional[int] = ..., generation: _Optional[int] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class SlotLogprobs(_message.Message):
     __slots__ = ("slot", "generation", "first_position", "logprobs")
@@ -495,10 +608,12 @@ class NixlRegion(_message.Message):
     def __init__(self, agent_metadata: _Optional[bytes] = ..., address: _Optional[int] = ..., length: _Optional[int] = ..., device: _Optional[int] = ...) -> None: ...
 
 class PutBlobResponse(_message.Message):
-    __slots__ = ("was_known",)
+    __slots__ = ("was_known", "ttl_ms")
     WAS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    TTL_MS_FIELD_NUMBER: _ClassVar[int]
     was_known: bool
-    def __init__(self, was_known: bool = ...) -> None: ...
+    ttl_ms: int
+    def __init__(self, was_known: bool = ..., ttl_ms: _Optional[int] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("action", "num_steps")
@@ -515,14 +630,16 @@ class ProfileResponse(_message.Message):
     def __init__(self, path: _Optional[str] = ...) -> None: ...
 
 class StageRequest(_message.Message):
-    __slots__ = ("weights_path", "adapter", "expert_placement")
+    __slots__ = ("weights_path", "adapter", "expert_placement", "stage_id")
     WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     EXPERT_PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    STAGE_ID_FIELD_NUMBER: _ClassVar[int]
     weights_path: str
     adapter: StagedAdapter
     expert_placement: bytes
-    def __init__(self, weights_path: _Optional[str] = ..., adapter: _Optional[_Union[StagedAdapter, _Mapping]] = ..., expert_placement: _Optional[bytes] = ...) -> None: ...
+    stage_id: str
+    def __init__(self, weights_path: _Optional[str] = ..., adapter: _Optional[_Union[StagedAdapter, _Mapping]] = ..., expert_placement: _Optional[bytes] = ..., stage_id: _Optional[str] = ...) -> None: ...
 
 class StagedAdapter(_message.Message):
     __slots__ = ("name", "path")
@@ -533,26 +650,52 @@ class StagedAdapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class StageResponse(_message.Message):
-    __slots__ = ("stage_id",)
-    STAGE_ID_FIELD_NUMBER: _ClassVar[int]
-    stage_id: str
-    def __init__(self, stage_id: _Optional[str] = ...) -> None: ...
+    __slots__ = ("weights_digest",)
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    weights_digest: str
+    def __init__(self, weights_digest: _Optional[str] = ...) -> None: ...
 
 class PrepareTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "num_tokens", "lease_ms", "target_pages", "target_generations")
+    __slots__ = ("transfer_id", "epoch", "num_tokens", "lease_ms", "target_pages", "target_generations", "writer", "kv", "first_token")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     TARGET_PAGES_FIELD_NUMBER: _ClassVar[int]
     TARGET_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     num_tokens: int
     lease_ms: int
     target_pages: bytes
     target_generations: bytes
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ..., target_pages: _Optional[bytes] = ..., target_generations: _Optional[bytes] = ...) -> None: ...
+    writer: TransferPeer
+    kv: KvFormat
+    first_token: int
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., num_tokens: _Optional[int] = ..., lease_ms: _Optional[int] = ..., target_pages: _Optional[bytes] = ..., target_generations: _Optional[bytes] = ..., writer: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ...) -> None: ...
+
+class TransferPeer(_message.Message):
+    __slots__ = ("instance_id", "group_generation", "layout")
+    INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    instance_id: str
+    group_generation: int
+    layout: RankLayout
+    def __init__(self, instance_id: _Optional[str] = ..., group_generation: _Optional[int] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ...) -> None: ...
+
+class KvFormat(_message.Message):
+    __slots__ = ("weights_digest", "kv_dtype", "kv_layout")
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    weights_digest: str
+    kv_dtype: str
+    kv_layout: str
+    def __init__(self, weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ...) -> None: ...
 
 class PrepareTransferResponse(_message.Message):
     __slots__ = ("segments",)
@@ -561,20 +704,28 @@ class PrepareTransferResponse(_message.Message):
     def __init__(self, segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ...) -> None: ...
 
 class StartTransferRequest(_message.Message):
-    __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments")
+    __slots__ = ("transfer_id", "epoch", "source_pages", "source_generations", "num_tokens", "segments", "receiver", "kv", "first_token", "is_last")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SOURCE_PAGES_FIELD_NUMBER: _ClassVar[int]
     SOURCE_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVER_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    IS_LAST_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     epoch: int
     source_pages: bytes
     source_generations: bytes
     num_tokens: int
     segments: _containers.RepeatedCompositeFieldContainer[NixlRegion]
-    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_pages: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ...) -> None: ...
+    receiver: TransferPeer
+    kv: KvFormat
+    first_token: int
+    is_last: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., epoch: _Optional[int] = ..., source_pages: _Optional[bytes] = ..., source_generations: _Optional[bytes] = ..., num_tokens: _Optional[int] = ..., segments: _Optional[_Iterable[_Union[NixlRegion, _Mapping]]] = ..., receiver: _Optional[_Union[TransferPeer, _Mapping]] = ..., kv: _Optional[_Union[KvFormat, _Mapping]] = ..., first_token: _Optional[int] = ..., is_last: bool = ...) -> None: ...
 
 class StartTransferResponse(_message.Message):
     __slots__ = ()
@@ -587,12 +738,22 @@ class WatchTransferRequest(_message.Message):
     def __init__(self, transfer_id: _Optional[str] = ...) -> None: ...
 
 class WatchTransferResponse(_message.Message):
-    __slots__ = ("state", "error")
+    __slots__ = ("state", "error", "chunks")
     STATE_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_FIELD_NUMBER: _ClassVar[int]
     state: TransferState
     error: _common_pb2.Error
-    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    chunks: _containers.RepeatedCompositeFieldContainer[TransferChunk]
+    def __init__(self, state: _Optional[_Union[TransferState, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., chunks: _Optional[_Iterable[_Union[TransferChunk, _Mapping]]] = ...) -> None: ...
+
+class TransferChunk(_message.Message):
+    __slots__ = ("first_token", "num_tokens")
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    first_token: int
+    num_tokens: int
+    def __init__(self, first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortTransferRequest(_message.Message):
     __slots__ = ("transfer_id",)

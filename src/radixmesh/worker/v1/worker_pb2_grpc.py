@@ -45,6 +45,16 @@ class WorkerServiceStub(object):
                 request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.SnapshotCacheRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.SnapshotCacheResponse.FromString,
                 _registered_method=True)
+        self.FormGroup = channel.unary_unary(
+                '/radixmesh.worker.v1.WorkerService/FormGroup',
+                request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FormGroupRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FormGroupResponse.FromString,
+                _registered_method=True)
+        self.LeaveGroup = channel.unary_unary(
+                '/radixmesh.worker.v1.WorkerService/LeaveGroup',
+                request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.LeaveGroupRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.LeaveGroupResponse.FromString,
+                _registered_method=True)
         self.GetCapabilities = channel.unary_unary(
                 '/radixmesh.worker.v1.WorkerService/GetCapabilities',
                 request_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.GetCapabilitiesRequest.SerializeToString,
@@ -95,13 +105,14 @@ class WorkerServiceServicer(object):
         """Execute is the step stream of one scheduler epoch.
         Who speaks first: the scheduler, with hello. The worker answers with its hello (highest epoch, last steps, the
         plans it still holds). The scheduler may then re-send plans of the earlier epoch that some rank misses (complete),
-        sends its claim, and after claimed its plans, step ids 1, 2, 3, ... without waiting for results.
+        fences the worker, forms the group where it has several ranks (FormGroup), sends its claim, and after claimed its
+        plans, step ids 1, 2, 3, ... without waiting for results.
         Positions: (epoch, step_id). Results come in step order, one per plan.
         A gap: a step id that is no successor is refused (STEP_GAP).
         A refusal: nothing of the refused plan has run; it ends the epoch, later plans of it are dropped unanswered and the
         worker closes the stream. Restart, stream loss, refusal and divergence all mean: new stream, new epoch, same KV, re-admit.
         A slow reader: results wait (one small message per plan in flight; plans in flight are bounded by max_plans_in_flight).
-        Ends: a claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
+        Ends: a fence or claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -115,6 +126,23 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def FormGroup(self, request, context):
+        """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
+        layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
+        A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LeaveGroup(self, request, context):
+        """LeaveGroup takes the worker out of its group: running collectives are aborted, steps that waited in them are discarded.
+        Only for the holder of the fence (else EPOCH_FENCED). Idempotent. Does not wait for the step thread.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetCapabilities(self, request, context):
         """GetCapabilities describes the worker; answers while loading too (state says so).
         """
@@ -123,7 +151,8 @@ class WorkerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PutBlob(self, request, context):
-        """PutBlob stores bytes under their hash for plans that name it. Idempotent. The least recently named blobs are evicted.
+        """PutBlob stores bytes under their hash for plans that name it. Idempotent. A blob that a slot names is kept; one that none has
+        named yet is kept for ttl_ms of the answer; of the others the least recently named go first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,6 +212,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.SnapshotCache,
                     request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.SnapshotCacheRequest.FromString,
                     response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.SnapshotCacheResponse.SerializeToString,
+            ),
+            'FormGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.FormGroup,
+                    request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FormGroupRequest.FromString,
+                    response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.FormGroupResponse.SerializeToString,
+            ),
+            'LeaveGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.LeaveGroup,
+                    request_deserializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.LeaveGroupRequest.FromString,
+                    response_serializer=radixmesh_dot_worker_dot_v1_dot_worker__pb2.LeaveGroupResponse.SerializeToString,
             ),
             'GetCapabilities': grpc.unary_unary_rpc_method_handler(
                     servicer.GetCapabilities,
@@ -280,6 +319,60 @@ class WorkerService(object):
             '/radixmesh.worker.v1.WorkerService/SnapshotCache',
             radixmesh_dot_worker_dot_v1_dot_worker__pb2.SnapshotCacheRequest.SerializeToString,
             radixmesh_dot_worker_dot_v1_dot_worker__pb2.SnapshotCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FormGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixmesh.worker.v1.WorkerService/FormGroup',
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.FormGroupRequest.SerializeToString,
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.FormGroupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LeaveGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixmesh.worker.v1.WorkerService/LeaveGroup',
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.LeaveGroupRequest.SerializeToString,
+            radixmesh_dot_worker_dot_v1_dot_worker__pb2.LeaveGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

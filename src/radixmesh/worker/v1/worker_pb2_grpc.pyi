@@ -39,22 +39,34 @@ class WorkerServiceStub:
     """Execute is the step stream of one scheduler epoch.
       Who speaks first: the scheduler, with hello. The worker answers with its hello (highest epoch, last steps, the
         plans it still holds). The scheduler may then re-send plans of the earlier epoch that some rank misses (complete),
-        sends its claim, and after claimed its plans, step ids 1, 2, 3, ... without waiting for results.
+        fences the worker, forms the group where it has several ranks (FormGroup), sends its claim, and after claimed its
+        plans, step ids 1, 2, 3, ... without waiting for results.
       Positions: (epoch, step_id). Results come in step order, one per plan.
       A gap: a step id that is no successor is refused (STEP_GAP).
       A refusal: nothing of the refused plan has run; it ends the epoch, later plans of it are dropped unanswered and the
         worker closes the stream. Restart, stream loss, refusal and divergence all mean: new stream, new epoch, same KV, re-admit.
       A slow reader: results wait (one small message per plan in flight; plans in flight are bounded by max_plans_in_flight).
-      Ends: a claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
+      Ends: a fence or claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
     """
     SnapshotCache: _grpc.UnaryStreamMultiCallable[_worker_pb2.SnapshotCacheRequest, _worker_pb2.SnapshotCacheResponse]
     """SnapshotCache lists the page records after all plans that the worker has received have completed and the device is
     synchronised. Only for the holder of the epoch (else EPOCH_FENCED). Pages in ascending ranges, the last message has is_last.
     """
+    FormGroup: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FormGroupRequest, _worker_pb2.FormGroupResponse]
+    """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
+    layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
+    A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+    """
+    LeaveGroup: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LeaveGroupRequest, _worker_pb2.LeaveGroupResponse]
+    """LeaveGroup takes the worker out of its group: running collectives are aborted, steps that waited in them are discarded.
+    Only for the holder of the fence (else EPOCH_FENCED). Idempotent. Does not wait for the step thread.
+    """
     GetCapabilities: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetCapabilitiesRequest, _worker_pb2.GetCapabilitiesResponse]
     """GetCapabilities describes the worker; answers while loading too (state says so)."""
     PutBlob: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PutBlobRequest, _worker_pb2.PutBlobResponse]
-    """PutBlob stores bytes under their hash for plans that name it. Idempotent. The least recently named blobs are evicted."""
+    """PutBlob stores bytes under their hash for plans that name it. Idempotent. A blob that a slot names is kept; one that none has
+    named yet is kept for ttl_ms of the answer; of the others the least recently named go first.
+    """
     Profile: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]
     """Profile starts or stops a profiler trace of the steps."""
     Stage: _grpc.UnaryUnaryMultiCallable[_worker_pb2.StageRequest, _worker_pb2.StageResponse]
@@ -77,22 +89,34 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Execute is the step stream of one scheduler epoch.
       Who speaks first: the scheduler, with hello. The worker answers with its hello (highest epoch, last steps, the
         plans it still holds). The scheduler may then re-send plans of the earlier epoch that some rank misses (complete),
-        sends its claim, and after claimed its plans, step ids 1, 2, 3, ... without waiting for results.
+        fences the worker, forms the group where it has several ranks (FormGroup), sends its claim, and after claimed its
+        plans, step ids 1, 2, 3, ... without waiting for results.
       Positions: (epoch, step_id). Results come in step order, one per plan.
       A gap: a step id that is no successor is refused (STEP_GAP).
       A refusal: nothing of the refused plan has run; it ends the epoch, later plans of it are dropped unanswered and the
         worker closes the stream. Restart, stream loss, refusal and divergence all mean: new stream, new epoch, same KV, re-admit.
       A slow reader: results wait (one small message per plan in flight; plans in flight are bounded by max_plans_in_flight).
-      Ends: a claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
+      Ends: a fence or claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
     """
     SnapshotCache: _aio.UnaryStreamMultiCallable[_worker_pb2.SnapshotCacheRequest, _worker_pb2.SnapshotCacheResponse]  # type: ignore[assignment]
     """SnapshotCache lists the page records after all plans that the worker has received have completed and the device is
     synchronised. Only for the holder of the epoch (else EPOCH_FENCED). Pages in ascending ranges, the last message has is_last.
     """
+    FormGroup: _aio.UnaryUnaryMultiCallable[_worker_pb2.FormGroupRequest, _worker_pb2.FormGroupResponse]  # type: ignore[assignment]
+    """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
+    layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
+    A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+    """
+    LeaveGroup: _aio.UnaryUnaryMultiCallable[_worker_pb2.LeaveGroupRequest, _worker_pb2.LeaveGroupResponse]  # type: ignore[assignment]
+    """LeaveGroup takes the worker out of its group: running collectives are aborted, steps that waited in them are discarded.
+    Only for the holder of the fence (else EPOCH_FENCED). Idempotent. Does not wait for the step thread.
+    """
     GetCapabilities: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetCapabilitiesRequest, _worker_pb2.GetCapabilitiesResponse]  # type: ignore[assignment]
     """GetCapabilities describes the worker; answers while loading too (state says so)."""
     PutBlob: _aio.UnaryUnaryMultiCallable[_worker_pb2.PutBlobRequest, _worker_pb2.PutBlobResponse]  # type: ignore[assignment]
-    """PutBlob stores bytes under their hash for plans that name it. Idempotent. The least recently named blobs are evicted."""
+    """PutBlob stores bytes under their hash for plans that name it. Idempotent. A blob that a slot names is kept; one that none has
+    named yet is kept for ttl_ms of the answer; of the others the least recently named go first.
+    """
     Profile: _aio.UnaryUnaryMultiCallable[_worker_pb2.ProfileRequest, _worker_pb2.ProfileResponse]  # type: ignore[assignment]
     """Profile starts or stops a profiler trace of the steps."""
     Stage: _aio.UnaryUnaryMultiCallable[_worker_pb2.StageRequest, _worker_pb2.StageResponse]  # type: ignore[assignment]
@@ -118,13 +142,14 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Execute is the step stream of one scheduler epoch.
           Who speaks first: the scheduler, with hello. The worker answers with its hello (highest epoch, last steps, the
             plans it still holds). The scheduler may then re-send plans of the earlier epoch that some rank misses (complete),
-            sends its claim, and after claimed its plans, step ids 1, 2, 3, ... without waiting for results.
+            fences the worker, forms the group where it has several ranks (FormGroup), sends its claim, and after claimed its
+            plans, step ids 1, 2, 3, ... without waiting for results.
           Positions: (epoch, step_id). Results come in step order, one per plan.
           A gap: a step id that is no successor is refused (STEP_GAP).
           A refusal: nothing of the refused plan has run; it ends the epoch, later plans of it are dropped unanswered and the
             worker closes the stream. Restart, stream loss, refusal and divergence all mean: new stream, new epoch, same KV, re-admit.
           A slow reader: results wait (one small message per plan in flight; plans in flight are bounded by max_plans_in_flight).
-          Ends: a claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
+          Ends: a fence or claim of a higher (epoch, instance id) on another stream ends this one with EPOCH_FENCED.
         """
 
     @_abc_1.abstractmethod
@@ -135,6 +160,27 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.SnapshotCacheResponse], _abc.AsyncIterator[_worker_pb2.SnapshotCacheResponse]]:
         """SnapshotCache lists the page records after all plans that the worker has received have completed and the device is
         synchronised. Only for the holder of the epoch (else EPOCH_FENCED). Pages in ascending ranges, the last message has is_last.
+        """
+
+    @_abc_1.abstractmethod
+    def FormGroup(
+        self,
+        request: _worker_pb2.FormGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FormGroupResponse, _abc.Awaitable[_worker_pb2.FormGroupResponse]]:
+        """FormGroup makes the worker a rank of a new group generation. Only for the holder of the fence (else EPOCH_FENCED), with the
+        layout that the worker was started with (else GROUP_GENERATION) and a generation above all before (else GROUP_GENERATION).
+        A group that it was in is left first. KV and page records are emptied, weights stay. Returns when this rank has met the others.
+        """
+
+    @_abc_1.abstractmethod
+    def LeaveGroup(
+        self,
+        request: _worker_pb2.LeaveGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LeaveGroupResponse, _abc.Awaitable[_worker_pb2.LeaveGroupResponse]]:
+        """LeaveGroup takes the worker out of its group: running collectives are aborted, steps that waited in them are discarded.
+        Only for the holder of the fence (else EPOCH_FENCED). Idempotent. Does not wait for the step thread.
         """
 
     @_abc_1.abstractmethod
@@ -151,7 +197,9 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.PutBlobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.PutBlobResponse, _abc.Awaitable[_worker_pb2.PutBlobResponse]]:
-        """PutBlob stores bytes under their hash for plans that name it. Idempotent. The least recently named blobs are evicted."""
+        """PutBlob stores bytes under their hash for plans that name it. Idempotent. A blob that a slot names is kept; one that none has
+        named yet is kept for ttl_ms of the answer; of the others the least recently named go first.
+        """
 
     @_abc_1.abstractmethod
     def Profile(

@@ -1,0 +1,349 @@
+"""Writes docs/gpu-results.md from bench/results/h200-*.json. Run it after a GPU run has changed one of them.
+
+python bench/results_page.py [--check]
+
+--check writes nothing, and fails if the page is not what the files give.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "bench" / "results"
+PAGE = ROOT / "docs" / "gpu-results.md"
+_WIDTH = 150
+_WORKLOADS = {
+    "single_stream": "one stream, 128 in, 256 out",
+    "decode_256": "256 streams, 128 in, 512 out",
+    "seed_random_500": "500 requests, up to 4,096 in, up to 2,048 out",
+    "shared_prefix_512": "32 groups of 16, 2,048 shared + 128 in, 128 out",
+}
+_PARTS = {  # The files keep the names of their time.
+    "products": "GEMMs (of decodes with SwiGLU's gate)",
+    "SiLU and product": "SiLU and product of prompts",
+    "rotation and KV write": "RoPE and KV write",
+    "drawing": "sampling",
+    "a step's numbers": "fetching step inputs",
+    "norms, rows made FP8": "norms",
+    "idle": "no kernel runs",
+}
+_STEPS = {
+    "steps_now": "default",
+    "steps_before": "before the project's own GEMMs",
+    "steps_fp8": "`--quantization fp8`, cuBLASLt's GEMMs",
+    "steps_fp8_block": "`--quantization fp8-block`, cuBLASLt's GEMMs",
+    "steps_untuned": "GEMM tuning off",
+    "steps_flashinfer": "`--attention-backend flashinfer`",
+    "steps_deterministic": "`--deterministic`",
+    "steps_compiled": "`--kernels compiled`",
+}
+
+
+def page() -> str:
+    """The whole page, as the files of this checkout give it."""
+    dense = _read("h200-dense.json")
+    versions = ", ".join(f"{name} {version}" for name, version in dense["versions"].items())
+    head = [
+        "# The GPU worker: results",
+        "",
+        "<!-- Written by bench/results_page.py from bench/results/h200-*.json: change those, then run it. -->",
+        "",
+        _wrapped(
+            f"One GPU ({dense['machine']}; {versions}), Llama-3.2-3B's shape with random weights in bf16, if not "
+            f"said otherwise. `{dense['command']}` measures it anew. The roofline is the least time that "
+            "4.3 TB/s and 770 TFLOP/s allow. How the worker reaches these figures: [gpu-design.md](gpu-design.md)."
+        ),
+        "",
+    ]
+    parts: list[Callable[[Mapping[str, Any]], list[str]]] = [
+        *(_throughput, _whole_mesh, _steps, _prompts, _where, _idle, _gemm, _attention),
+        *(_numerics, _endurance, _notes),
+    ]
+    return "\n".join(head + [line for part in parts for line in (*part(dense), "")]).rstrip() + "\n"
+
+
+def _throughput(dense: Mapping[str, Any]) -> list[str]:
+    others = _read("h200-other-engines.json")
+    rows = [
+        [
+            text,
+            "; ".join(f"{run:,.0f}" for run in dense["workloads"][name]["runs"]),
+            f"{dense['workloads'][name]['roofline_share']:.2f}",
+            f"{dense['mesh_over_replay'][name]:.1%}" if name in dense["mesh_over_replay"] else "",
+            *(f"{figures[name]:,}" for figures in others["out_tok_s"].values()),
+        ]
+        for name, text in _WORKLOADS.items()
+    ]
+    titles = ["workload", "tokens/s, runs in order", "of the roofline", "of a replay"]
+    more = [
+        [f"{label}, {name}", "; ".join(f"{run:,.0f}" for run in figures["runs"]), f"{figures['roofline_share']:.2f}"]
+        for label, group in _other_runs(dense)
+        for name, figures in group.items()
+    ]
+    return [
+        *("## Tokens a second through scheduler and worker", ""),
+        *_table([*titles, *others["out_tok_s"]], rows),
+        "",
+        _wrapped(
+            "A replay sends the same plans to the worker with no scheduler and no wire. A worker's first run takes one "
+            "stream 60 ms longer, because an idle GPU is at 345 MHz. 256 streams run at the power limit of 700 W: the "
+            "clock falls from 1,980 to some 1,600 MHz, and a step takes 6-9% longer than in a burst of 40. The columns "
+            f"of other engines: {others['note']}."
+        ),
+        "",
+        *_table(["variant, workload", "tokens/s", "of the roofline"], more),
+    ]
+
+
+def _other_runs(dense: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    yield "`--quantization fp8`", dense["workloads_fp8"]
+    yield "`--dtype float16`", dense["workloads_float16"]
+    yield from dense["other_shapes"].items()
+
+
+def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:
+    mesh, start = dense["whole_mesh"], dense["start_s"]
+    ttft, itl = mesh["ttft_ms"], mesh["itl_ms"]
+    cores = ", ".join(f"{name} {value:g}" for name, value in mesh["cores"].items())
+    return [
+        *("## The whole mesh", ""),
+        _wrapped(
+            f"All five daemons and {mesh['streams']} streaming text clients (`{mesh['command']}`): "
+            f"{mesh['out_tok_s']:,.0f} tokens/s. Time to first token p50 {ttft['p50']:.0f} ms, p99 {ttft['p99']:.0f} "
+            f"ms (all prompts come at once); inter-token latency p50 {itl['p50']:.1f} ms, p99 {itl['p99']:.1f} ms; "
+            f"{mesh['coalescing']} tokens a message. Cores busy: {cores}."
+        ),
+        "",
+        _wrapped(
+            f"From start to serving, without weights from disk: {start['warm kernel caches']:.0f} s with warm kernel "
+            f"caches, {start['kernels of products compiled']:.0f} s where the project's own GEMMs are compiled too."
+        ),
+    ]
+
+
+def _steps(dense: Mapping[str, Any]) -> list[str]:
+    sizes = (1, 8, 64, 256, 512)
+    rows = []
+    for key, label in _STEPS.items():
+        by_rows = {entry["rows"]: entry for entry in dense[key]["decode"]}
+        rows.append([label, *(_step_cell(by_rows[size]) if size in by_rows else "" for size in sizes)])
+    return [
+        *("## A decode step of the worker alone", ""),
+        "Milliseconds at context 384, in brackets the share of the roofline in bf16, by number of rows:",
+        "",
+        *_table(["", *map(str, sizes)], rows),
+    ]
+
+
+def _step_cell(entry: Mapping[str, Any]) -> str:
+    share = f" ({entry['roofline']:.2f})" if entry.get("roofline") else ""
+    return f"{entry['ms']:.2f}{share}"
+
+
+def _prompts(dense: Mapping[str, Any]) -> list[str]:
+    lengths = (128, 1024, 2048, 8192)
+    rows = []
+    for key, label in {"steps": "default, an earlier commit", **_STEPS}.items():
+        by_len = {entry["tokens"]: entry["ms"] for entry in dense[key].get("prefill", [])}
+        mixed = [f"{entry['ms']:.2f}" for entry in dense[key].get("mixed", [])]
+        if by_len:
+            cells = [f"{by_len[length]:.1f}" if length in by_len else "" for length in lengths]
+            rows.append([label, *cells, *(mixed or [""])])
+    return [
+        *("## Prompts", ""),
+        "Milliseconds of a step with one prompt, by its tokens, and of one with 256 decodes beside a chunk of 128:",
+        "",
+        *_table(["", *(f"{length:,}" for length in lengths), "256 + 128"], rows),
+    ]
+
+
+def _where(dense: Mapping[str, Any]) -> list[str]:
+    traced = dense["where"]["where"]
+    names = ("single-stream", "decode-256", "shared-prefix")
+    parts = sorted({part for name in names for part in traced[name]["shares"]} - {"others"})
+    parts.sort(key=lambda part: -traced["decode-256"]["shares"].get(part, 0.0))
+    rows = [
+        [_PARTS.get(part, part), *(f"{traced[name]['shares'].get(part, 0.0):.1%}" for name in names)] for part in parts
+    ]
+    rows.append(["a step, us", *(f"{sum(traced[name]['us_per_step'].values()):,.0f}" for name in names)])
+    return [
+        *("## Where the time goes", ""),
+        f"Traces of the workloads' own runs, prompts included (`{dense['where']['command']}`):",
+        "",
+        *_table(["", "one stream", "256 streams", "shared prefixes"], rows),
+    ]
+
+
+def _idle(dense: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [f"depth {depth}" if depth != "auto" else "chosen by the lookahead rule", *(f"{v:.2%}" for v in by.values())]
+        for depth, by in dense["idle_ratio"].items()
+    ]
+    sizes = next(iter(dense["idle_ratio"].values()))
+    return [
+        *("## GPU idle in steady decode through the mesh", ""),
+        f"Share of the time in which no kernel runs, while traced (`{dense['idle']['command']}`):",
+        "",
+        *_table(["pipeline depth", *(f"{size} row{'s' * (size != '1')}" for size in sizes)], rows),
+    ]
+
+
+def _gemm(_: Mapping[str, Any]) -> list[str]:
+    jobs = _read("h200-products90.json")["jobs"]
+    timed = sorted((job for name, job in jobs.items() if name.startswith("time_")), key=lambda job: job["rows"])
+    rows = [
+        ["cuBLASLt's, tuned", *(f"{job['layer_us']['library']:.1f}" for job in timed)],
+        ["the project's own", *(f"{job['layer_us']['streamed']:.1f}" for job in timed)],
+    ]
+    gemv = _read("h200-gemv.json")["step"]
+    tuned = ", ".join(
+        f"{step['rows']} rows {step['torch_ms']:.2f} -> {step['best_ms']:.2f} ms"
+        for step in _read("h200-products.json")["steps"]
+        if step["rows"] in (8, 64, 128, 256)
+    )
+    return [
+        *("## GEMMs", ""),
+        "Microseconds a layer of a decode step at context 384, all 28 layers in a burst, by number of rows:",
+        "",
+        *_table(["", *(str(job["rows"]) for job in timed)], rows),
+        "",
+        _wrapped(
+            f"One row: the GEMV kernels take {gemv['ours_pdl_ms']:.2f} ms for all matrices of a step "
+            f"({gemv['ours_pdl_tb_s']:.1f} TB/s, {gemv['ours_tb_s']:.1f} without PDL), torch's take "
+            f"{gemv['torch_ms']:.2f} ms. The fastest of cuBLASLt's algorithms against its first: {tuned}."
+        ),
+    ]
+
+
+def _attention(_: Mapping[str, Any]) -> list[str]:
+    decode = [
+        row
+        for row in _read("h200-decode-attention.json")["defaults"]
+        if row["kind"] == "decode" and (row["case"]["lengths"], row["case"]["page_size"]) == ("uniform", 1)
+    ]
+    contexts = sorted({row["case"]["context"] for row in decode})
+    batches = sorted({row["case"]["batch"] for row in decode})
+    by_case = {(row["case"]["batch"], row["case"]["context"]): row for row in decode}
+    rows = [
+        [str(batch), *(f"{by_case[batch, c]['us']:.0f} us, {by_case[batch, c]['tb_s']:.1f} TB/s" for c in contexts)]
+        for batch in batches
+    ]
+    others = _read("h200-attention.json")["defaults"]
+    shared = [
+        [f"{case['groups']} x {case['rows']}", f"{case['prefix']:,}", f"{row['us']:.0f}", f"{row['plain_us']:,.0f}"]
+        for row in others
+        if row["kind"] == "shared" and (case := row["case"])
+    ]
+    extend = [
+        [
+            f"{case['chunks']} x {case['chunk_len']:,}",
+            f"{case['context']:,}",
+            f"{row['us']:,.0f}",
+            f"{row['tflop_s']:.0f}",
+        ]
+        for row in others
+        if row["kind"] == "extend" and (case := row["case"])["page_size"] == 1
+    ]
+    return [
+        *("## Attention", ""),
+        "Decode, one layer, by rows and context:",
+        "",
+        *_table(["rows", *(f"{context:,}" for context in contexts)], rows),
+        *("", "Decode of groups that share a prefix, one layer:", ""),
+        *_table(["groups x rows", "shared tokens", "us", "us if each row reads the prefix"], shared),
+        *("", "Extend, one layer:", ""),
+        *_table(["chunks x tokens", "context", "us", "TFLOP/s"], extend),
+    ]
+
+
+def _numerics(dense: Mapping[str, Any]) -> list[str]:
+    figures = dense["numerics"]["results"][0] | dense["numerics_fp8"]["results"][0]
+    labels = {
+        "transformers_bf16": "transformers in bf16",
+        "triton_chunks_of_256": "worker, bf16, one chunk",
+        "triton_one_row": "worker, bf16, token by token",
+        "flashinfer_chunks_of_256": "worker, bf16, FlashInfer",
+        "fp8_chunks_of_256": "worker, fp8, one chunk",
+        "fp8_one_row": "worker, fp8, token by token",
+        "fp8-block_chunks_of_256": "worker, fp8-block, one chunk",
+        "fp8-block_one_row": "worker, fp8-block, token by token",
+    }
+    rows = [
+        [label, f"{figures[key]['relative']:.1%}", f"{figures[key]['same_argmax']:.0%}"]
+        for key, label in labels.items()
+    ]
+    return [
+        *("## Numerics", ""),
+        f"Random weights, 256 tokens, against float32 (`{dense['numerics']['command']}`):",
+        "",
+        *_table(["", "error of logits, of their norm", "same argmax"], rows),
+    ]
+
+
+def _endurance(_: Mapping[str, Any]) -> list[str]:
+    soak = _read("h200-soak.json")
+    requests, kills = soak["requests"], soak["kills"]
+    by_service = {name: [kill for kill in kills if kill["service"] == name] for name in ("scheduler", "worker")}
+    rows = [
+        [service, str(len(group)), _range(group, "back_s"), _range(group, "stall_s"), _range(group, "adopted_tokens")]
+        for service, group in by_service.items()
+    ]
+    quiet = " and ".join(f"{entry['ms_per_step']:.2f}" for entry in soak["quiet"])
+    return [
+        *("## Endurance", ""),
+        _wrapped(
+            f"{soak['minutes']:.0f} minutes of the whole mesh under mixed random load with cancelled requests "
+            f"(`{soak['command']}`, commit {soak['commit']}): {requests['begun']:,} requests, {requests['tokens']:,} "
+            f"tokens, {soak['lost']} lost, {len(soak['problems'])} problems, {len(soak['logs']['errors'])} errors in "
+            f"the logs. Steps of 256 rows took {quiet} ms before and after; after a flush all "
+            f"{soak['at_rest']['free_pages_after_flush']:,} pages were free."
+        ),
+        "",
+        *_table(["killed (-9)", "times", "healthy after s", "longest pause of a stream s", "tokens adopted"], rows),
+    ]
+
+
+def _range(kills: Sequence[Mapping[str, Any]], key: str) -> str:
+    values = [kill[key] for kill in kills]
+    shown = [f"{value:,}" if isinstance(value, int) else f"{value:.1f}" for value in (min(values), max(values))]
+    return shown[0] if len(values) == 1 else f"{shown[0]} to {shown[1]}"
+
+
+def _notes(dense: Mapping[str, Any]) -> list[str]:
+    lines = ["## Notes of the files", "", 'In the words of their time ("products" are GEMMs):', ""]
+    for name in ("h200-dense.json", "h200-products90.json", "h200-decode-attention.json"):
+        lines += [_wrapped(f"- {name}: {note}", "  ") for note in _read(name)["notes"]]
+    return lines
+
+
+def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _read(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / name).read_text(encoding="utf-8")))
+
+
+def main(argv: Sequence[str]) -> int:
+    text = page()
+    if "--check" in argv:
+        is_current = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        print("current" if is_current else f"{PAGE.relative_to(ROOT)} is out of date: run bench/results_page.py")
+        return 0 if is_current else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

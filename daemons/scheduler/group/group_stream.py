@@ -1,0 +1,159 @@
+"""The Execute streams of all ranks of a group as one: what any rank ends, ends for all.
+
+HELLO --complete what ranks miss--> FENCED on all ranks --form, if they are no group--> CLAIMED --any rank's end--> OVER
+
+A step counts as completed when all ranks have answered it. One rank goes the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import TypeVar
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.scheduler.group.broadcast import missing_plans
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+from radixmesh.daemons.scheduler.group.rank_results import merged
+from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
+from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan, WorkerStream
+from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+T = TypeVar("T")
+
+# Ranks refuse a plan for one reason: within the time that a step may differ between them.
+_REFUSALS_S = 1.0
+
+
+class GroupStream:
+    """One epoch on all ranks; `streams` by rank. Every method raises MeshError when any rank's stream is lost."""
+
+    def __init__(self, streams: Sequence[WorkerStream]) -> None:
+        self._streams = tuple(streams)
+        self._completed_step = 0
+        self.must_form = False
+        """The ranks' KV may differ, or some wait in collectives: the next epoch begins with a new group."""
+
+    @property
+    def epoch(self) -> int:
+        return self._streams[0].epoch
+
+    async def hello(self) -> list[worker_pb2.WorkerHello]:
+        """Opens the streams; what each rank says of itself."""
+        return await together([stream.hello() for stream in self._streams])
+
+    async def fence(self, hellos: Sequence[worker_pb2.WorkerHello], epoch: int) -> bool:
+        """Completes the broadcast of the epoch before, then fences all ranks, or raises the first refusal.
+
+        False: plans are lost that some ranks have run and others have not; their KV differs.
+        """
+        missing = missing_plans(hellos)
+        lacking = [stream for stream, plans in zip(self._streams, missing.plans, strict=True) if plans]
+        await together([_complete(s, plans) for s, plans in zip(self._streams, missing.plans, strict=True)])
+        # A fence is answered after the plans before it were received. Ranks that had all plans keep them until then: if
+        # this scheduler dies too, its successor finds them there.
+        await together([stream.fence(epoch) for stream in lacking])
+        await together([stream.fence(epoch) for stream in self._streams if stream not in lacking])
+        return missing.is_whole
+
+    async def form(self, hellos: Sequence[worker_pb2.WorkerHello]) -> int:
+        """Makes the fenced ranks a new group without KV; its generation."""
+        generation = 1 + max(hello.capabilities.group_generation for hello in hellos)
+        # All leave before any forms: a rank that waits for one of the old group would wait for ever.
+        await together([stream.leave_group() for stream in self._streams])
+        rendezvous = hellos[0].capabilities.rendezvous
+        members = [hello.hello.instance_id for hello in hellos]
+        await together(
+            [
+                stream.form_group(generation, hello.capabilities.layout, rendezvous, members)
+                for stream, hello in zip(self._streams, hellos, strict=True)
+            ]
+        )
+        log.info("group_formed", generation=generation, num_ranks=len(self._streams))
+        return generation
+
+    async def claim(self, epoch: int, group_generation: int) -> None:
+        """Begins the epoch on all ranks, once their steps have ended. Raises the first refusal."""
+        await together([stream.claim(epoch, group_generation) for stream in self._streams])
+
+    async def snapshot(self, num_pages: Sequence[int]) -> CacheSnapshot:
+        """The page records that all ranks have alike. num_pages: by rank."""
+        streams = zip(self._streams, num_pages, strict=True)
+        return common_snapshot(await together([stream.snapshot(num) for stream, num in streams]))
+
+    async def send(self, plan: StepPlan) -> None:
+        """Sends a plan to all ranks at once: the same bytes, encoded once."""
+        data = encode_plan(plan, self._completed_step if len(self._streams) > 1 else 0)
+        await together([stream.send(data) for stream in self._streams])
+
+    async def results(self) -> AsyncIterator[StepResult]:
+        """Merged results in step order. Raises RefusedPlan, or MeshError when a rank ends the epoch or ranks differ."""
+        each = [stream.results() for stream in self._streams]
+        while True:
+            results = await self._next(each)
+            try:
+                result = merged(results)
+            except MeshError as error:
+                self.must_form = error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED
+                raise
+            self._completed_step = result.step_id
+            yield result
+
+    async def _next(self, each: Sequence[AsyncIterator[StepResult]]) -> list[StepResult]:
+        """The next result of every rank."""
+        if len(each) == 1:
+            return [await anext(each[0])]
+        tasks = [asyncio.ensure_future(_next_of(rank)) for rank in each]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            refusals = _refusals(tasks)
+            if refusals:
+                # All ranks refuse what is wrong with the plan. One that refuses alone leaves the others in collectives.
+                await asyncio.wait(tasks, timeout=_REFUSALS_S)
+                self.must_form = len(_refusals(tasks)) < len(tasks)
+                raise refusals[0]
+            return [task.result() for task in tasks]
+        finally:
+            await _dropped(tasks)
+
+    def close(self) -> None:
+        """Drops the streams: the workers finish what they have received."""
+        for stream in self._streams:
+            stream.close()
+
+
+async def together(calls: Sequence[Awaitable[T]]) -> list[T]:
+    """All results, in order; the first error, with the other calls cancelled and over."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await _dropped(tasks)
+
+
+async def _dropped(tasks: Sequence[asyncio.Future[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _next_of(results: AsyncIterator[StepResult]) -> StepResult:
+    return await anext(results)
+
+
+def _refusals(tasks: Sequence[asyncio.Future[StepResult]]) -> list[RefusedPlan]:
+    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    return [error for error in errors if isinstance(error, RefusedPlan)]
+
+
+async def _complete(stream: WorkerStream, plans: Sequence[bytes]) -> None:
+    for plan in plans:
+        await stream.complete(plan)

@@ -1,0 +1,90 @@
+"""Hellos of all ranks as one: whether another scheduler holds the group, and what the group is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.scheduler.group.group_info import GroupInfo
+from radixmesh.daemons.scheduler.messages import group_from_proto
+from radixmesh.worker.v1 import worker_pb2
+
+# A live holder sends something to every rank every second.
+_SILENT_MS = 5_000
+# A worker that says more than anybody can have counted to would leave no higher number.
+_MAX_COUNTER = 1 << 62
+_LEAST = ("num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_total_len")
+
+
+def is_held(hellos: Sequence[worker_pb2.WorkerHello], instance_id: str) -> bool:
+    """Whether another scheduler lives on the group.
+
+    A rank with unfinished plans cannot tell that its holder hangs: it may wait in a collective for a rank that never
+    got the plan. So a rank of the same epoch that finds the holder gone or silent decides against those that do not.
+    """
+    alive: set[tuple[int, str]] = set()
+    gone: set[tuple[int, str]] = set()
+    for hello in hellos:
+        holder = (hello.highest_epoch, hello.holder_instance_id)
+        if hello.holder_instance_id in ("", instance_id):
+            continue
+        is_alive = hello.is_holder_connected and hello.holder_silent_ms <= _SILENT_MS
+        (alive if is_alive else gone).add(holder)
+    return bool(alive - gone)
+
+
+def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
+    """Sizes that all ranks have; group_generation 0 unless all are in the same group.
+
+    Raises NOT_SERVING if a rank is not ready, UNSUPPORTED for more than one DP rank, MODEL_MISMATCH or
+    INVALID_ARGUMENT if the ranks do not belong together.
+    """
+    for hello in hellos:
+        if hello.capabilities.state != worker_pb2.WORKER_STATE_READY:
+            raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, "a worker is loading, or failed: waiting")
+        for name, value in (
+            ("highest_epoch", hello.highest_epoch),
+            ("group_generation", hello.capabilities.group_generation),
+        ):
+            if value > _MAX_COUNTER:
+                message = f"the worker's {name} is {value}: nothing counts so far; restart the worker"
+                raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
+    infos = [group_from_proto(hello) for hello in hellos]
+    first = infos[0]
+    if hellos[0].capabilities.world_size > 1 or len(hellos) > 1:
+        _check_layouts(hellos)
+    for hello, info in zip(hellos[1:], infos[1:], strict=True):
+        ours, theirs = hellos[0].hello.model.model_fingerprint, hello.hello.model.model_fingerprint
+        if ours != theirs:
+            message = "the ranks of the group serve different models: start all on one folder"
+            raise MeshError(ErrorReason.ERROR_REASON_MODEL_MISMATCH, message, {"ours": ours, "theirs": theirs})
+        for name in ("page_size", "vocab_size", "eos_ids"):
+            if getattr(info, name) != getattr(first, name):
+                message = f"the ranks of the group differ in {name}: start all with the same settings"
+                raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
+    least = {name: min(getattr(info, name) for info in infos) for name in _LEAST}
+    generations = {info.group_generation for info in infos}
+    return replace(
+        first,
+        **least,
+        tasks=frozenset.intersection(*(info.tasks for info in infos)),
+        barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),
+        group_generation=generations.pop() if len(generations) == 1 else 0,
+        other_ranks=tuple((info.instance_id, info.predecessor_end) for info in infos[1:]),
+    )
+
+
+def _check_layouts(hellos: Sequence[worker_pb2.WorkerHello]) -> None:
+    for rank, hello in enumerate(hellos):
+        layout = hello.capabilities.layout
+        if (hello.capabilities.rank, hello.capabilities.world_size) != (rank, len(hellos)):
+            message = (
+                f"worker {rank} of {len(hellos)} was started as rank {hello.capabilities.rank} of"
+                f" {hello.capabilities.world_size}: name all workers of the group in the order of their ranks"
+            )
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "capabilities.layout"})
+        if layout.dp_size != 1:
+            message = f"{layout.dp_size} data-parallel ranks in one group: not offered by this scheduler"
+            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "dp_size"})

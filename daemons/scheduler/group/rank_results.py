@@ -1,0 +1,70 @@
+"""The results of one step on all ranks of a tensor-parallel group as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import NoToken, SlotError, StepResult
+
+_BoolArray = npt.NDArray[np.bool_]
+
+
+def merged(results: Sequence[StepResult]) -> StepResult:
+    """Rank 0's result, once the others agree with it: all ranks sample from the same logits.
+
+    A row with a slot error on any rank is excluded from the comparison and has no token. Raises RANKS_DIVERGED if the
+    other rows differ, PROTOCOL_VIOLATION if the results are not of one step.
+    """
+    first = results[0]
+    if len(results) == 1:
+        return first
+    if any((other.epoch, other.step_id) != (first.epoch, first.step_id) for other in results):
+        steps = ", ".join(str(result.step_id) for result in results)
+        message = f"the ranks answered with steps {steps}: each answers every plan, in order"
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+    if any(len(other.counts) != len(first.counts) for other in results):
+        raise _diverged(first)
+    failed = np.zeros(len(first.counts), np.bool_)
+    for result in results:
+        if len(result.no_token_reasons):
+            failed |= result.no_token_reasons == NoToken.SLOT_ERROR
+    errors: dict[tuple[int, int], SlotError] = {}
+    for result in results:
+        for error in result.slot_errors:
+            errors.setdefault((error.slot, error.generation), error)
+    if failed.any():
+        results = [_without_rows(result, failed) for result in results]
+    ours = results[0]
+    for other in results[1:]:
+        if not (np.array_equal(ours.counts, other.counts) and np.array_equal(ours.ids, other.ids)):
+            raise _diverged(first)
+    return replace(ours, slot_errors=tuple(errors.values())) if errors else ours
+
+
+def _without_rows(result: StepResult, failed: _BoolArray) -> StepResult:
+    """The same without the tokens of the failed rows."""
+    counts: IntArray = np.where(failed, 0, result.counts).astype(np.int32)
+    reasons = result.no_token_reasons
+    if not len(reasons):
+        reasons = np.where(result.counts == 0, NoToken.NO_ROOM, NoToken.HAS_TOKENS).astype(np.int32)
+    return replace(
+        result,
+        counts=counts,
+        ids=result.ids[np.repeat(~failed, result.counts)],
+        no_token_reasons=np.where(failed, NoToken.SLOT_ERROR, reasons).astype(np.int32),
+    )
+
+
+def _diverged(result: StepResult) -> MeshError:
+    return MeshError(
+        ErrorReason.ERROR_REASON_RANKS_DIVERGED,
+        f"the ranks computed different tokens in step {result.step_id}: the group is formed anew",
+        {"step": str(result.step_id)},
+    )

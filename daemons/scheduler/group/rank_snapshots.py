@@ -1,0 +1,62 @@
+"""Page records of all ranks as one: KV counts only where every rank has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import PageRecords
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+
+
+def common_snapshot(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot:
+    """Records of the pages that all ranks have (the least), emptied where ranks differ; pages that any rank pins.
+
+    Raises RANKS_DIVERGED where page generations differ: the ranks of one group apply the
+    same plans. Tokens differ where one rank ended a step that died on another.
+    """
+    first = snapshots[0]
+    if len(snapshots) == 1:
+        return first
+    num_pages = min(len(snapshot.records.filled) for snapshot in snapshots)
+    ours = _first_pages(first.records, num_pages)
+    is_same = np.ones(num_pages, np.bool_)
+    for other in snapshots[1:]:
+        theirs = _first_pages(other.records, num_pages)
+        if not np.array_equal(ours.generations, theirs.generations):
+            message = "the ranks' pages were granted differently: the group is formed anew"
+            raise MeshError(ErrorReason.ERROR_REASON_RANKS_DIVERGED, message)
+        for name in ("filled", "previous_pages", "previous_generations", "weights_versions"):
+            is_same &= getattr(ours, name) == getattr(theirs, name)
+        is_same &= _names(ours, first.names) == _names(theirs, other.names)
+        # Of the pages left, both have equally many tokens.
+        pages = np.flatnonzero(is_same)
+        page_of_token = np.repeat(pages, ours.filled[pages])
+        our_ids = ours.ids[np.repeat(is_same, ours.filled)]
+        their_ids = theirs.ids[np.repeat(is_same, theirs.filled)]
+        is_same[page_of_token[our_ids != their_ids]] = False
+    kept = np.repeat(is_same, ours.filled)
+    filled = np.where(is_same, ours.filled, 0).astype(np.int32)
+    pinned = sorted({page for snapshot in snapshots for page in snapshot.pinned_pages if page < num_pages})
+    return CacheSnapshot(
+        records=replace(ours, filled=filled, ids=ours.ids[kept]), names=first.names, pinned_pages=tuple(pinned)
+    )
+
+
+def _first_pages(records: PageRecords, num_pages: int) -> PageRecords:
+    if len(records.filled) == num_pages:
+        return records
+    names = ("generations", "filled", "previous_pages", "previous_generations", "namespace_indexes", "weights_versions")
+    columns = {name: getattr(records, name)[:num_pages] for name in names}
+    return PageRecords(first_page=0, ids=records.ids[: int(columns["filled"].sum())], **columns)
+
+
+def _names(records: PageRecords, names: Sequence[str]) -> np.ndarray[tuple[int], np.dtype[np.object_]]:
+    """Namespace of each page; of an empty one, none."""
+    table = np.array([*names, ""], dtype=object)
+    indexes = np.where(records.filled > 0, records.namespace_indexes, len(names))
+    return table[indexes]

@@ -1,0 +1,60 @@
+"""FormGroup and LeaveGroup: verbs of the scheduler that holds the fence. They wait for no step to end by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.epochs import EpochLedger
+from radixmesh.daemons.worker.group_member import CollectiveAborted, GroupMember
+from radixmesh.worker.v1 import worker_pb2
+
+log = get_logger(__name__)
+
+
+class GroupFormation:
+    """Takes one worker into and out of groups. reset: empties slots, KV and page records on the step thread."""
+
+    def __init__(self, ledger: EpochLedger, member: GroupMember, reset: Callable[[], Awaitable[None]]) -> None:
+        self._ledger = ledger
+        self._member = member
+        self._reset = reset
+
+    async def form(self, request: worker_pb2.FormGroupRequest) -> None:
+        """Makes the worker a rank of a new generation, without KV.
+
+        Raises EPOCH_FENCED, GROUP_GENERATION or GROUP_LOST.
+        """
+        ledger, member = self._ledger, self._member
+        ledger.check_holder(request.epoch, request.instance_id)
+        if request.layout != member.layout.to_proto() or request.generation <= ledger.highest_generation:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_GROUP_GENERATION,
+                f"the worker is rank {member.layout.rank} of {member.layout.world_size} and was in generation"
+                f" {ledger.highest_generation}: form a higher one with its own layout",
+                {"group_generation": str(ledger.highest_generation)},
+            )
+        # Taken at once: of two requests for one generation the second is refused, whoever is formed first.
+        ledger.highest_generation = request.generation
+        await self.leave(request.epoch, request.instance_id)
+        # Steps that waited in collectives have left them: the step thread gets here.
+        await self._reset()
+        members = tuple(request.member_instance_ids)
+        try:
+            await asyncio.to_thread(member.form, request.generation, request.rendezvous, members)
+        except CollectiveAborted as error:
+            message = "the group was left while it formed: fence and form it again"
+            raise MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, message) from error
+        ledger.check_holder(request.epoch, request.instance_id)
+        ledger.formed(request.generation)
+        log.info("group_formed", generation=request.generation, rank=member.layout.rank)
+
+    async def leave(self, epoch: int, instance_id: str) -> None:
+        """Aborts the collectives; steps that waited in them are discarded. Raises EPOCH_FENCED."""
+        self._ledger.check_holder(epoch, instance_id)
+        self._ledger.formed(0)
+        # On a thread of its own: aborting a communicator may block.
+        await asyncio.to_thread(self._member.abort)
