@@ -19,7 +19,7 @@ from radixmesh.kernels.gemm_sm90.variants import (
 )
 
 # What a microsecond does: bytes from memory, from the L2 cache, into one multiprocessor; its operations; bytes that one
-# sends to others of its cluster, and stores. A k block takes no less than _BLOCK_US; what is asked for comes
+# sends to others of its cluster, and stores. A k block takes no less than _BLOCK_US; a load arrives
 # _LATENCY_US later.
 _MEMORY_BYTES_US, _CACHE_BYTES_US, _SM_BYTES_US, _SM_FLOP_US = 4.3e6, 6.0e6, 85e3, 7.0e6
 _SENT_BYTES_US, _STORED_BYTES_US, _BLOCK_US, _LATENCY_US = 23e3, 45e3, 0.15, 1.6

@@ -15,11 +15,11 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig  # Slow to import, and the tests of kernels need none of it.
 
-# Roundings of one element on its way through a layer: norms, products, RoPE, softmax, gate, two additions.
+# Roundings of one element on its way through a layer: norms, GEMMs, RoPE, softmax, gate, two additions.
 _ROUNDINGS_A_LAYER = 12
 # Largest of all sums of random terms, in standard deviations: of some millions, and of those on the way to them.
 _TAIL_OF_SUMS = 6
-# Errors of a product and of a tensor core's together, in units of the first.
+# Errors of a GEMM and of a tensor core's together, in units of the first.
 _TWO_PRODUCTS = 4
 # GEMMs of a layer whose rows are made FP8: QKV, output, gate and up, down.
 _FP8_GEMMS_A_LAYER = 4
