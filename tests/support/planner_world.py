@@ -14,7 +14,7 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, Rejected
-from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
@@ -102,7 +102,7 @@ class World:
         self.now = 0.0
         self.epoch = 0
         self._num_handles = 0
-        self._expected: dict[RequestKey, tuple[Submission, list[int]]] = {}
+        self._expected: dict[SequenceKey, tuple[Submission, list[int]]] = {}
         self.begin_epoch()
 
     def begin_epoch(self) -> int:
@@ -248,7 +248,7 @@ def new_executor(
 
 def submission(handle: int, prompt: list[int], **changes: object) -> Submission:
     base = Submission(
-        key=RequestKey(f"r{handle}", 0, str(changes.get("tenant", ""))),
+        key=SequenceKey(f"r{handle}", 0, str(changes.get("tenant", ""))),
         owner=1,
         handle=handle,
         prompt_ids=np.array(prompt, np.int32),
