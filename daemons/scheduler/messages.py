@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Task
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
-from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.worker.v1 import worker_pb2
 
@@ -60,7 +60,7 @@ def submission_from_proto(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set task: generate, embed or score", {"field": "task"}
         ) from error
     return Submission(
-        key=RequestKey(message.request_id, message.index, message.tenant),
+        key=SequenceKey(message.request_id, message.index, message.tenant),
         attempt=message.attempt,
         owner=owner,
         handle=message.handle,

@@ -483,7 +483,7 @@ async def test_a_scheduler_that_admits_nobody_does_not_call_itself_well() -> Non
             progress.stall_s = 1.5
             await asyncio.sleep(2)
             assert progress.state is State.SERVING, "nothing waits"
-            daemon.daemon.engine.planner._prefill = NobodyEnters(daemon.daemon.engine.planner._prefill)  # type: ignore[assignment,arg-type]
+            daemon.daemon.loop.planner._prefill = NobodyEnters(daemon.daemon.loop.planner._prefill)  # type: ignore[assignment,arg-type]
             await client.submit(PROMPT, max_tokens=3)
             async with asyncio.timeout(60):
                 while progress.state is State.SERVING:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import numpy as np
 
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 
 def grant_decodes(
-    state: EpochState, draft: PlanDraft, ahead_pages: int, give_way: Callable[[EpochState, Request], None]
+    state: EpochState, draft: PlanDraft, ahead_pages: int, give_way: Callable[[EpochState, Sequence], None]
 ) -> None:
     """Grants pages to every decoding slot that has none for the most that its next decode may compute.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import Rows
 
 
 class DecodeSet:
     """Members in the order of the result rows. Joins and leaves collect until commit()."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SequenceTable) -> None:
         self._table = table
         self._joining: list[int] = []
         self._is_dirty = False
@@ -53,5 +53,5 @@ class DecodeSet:
         return True
 
 
-def _has_room(table: SlotTable, slot: int) -> bool:
+def _has_room(table: SequenceTable, slot: int) -> bool:
     return bool(table.least_len[slot] + 2 <= table.max_total_len[slot])
