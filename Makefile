@@ -23,15 +23,15 @@ TORCH_CPU ?= torch==2.13.0
 TRITON_CPU ?= $(if $(filter x86_64,$(shell uname -m)),$(if $(filter Linux,$(shell uname -s)),triton==3.6.0))
 # Where generated stubs are written; the test that compares them writes elsewhere.
 STUBS_OUT ?= src
-# What protos are compared with by the advisory compatibility check.
-BUF_AGAINST ?= .git\#ref=HEAD~1
+# Image of the contracts as they were last agreed on: what protos must stay compatible with. `make baseline` renews it.
+BUF_AGAINST ?= protos/baseline.binpb
 PYTEST_ARGS ?=
 
 PROTOS = $(shell find protos -name '*.proto' | sort)
 SOURCES = $(wildcard daemons kernels clients tests bench)
 MYPY_PACKAGES = $(foreach p,$(patsubst src/radixmesh/%,%,$(wildcard src/radixmesh/daemons src/radixmesh/kernels src/radixmesh/client src/radixmesh/cli)),$(if $(shell find -L src/radixmesh/$(p) -name '*.py' -print -quit),-p radixmesh.$(p)))
 
-.PHONY: help install tools buf node stubs run images test test-full test-cpu-paths test-compose check check-format check-lint check-types check-protos check-stubs clean
+.PHONY: help install tools buf node stubs run images test test-full test-cpu-paths test-compose check check-format check-lint check-types check-protos check-stubs baseline clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -111,7 +111,11 @@ check-types: install
 
 check-protos: buf
 	$(TOOLS)/node_modules/.bin/buf lint
-	@$(TOOLS)/node_modules/.bin/buf breaking --against '$(BUF_AGAINST)' || echo "advisory: the contracts changed incompatibly, or there is nothing to compare with"
+	$(TOOLS)/node_modules/.bin/buf breaking --against '$(BUF_AGAINST)'
+
+# Fields that were added are compared from then on. Renewing it over an incompatible change is a decision: see docs/contracts.md.
+baseline: buf
+	$(TOOLS)/node_modules/.bin/buf build -o protos/baseline.binpb
 
 check-stubs: install tools
 	$(PY) -m pytest -q tests/contract/test_stubs_current.py

@@ -27,7 +27,7 @@ from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, TokenRows
-from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.daemons.tokenizer.text_codec import TextCodec, TextItem
 
 _OWNER = 1
@@ -106,7 +106,7 @@ class OneProcess:
                 raise failure.error
             self._planner.submit(
                 Submission(
-                    key=RequestKey(name, 0),
+                    key=SequenceKey(name, 0),
                     owner=_OWNER,
                     handle=handle,
                     prompt_ids=as_ints(ids),

@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.group_client import GroupClient, GroupState
-from radixmesh.daemons.scheduler.scheduler_loop import Engine
+from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.daemons.scheduler.service import SchedulerServicer
 from radixmesh.scheduler.v1 import scheduler_pb2_grpc
 
@@ -22,9 +22,9 @@ class SchedulerDaemon(Daemon):
 
     def __init__(self, runtime: Runtime, settings: SchedulerSettings) -> None:
         group = GroupClient(settings.workers, runtime.instance_id, self._on_state, settings.tls)
-        self.engine = Engine(settings, group, runtime.progress, runtime.metrics, runtime.tracer)
+        self.loop = SchedulerLoop(settings, group, runtime.progress, runtime.metrics, runtime.tracer)
         self.servicer = SchedulerServicer(
-            self.engine,
+            self.loop,
             runtime.progress,
             instance_id=runtime.instance_id,
             drain_s=settings.drain_s,
@@ -34,12 +34,12 @@ class SchedulerDaemon(Daemon):
         self._running: asyncio.Task[None] | None = None
 
     async def load(self) -> None:
-        self._running = self._runtime.spawn(self.engine.run(), "engine")
-        await self.engine.until(lambda: self.engine.group_state in (GroupState.SERVING, GroupState.STANDBY))
+        self._running = self._runtime.spawn(self.loop.run(), "engine")
+        await self.loop.until(lambda: self.loop.group_state in (GroupState.SERVING, GroupState.STANDBY))
 
     async def drain(self) -> None:
-        self.engine.is_draining = True
-        self.engine.streams.push_loads()
+        self.loop.is_draining = True
+        self.loop.streams.push_loads()
         await self.servicer.drained()
 
     async def close(self) -> None:
@@ -49,7 +49,7 @@ class SchedulerDaemon(Daemon):
                 await self._running
 
     def _on_state(self, state: GroupState) -> None:
-        self.engine.on_state(state)
+        self.loop.on_state(state)
 
 
 async def build(runtime: Runtime, settings: SchedulerSettings) -> Daemon:

@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Task
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
-from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.worker.v1 import worker_pb2
 
@@ -60,7 +60,7 @@ def submission_from_proto(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set task: generate, embed or score", {"field": "task"}
         ) from error
     return Submission(
-        key=RequestKey(message.request_id, message.index, message.tenant),
+        key=SequenceKey(message.request_id, message.index, message.tenant),
         attempt=message.attempt,
         owner=owner,
         handle=message.handle,
@@ -126,6 +126,7 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         num_slots=caps.num_slots,
         max_tokens_per_step=caps.max_tokens_per_step,
         max_plans_in_flight=caps.max_plans_in_flight,
+        max_tokens_per_row=min(max(1, caps.max_tokens_per_row), model.max_total_len),
         vocab_size=model.vocab_size,
         max_total_len=model.max_total_len,
         eos_ids=tuple(t for t in unpack_ints(model.eos_ids, "eos_ids").tolist() if 0 <= t < model.vocab_size),

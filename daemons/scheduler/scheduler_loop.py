@@ -19,9 +19,9 @@ from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupCl
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
-from radixmesh.daemons.scheduler.request_times import RequestTimes
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
+from radixmesh.daemons.scheduler.sequence_times import SequenceTimes
 
 log = get_logger(__name__)
 
@@ -37,7 +37,7 @@ _MOST_PATIENCE_S = 600.0
 _FUTILE_PAUSE_S = 0.2
 
 
-class Engine:
+class SchedulerLoop:
     """Drives a planner and a worker group; routers' streams hang on `streams`. One event loop."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Engine:
         self.planner = Planner(
             settings.planner_settings(),
             first_revision=time.time_ns() // 1000,
-            observer=RequestTimes(metrics, tracer or NoTracer()) if metrics is not None else None,
+            observer=SequenceTimes(metrics, tracer or NoTracer()) if metrics is not None else None,
         )
         self.streams = RouterStreams()
         self.group_state = GroupState.CONNECTING

@@ -30,7 +30,7 @@ class Lifecycle(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestKey:
+class SequenceKey:
     """One output of a request. Ids are names within a tenant: two tenants may use the same one at once."""
 
     request_id: str
@@ -42,7 +42,7 @@ class RequestKey:
 class Submission:
     """Domain form of `radixmesh.scheduler.v1.Submit`; ids int32, `deadline_s` on the planner's clock."""
 
-    key: RequestKey
+    key: SequenceKey
     attempt: int = 0
     owner: int
     """Stream that gets the rows."""
@@ -66,7 +66,7 @@ class Submission:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Request:
+class Sequence:
     """A submission that was accepted, with its state. Its tokens are `prompt_ids` then `output`."""
 
     submission: Submission
@@ -88,7 +88,7 @@ class Request:
     """Prompt tokens found in the cache at the first admission; -1 before."""
     waits_for_step: int = 0
     """While RETRACTING: the result after which it may be admitted again."""
-    num_holds: int = 0
+    num_prefix_waits: int = 0
     """Times it was held back for what another computed."""
     num_preempted: int = 0
     """Times it gave its place to a higher priority."""
@@ -98,7 +98,7 @@ class Request:
     """While RETRACTING: the (slot, generation) that its outstanding rows name."""
 
     @property
-    def key(self) -> RequestKey:
+    def key(self) -> SequenceKey:
         return self.submission.key
 
     @property

@@ -21,7 +21,7 @@ from radixmesh.daemons.scheduler.results.outputs import Rejected
 from radixmesh.daemons.scheduler.routers.load_report import hello_of, load_of, state_of
 from radixmesh.daemons.scheduler.routers.outbox import rejected_to_proto
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStream
-from radixmesh.daemons.scheduler.scheduler_loop import Engine
+from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.daemons.scheduler.sequence import Submission
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -38,8 +38,8 @@ MAX_CACHE_WATCHES = 32
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     """Serves one engine."""
 
-    def __init__(self, engine: Engine, progress: Progress, *, instance_id: str, drain_s: float) -> None:
-        self._engine = engine
+    def __init__(self, loop: SchedulerLoop, progress: Progress, *, instance_id: str, drain_s: float) -> None:
+        self._loop = loop
         self._progress = progress
         self._instance_id = instance_id
         self._drain_s = drain_s
@@ -48,21 +48,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def Serve(
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeRequest], context: _Context
     ) -> AsyncIterator[scheduler_pb2.ServeResponse]:
-        engine = self._engine
+        loop = self._loop
         # The hello first: a refusal that overtakes it makes the router's write fail, and grpc then loses what it says.
         first = await anext(aiter(request_iterator), None)
         self._require_group()
         if first is None or not first.HasField("hello"):
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "start the stream with a hello")
-        ours = hello_of(engine, self._instance_id)
+        ours = hello_of(loop, self._instance_id)
         check_hello(first.hello, ours.hello)
-        if len(engine.streams) >= MAX_ROUTER_STREAMS:
+        if len(loop.streams) >= MAX_ROUTER_STREAMS:
             raise _too_many("routers are connected", MAX_ROUTER_STREAMS)
-        stream = engine.streams.open(first.hello.instance_id)
+        stream = loop.streams.open(first.hello.instance_id)
         reading = asyncio.ensure_future(self._read(stream, first, request_iterator))
         reading.add_done_callback(lambda _: stream.outbox.push_load())
         try:
-            yield scheduler_pb2.ServeResponse(hello=ours, load=load_of(engine))
+            yield scheduler_pb2.ServeResponse(hello=ours, load=load_of(loop))
             while True:
                 await stream.outbox.wait()
                 if stream.closed_by is not None:
@@ -73,48 +73,48 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 yield self._frame(stream)
         finally:
             reading.cancel()
-            engine.streams.left(stream, time.monotonic())
+            loop.streams.left(stream, time.monotonic())
             with suppress(asyncio.CancelledError, MeshError):
                 await reading
 
     async def GetState(
         self, request: scheduler_pb2.GetStateRequest, context: _Context
     ) -> scheduler_pb2.GetStateResponse:
-        return state_of(self._engine, self._instance_id)
+        return state_of(self._loop, self._instance_id)
 
     async def Drain(self, request: scheduler_pb2.DrainRequest, context: _Context) -> scheduler_pb2.DrainResponse:
-        self._engine.is_draining = True
-        self._engine.streams.push_loads()
+        self._loop.is_draining = True
+        self._loop.streams.push_loads()
         timeout_s = request.timeout_ms / 1000 if request.timeout_ms else self._drain_s
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.drained()
-        return scheduler_pb2.DrainResponse(num_remaining=self._engine.planner.num_live)
+        return scheduler_pb2.DrainResponse(num_remaining=self._loop.planner.num_live)
 
     async def drained(self) -> None:
         """Returns when nothing runs or waits."""
-        await self._engine.until(lambda: not self._engine.planner.num_live)
+        await self._loop.until(lambda: not self._loop.planner.num_live)
 
     async def FlushCache(
         self, request: scheduler_pb2.FlushCacheRequest, context: _Context
     ) -> scheduler_pb2.FlushCacheResponse:
         self._require_group()
-        planner = self._engine.planner
+        planner = self._loop.planner
         if planner.group is None or "flush_cache" not in planner.group.barrier_ops:
             raise _unsupported("flush_cache")
         timeout_s = request.timeout_ms / 1000 if request.timeout_ms else _FLUSH_TIMEOUT_S
         wish = planner.flush.wish()
         try:
-            self._engine.notify()
+            self._loop.notify()
             async with asyncio.timeout(timeout_s):
-                await self._engine.until(lambda: wish.is_done)
+                await self._loop.until(lambda: wish.is_done)
         except TimeoutError as error:
             message = f"{planner.num_running} requests still run after {timeout_s:g} s: drain first, or wait longer"
             raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
         finally:
             # A caller that hung up as well: what it leaves behind would stop admission for ever.
             planner.flush.withdraw(wish)
-            self._engine.notify()
+            self._loop.notify()
         return scheduler_pb2.FlushCacheResponse(flushed_pages=wish.flushed_pages)
 
     async def WatchCache(
@@ -124,7 +124,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise _too_many("callers watch the cache", MAX_CACHE_WATCHES)
         self._num_watches += 1
         try:
-            async for message in watch_cache(self._engine, request):
+            async for message in watch_cache(self._loop, request):
                 yield message
         finally:
             self._num_watches -= 1
@@ -147,7 +147,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         """One frame, in the order of its fields."""
         if stream.closed_by is not None:
             raise stream.closed_by
-        planner, now = self._engine.planner, time.monotonic()
+        planner, now = self._loop.planner, time.monotonic()
         earlier: dict[int, Submission] = {}
         for submit in request.submits:
             try:
@@ -175,6 +175,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 abort.index if abort.HasField("index") else None,
                 abort.below_attempt if abort.HasField("below_attempt") else None,
                 abort.tenant if abort.HasField("tenant") else None,
+                stream.owner if abort.is_own else None,
             )
             if abort.abort_id:
                 result = scheduler_pb2.AbortResult(abort_id=abort.abort_id, outcome=int(outcome))  # type: ignore[arg-type]
@@ -185,26 +186,26 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 transfer_id=reservation.transfer_id, error=_unsupported("KV transfer").to_proto()
             )
             stream.outbox.add_frame(scheduler_pb2.ServeResponse(reservation_results=[answer]))
-        self._engine.notify()
+        self._loop.notify()
 
     def _frame(self, stream: RouterStream) -> scheduler_pb2.ServeResponse:
-        group = self._engine.planner.group
+        group = self._loop.planner.group
         wants_load = stream.outbox.wants_load
         frame = stream.outbox.take(group.weights_version if group is not None else 0)
         if wants_load:
             stream.outbox.wants_load = False
-            frame.load.CopyFrom(load_of(self._engine, stream.submit_sequence))
+            frame.load.CopyFrom(load_of(self._loop, stream.submit_sequence))
         return frame
 
     def _require_group(self) -> None:
         self._progress.require_serving()
-        if self._engine.group_state is GroupState.STANDBY:
+        if self._loop.group_state is GroupState.STANDBY:
             message = "another scheduler holds the worker group: submit there"
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "standby"})
 
     def _require_open(self) -> None:
         self._require_group()
-        if self._engine.is_draining:
+        if self._loop.is_draining:
             message = "this scheduler drains and takes no submits: retry elsewhere"
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"})
 

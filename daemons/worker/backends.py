@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
@@ -124,10 +125,14 @@ def _load_simulated(settings: WorkerSettings) -> LoadedModel:
     from radixmesh.daemons.worker.simulated.clock import make_clock
     from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
     from radixmesh.daemons.worker.simulated.token_source import Alphabet
+    from radixmesh.daemons.worker.simulated.uneven_runner import UnevenRunner
 
     model = _simulated_identity(settings)
     max_total_len = settings.max_total_len or model.max_total_len or _SIMULATED_MAX_TOTAL_LEN
-    runner = SimulatedRunner(
+    most = settings.simulated_max_tokens_per_row
+    uneven = partial(UnevenRunner, max_tokens_per_row=most, row_seed=settings.simulated_row_seed)
+    create = uneven if most > 1 else SimulatedRunner
+    runner = create(
         page_size=settings.page_size,
         num_pages=settings.num_pages or max(1, _SIMULATED_TOKENS // settings.page_size),
         vocab_size=model.vocab_size,

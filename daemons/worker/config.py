@@ -8,6 +8,7 @@ from pathlib import Path
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
+from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.daemons.worker.simulated.faults import Fault
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
@@ -72,6 +73,10 @@ class WorkerSettings(CommonSettings):
     simulated_vocab_size: int = setting(32_000, "ids, where no model folder is given")
     simulated_eos_ids: tuple[str, ...] = setting((), "ids that end an output, where no model folder is given")
     simulated_eos_rate: float = setting(0.0, "probability that a token is an EOS")
+    simulated_max_tokens_per_row: int = setting(
+        1, "a decode yields 0 to that many tokens a step, at random; 1: exactly one"
+    )
+    simulated_row_seed: int = setting(0, "seed of the number of tokens that a decode yields")
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
         "refuse, die, delay, duplicate, reorder, vanish, hang")  # fmt: skip
     fault_seed: int = setting(0, "seed of the faults that come with a probability")
@@ -89,6 +94,11 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('blob_store_bytes')} must hold one blob of {_flag('max_blob_bytes')}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:
             raise ValueError(f"{_flag('simulated_eos_rate')} must be in [0, 1], not {self.simulated_eos_rate}")
+        if not 1 <= self.simulated_max_tokens_per_row <= MAX_TOKENS_PER_ROW:
+            raise ValueError(
+                f"{_flag('simulated_max_tokens_per_row')} must be in [1, {MAX_TOKENS_PER_ROW}],"
+                f" not {self.simulated_max_tokens_per_row}"
+            )
         if self.simulated_vocab_size < 1:
             raise ValueError(f"{_flag('simulated_vocab_size')} must be >= 1, not {self.simulated_vocab_size}")
         if not all(text.strip().isdigit() for text in self.simulated_eos_ids):

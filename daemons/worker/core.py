@@ -42,6 +42,8 @@ _LAST_WORDS_S = 0.2
 # A step counts as hung after 3 x its expected time. The first one, of which nobody knows anything, may be a slow one.
 _HANG_FACTOR = 3
 _UNKNOWN_STEP_S = 60.0
+# Times max_plans_in_flight: the plans in flight here, and all that another rank may have retained.
+_MOST_COMPLETED = 3
 
 _PREDECESSOR_ENDS = {
     PredecessorEnd.UNKNOWN: worker_pb2.PREDECESSOR_END_UNSPECIFIED,
@@ -168,7 +170,7 @@ class WorkerCore:
             capabilities.num_pages = limits.num_pages
             capabilities.num_slots = limits.num_slots
             capabilities.max_tokens_per_step = limits.max_tokens_per_step
-            capabilities.max_tokens_per_row = 1
+            capabilities.max_tokens_per_row = limits.max_tokens_per_row
             capabilities.is_deterministic = self._executor.runner.is_deterministic
             capabilities.weights_version = self._executor.weights_version
             capabilities.weights_digest = self._hello.model.model_fingerprint
@@ -221,9 +223,10 @@ class WorkerCore:
         Raises EPOCH_FENCED if somebody else claimed the worker by then: a plan of an older epoch would end the new one.
         """
         runner = self._ready()
-        while self._is_draining or self._num_in_flight >= self.config.max_plans_in_flight:
+        while holder is not None and (self._is_draining or self._num_in_flight >= self.config.max_plans_in_flight):
             await self._next_answer()
         if holder is None:
+            # Never behind a step: it may wait in a collective that only the fence which follows can end.
             self.check_complete(plan)
         elif holder is not self._holder:
             raise self.ledger.fenced()
@@ -249,6 +252,10 @@ class WorkerCore:
         expected = self.ledger.last_received_step + 1
         if plan.header.epoch != self.ledger.highest_epoch or self.ledger.highest_epoch == 0:
             message = f"complete carries epoch {plan.header.epoch}, the last one here is {self.ledger.highest_epoch}"
+            raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
+        most = _MOST_COMPLETED * self.config.max_plans_in_flight
+        if self._num_in_flight >= most:
+            message = f"{most} plans wait here: no scheduler has more in flight; fence the worker"
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
         if plan.header.step_id != expected:
             raise MeshError(

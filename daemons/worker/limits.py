@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from radixmesh.daemons.runtime.sampling import MAX_STOP_IDS
 from radixmesh.daemons.runtime.steps.step import Task
 
+MAX_TOKENS_PER_ROW = 64
+"""Most tokens that any worker yields for a row in one step."""
 # A request's own stop ids, and the model's ends.
 MAX_SUPPRESSED_IDS = MAX_STOP_IDS + 64
 
@@ -21,6 +23,7 @@ class Limits:
     vocab_size: int
     max_total_len: int
     max_tokens_per_step: int
+    max_tokens_per_row: int = 1
     tasks: frozenset[Task] = frozenset({Task.GENERATE})
 
     def __post_init__(self) -> None:

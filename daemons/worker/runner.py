@@ -54,24 +54,36 @@ class Segment:
     prompt_ids: IntArray = field(default_factory=empty_ints)
     """The whole prompt, where prompt_logprobs is set: the ids whose logprobs are looked up."""
     prompt_num_top: int = 0
+    max_tokens: int | None = None
+    """Most tokens that a decode may yield: the slot has pages and room for so many. None: the segment yields exactly
+    one token if it samples."""
     task: Task = Task.GENERATE
     is_last_chunk: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentOutput:
-    """What a segment gave: `token` where it sampled, logprobs where asked for, `vector` float32 of an embed task, or of
-    a score task with the score alone."""
+    """The outcome of a segment: `token` where it sampled, logprobs of what it sampled where asked for, `vector` float32
+    of an embed task, or of a score task with the score alone.
+
+    A decode of a runner with max_tokens_per_row > 1 yields `token` and `more_tokens`, or nothing: `token` is None then.
+    """
 
     token: int | None = None
+    more_tokens: tuple[int, ...] = ()
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     vector: FloatArray | None = None
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """All that was sampled, in order."""
+        return () if self.token is None else (self.token, *self.more_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
-    """Decodes of one token each as arrays [rows], for runners whose `can_batch` took the slots' sampling.
+    """Decodes as arrays [rows], for runners whose `can_batch` took the slots' sampling.
 
     Row i computes token `ids[i]` at `positions[i]` of slot `slots[i]` and samples the one at positions[i] + 1.
     `page_tables` int32 [num_slots, max_pages] of all slots: position p lives in page_tables[slot, p // page_size];
@@ -87,13 +99,20 @@ class DecodeRows:
     num_pages: IntArray
     seeds: npt.NDArray[np.uint64]
     is_sampled: npt.NDArray[np.bool_]
+    max_tokens: IntArray | None = None
+    """Most tokens that each row may yield: its slot has pages and room for so many. None: one each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
-    """`tokens` int32 [rows] of the decode rows, `segments` of the segments; device times on a monotonic clock."""
+    """`tokens` int32 of the decode rows, row after row; `segments` of the segments; device times on a monotonic clock.
+
+    counts: int32 [rows], tokens of each row, 0 to its max_tokens; None: one each. A row that yields n > 0 tokens has
+    computed its input token and all but the last one of those it yields: KV is written for n positions.
+    """
 
     tokens: IntArray
+    counts: IntArray | None = None
     segments: list[SegmentOutput]
     start_ns: int
     end_ns: int
@@ -139,6 +158,9 @@ class ModelRunner(ABC):
     """
 
     is_asynchronous: bool = False
+    max_tokens_per_row: int = 1
+    """Most tokens that a decode yields in a step. 1: exactly one. Otherwise it may yield any number from 0 on, which is
+    known when the step is done: such a runner cannot be asynchronous yet."""
     suppresses_rows: bool = False
     """Whether decode rows may come while ids are suppressed (min_tokens), not only segments."""
 

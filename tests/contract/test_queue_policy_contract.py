@@ -8,8 +8,8 @@ from support.planner_world import submission
 
 from radixmesh.daemons.scheduler.cache.prefix_cache import NOTHING_KNOWN, Probe
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES, QueueSettings
-from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, lane_key
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, sub_queue_key
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 ALL = sorted(QUEUE_POLICIES)
 ENDLESS = 1e9
@@ -19,17 +19,17 @@ class Probes:
     """Stands for the cache: what it knows of each request, and how often it was asked."""
 
     def __init__(self) -> None:
-        self.known: dict[Request, Probe] = {}
+        self.known: dict[Sequence, Probe] = {}
         self.num_asked = 0
 
-    def __call__(self, request: Request) -> Probe:
+    def __call__(self, request: Sequence) -> Probe:
         self.num_asked += 1
         return self.known.get(request, NOTHING_KNOWN)
 
 
-def make(number: int, *, max_tokens: int = 8, **changes: object) -> Request:
+def make(number: int, *, max_tokens: int = 8, **changes: object) -> Sequence:
     wanted = submission(number, [2, 3], **changes)
-    return Request(
+    return Sequence(
         submission=wanted,
         arrival=number,
         owner=1,
@@ -66,7 +66,7 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, max_overtake_fact
             policy=policy, max_overtake_factor=max_overtake_factor, priority_across_tenants=is_first
         )
         queue = WaitingQueue(settings)
-        probes, waiting, held = Probes(), set[Request](), set[Request]()
+        probes, waiting, held = Probes(), set[Sequence](), set[Sequence]()
         for number in range(1, 400):
             action = int(rng.integers(0, 10))
             if action < 5:
@@ -82,13 +82,13 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, max_overtake_fact
                 waiting.add(request)
             elif action < 6 and waiting:
                 request = sorted(waiting, key=lambda r: r.arrival)[int(rng.integers(len(waiting)))]
-                queue.hold(request)
+                queue.park(request)
                 waiting.discard(request)
                 held.add(request)
             elif action < 7 and held:
                 request = held.pop()
-                queue.unhold(request)
-                queue.unhold(request)
+                queue.unpark(request)
+                queue.unpark(request)
                 waiting.add(request)
             elif action < 8 and waiting | held:
                 request = sorted(waiting | held, key=lambda r: r.arrival)[0]
@@ -105,14 +105,14 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, max_overtake_fact
                     if head is None:
                         break
                     assert head in waiting
-                    rivals = [r for r in waiting if is_first or lane_key(r) == lane_key(head)]
+                    rivals = [r for r in waiting if is_first or sub_queue_key(r) == sub_queue_key(head)]
                     assert head.submission.priority == max(r.submission.priority for r in rivals)
                     queue.admitted(head)
                     waiting.discard(head)
             assert len(queue) == len(waiting) + len(held) == len(list(queue))
             assert set(queue) == waiting | held
             assert queue.waiting_tokens == 2 * len(queue) and queue.num_waiting_for_prefix == len(held)
-        queue.unhold_all()
+        queue.unpark_all()
         order = drain(queue, probes)
         assert sorted(order) == sorted(r.arrival for r in waiting | held)
         assert queue.head() is None and queue.waiting_tokens == 0

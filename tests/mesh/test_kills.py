@@ -15,6 +15,8 @@ from support.storm import Storm
 
 NUM_STREAMS = 16
 SEED = 20
+# 0 to 4 tokens a row and step: lengths are bounds while plans are in flight.
+UNEVEN = {"simulated_max_tokens_per_row": 4, "simulated_base_us": 12_000}
 MESHES = [("cpu", "tiny-llama"), ("cpu", "tiny-deepseek"), ("simulated", "tiny-llama")]
 
 
@@ -58,7 +60,7 @@ async def kill_all(
 ) -> list[Kill]:
     pick = random.Random(SEED)
     # Steps of the tiny model are quick: at least two simulated milliseconds keep streams open over several kills.
-    worker = {"simulated_base_us": 6000} if backend == "simulated" else dict(worker or {})
+    worker = ({"simulated_base_us": 6000} if backend == "simulated" else {}) | dict(worker or {})
     async with running_mesh(backend, model=model, worker=worker) as mesh:
         jobs = await with_answers(mesh, storm_jobs(backend, model))
         kills = []
@@ -100,6 +102,21 @@ async def test_no_stream_notices_a_kill() -> None:
 async def test_no_stream_notices_a_hang() -> None:
     kills = await kill_all("simulated", [(service, signal.SIGSTOP) for service in SERVICES])
     assert len(kills) == len(SERVICES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_no_stream_notices_a_kill_while_rows_yield_any_number_of_tokens() -> None:
+    plan = [("scheduler", signal.SIGKILL), ("worker", signal.SIGKILL)] * 2
+    assert len(await kill_all("simulated", plan, worker=UNEVEN)) == len(plan)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+async def test_ten_kills_of_scheduler_and_worker_while_rows_yield_any_number_of_tokens() -> None:
+    plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker") for _ in range(10)]
+    random.Random(SEED).shuffle(plan)
+    await kill_all("simulated", plan, worker=UNEVEN)
 
 
 @pytest.mark.full

@@ -78,6 +78,16 @@ async def test_less_memory_refuses_nothing_that_fits_another() -> None:
         await mesh.settle()
 
 
+async def test_where_nobody_has_the_memory_a_shorter_context_is_no_choice() -> None:
+    """It would end the output as if that had been asked for; who has the context says how much memory there is."""
+    async with sized_mesh((SMALL_CONTEXT, 1000), (CONTEXT, 70)) as mesh, mesh.client() as client:
+        with pytest.raises(RadixMeshError) as raised:
+            await client.complete(LONG_PROMPT[:40], max_tokens=100)
+        assert raised.value.reason == "NEVER_FITS"
+        assert not mesh.fakes[0].submits and len(mesh.fakes[1].submits) == 1
+        await mesh.settle()
+
+
 async def test_a_replica_that_says_never_is_not_the_last_word() -> None:
     """It has lost memory since it said hello: nobody could know."""
     async with sized_mesh((CONTEXT, 1000), (CONTEXT, 1000)) as mesh:

@@ -135,6 +135,24 @@ async def test_resubmission_on_a_new_stream_continues_and_old_attempts_are_stale
         assert seen.finished is not None and seen.finished.usage.cached_tokens == len(PROMPT)
 
 
+async def test_a_router_that_lets_go_of_what_another_took_over_ends_nothing() -> None:
+    """Its client left before it was told SUPERSEDED: one id and one attempt, and another router's stream by now."""
+    async with mesh() as address, serve_client(address, "a") as a, serve_client(address, "b") as b:
+        taken = await a.submit(PROMPT, request_id="r", max_tokens=200)
+        kept = await a.submit(PROMPT[:9], request_id="s", max_tokens=900)
+        await a.until(lambda: len(a.seen[taken].tokens) >= 5)
+        theirs = await b.submit(PROMPT, request_id="r", max_tokens=200)
+        await b.until(lambda: b.seen[theirs].tokens)
+        for request_id in ("r", "s"):
+            abort = scheduler_pb2.Abort(request_id=request_id, below_attempt=1 << 16, is_own=True)
+            await a.write(scheduler_pb2.ServeRequest(aborts=[abort]))
+        (seen,) = await b.over(theirs)
+        assert seen.tokens == expected(PROMPT, 200), seen.finished
+        for ended, reason in zip(await a.over(taken, kept), ("took over", ""), strict=True):
+            assert ended.finished is not None and ended.finished.reason == common_pb2.FINISH_REASON_ABORT
+            assert reason in ended.finished.error.message
+
+
 async def test_requests_of_a_stream_that_ended_are_aborted_after_two_seconds() -> None:
     async with mesh() as address:
         async with serve_client(address, "a") as client:
@@ -465,7 +483,7 @@ async def test_a_scheduler_that_admits_nobody_does_not_call_itself_well() -> Non
             progress.stall_s = 1.5
             await asyncio.sleep(2)
             assert progress.state is State.SERVING, "nothing waits"
-            daemon.daemon.engine.planner._prefill = NobodyEnters(daemon.daemon.engine.planner._prefill)  # type: ignore[assignment,arg-type]
+            daemon.daemon.loop.planner._prefill = NobodyEnters(daemon.daemon.loop.planner._prefill)  # type: ignore[assignment,arg-type]
             await client.submit(PROMPT, max_tokens=3)
             async with asyncio.timeout(60):
                 while progress.state is State.SERVING:

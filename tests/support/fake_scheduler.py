@@ -156,7 +156,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _abort(self, serving: Serving, abort: scheduler_pb2.Abort) -> None:
         self.aborts.append(abort)
         found = False
-        for other in self._servings:
+        for other in (serving,) if abort.is_own else tuple(self._servings):
             for run in tuple(other.runs.values()):
                 if run.submit.request_id != abort.request_id:
                     continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -13,12 +14,14 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, Rejected
-from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+from radixmesh.daemons.worker.simulated.uneven_runner import UnevenRunner
 
 VOCAB_SIZE = 64
 EOS_ID = 1
@@ -52,10 +55,18 @@ class World:
         ahead: int = 4,
         decode_reserve_tokens: int = 64,
         runner_class: type[SimulatedRunner] = SimulatedRunner,
+        max_tokens_per_row: int = 1,
+        row_seed: int = 0,
+        runner: ModelRunner | None = None,
         **choices: object,
     ) -> None:
+        """max_tokens_per_row: above 1 a decode yields 0 to so many tokens a step, at random from `row_seed`. runner: in
+        place of a simulated one; its sizes count, and nothing is expected of its outputs."""
+        self.max_tokens_per_row = max_tokens_per_row
+        if max_tokens_per_row > 1:
+            runner_class = partial(UnevenRunner, max_tokens_per_row=max_tokens_per_row, row_seed=row_seed)  # type: ignore[assignment]
         self.alphabet = Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=eos_rate)
-        runner = runner_class(
+        runner = runner or runner_class(
             page_size=page_size,
             num_pages=num_pages,
             vocab_size=VOCAB_SIZE,
@@ -66,13 +77,14 @@ class World:
         )
         self.executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
         self.group = GroupInfo(
-            page_size=page_size,
-            num_pages=num_pages,
+            page_size=runner.page_size,
+            num_pages=runner.num_pages,
             num_slots=num_slots,
             max_tokens_per_step=max_tokens_per_step,
             max_plans_in_flight=4,
-            vocab_size=VOCAB_SIZE,
-            max_total_len=max_total_len,
+            max_tokens_per_row=runner.max_tokens_per_row,
+            vocab_size=runner.vocab_size,
+            max_total_len=runner.max_total_len,
             eos_ids=(EOS_ID,),
             barrier_ops=frozenset({"flush_cache"}),
             model_name="simulated",
@@ -93,7 +105,7 @@ class World:
         self.now = 0.0
         self.epoch = 0
         self._num_handles = 0
-        self._expected: dict[RequestKey, tuple[Submission, list[int]]] = {}
+        self._expected: dict[SequenceKey, tuple[Submission, list[int]]] = {}
         self.begin_epoch()
 
     def begin_epoch(self) -> int:
@@ -239,7 +251,7 @@ def new_executor(
 
 def submission(handle: int, prompt: list[int], **changes: object) -> Submission:
     base = Submission(
-        key=RequestKey(f"r{handle}", 0, str(changes.get("tenant", ""))),
+        key=SequenceKey(f"r{handle}", 0, str(changes.get("tenant", ""))),
         owner=1,
         handle=handle,
         prompt_ids=np.array(prompt, np.int32),

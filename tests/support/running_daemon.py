@@ -31,17 +31,24 @@ class Running(Generic[D]):
 
 
 @asynccontextmanager
-async def running(make: Callable[[Runtime, S], D], settings: S, *, load: bool = True) -> AsyncIterator[Running[D]]:
+async def running(
+    make: Callable[[Runtime, S], D],
+    settings: S,
+    *,
+    load: bool = True,
+    instance_id: str = "here",
+    address: str = "127.0.0.1:0",
+) -> AsyncIterator[Running[D]]:
     """load=False leaves the daemon LOADING."""
     progress = Progress()
     metrics = Metrics()
     server = MeshServer(HealthService(progress), metrics.count_error)
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     runtime = Runtime(
-        name="test", instance_id="here", progress=progress, metrics=metrics, server=server, _failed=failed
+        name="test", instance_id=instance_id, progress=progress, metrics=metrics, server=server, _failed=failed
     )
     daemon = make(runtime, settings)
-    (address,) = await server.start(["127.0.0.1:0"])
+    (address,) = await server.start([address])
     try:
         if load:
             await daemon.load()

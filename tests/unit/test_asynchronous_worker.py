@@ -14,7 +14,7 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
-from radixmesh.daemons.scheduler.sequence import RequestKey
+from radixmesh.daemons.scheduler.sequence import SequenceKey
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
 
@@ -62,7 +62,7 @@ def test_a_slot_that_changes_hands_keeps_both_requests_apart():
     assert [record.tokens for record in records] == [world.expected(record.submission) for record in records]
     world.begin_epoch()
     again = [
-        world.send(replace(record.submission, handle=100 + i, key=RequestKey(f"again{i}", 0)))
+        world.send(replace(record.submission, handle=100 + i, key=SequenceKey(f"again{i}", 0)))
         for i, record in enumerate(records)
     ]
     world.run(depth=3)

@@ -24,7 +24,7 @@ from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
-from radixmesh.daemons.router.http.endpoints.prompts import ids_of
+from radixmesh.daemons.router.http.endpoints.prompts import MAX_TEXT_BYTES, ids_of
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.runtime.errors import MeshError
@@ -170,6 +170,15 @@ def test_tool_choice_none_shows_no_tools_and_arguments_are_objects() -> None:
     assert arguments("") == {}
     # What a model wrote need not be JSON: it is the conversation all the same.
     assert arguments('{"n": ') == '{"n": '
+
+
+def test_a_text_that_no_tokenizer_takes_goes_no_further() -> None:
+    """Beyond the parser's process its bytes hold the event loop."""
+    for body in ({"prompt": "x" * (MAX_TEXT_BYTES + 1)}, {"prompt": ["a", "x" * (MAX_TEXT_BYTES + 1)]}):
+        error = refused(CompletionRequest, body)
+        assert (error.reason_name, error.metadata["max"]) == ("TOO_LARGE", str(MAX_TEXT_BYTES))
+        assert error.metadata["field"] == "prompt"
+    assert parse_whole(json.dumps({"prompt": "x" * MAX_TEXT_BYTES}).encode(), CompletionRequest, {}).messages
 
 
 def test_errors_name_what_the_client_sent() -> None:

@@ -9,7 +9,7 @@ from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
+from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.queue.deadlines import Deadlines
 from radixmesh.daemons.scheduler.queue.limits import QueueLimits
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
@@ -145,19 +145,19 @@ def test_deadlines_far_away_do_not_keep_what_has_ended() -> None:
 
 
 def test_growth_doubles_once_a_shortage_and_decays() -> None:
-    growth = GrowthEstimate(64)
+    decode_reserve = DecodeReserve(64)
     for _ in range(20):  # Retracted in one plan.
-        growth.retracted()
-    assert growth.num_tokens == 128
-    growth.stepped()
-    growth.retracted()
-    assert 250 < growth.num_tokens < 256
+        decode_reserve.retracted()
+    assert decode_reserve.num_tokens == 128
+    decode_reserve.stepped()
+    decode_reserve.retracted()
+    assert 250 < decode_reserve.num_tokens < 256
     for _ in range(700):
-        growth.stepped()
-    assert 120 < growth.num_tokens < 130
+        decode_reserve.stepped()
+    assert 120 < decode_reserve.num_tokens < 130
     for _ in range(20_000):
-        growth.stepped()
-    assert growth.num_tokens == 1.0
+        decode_reserve.stepped()
+    assert decode_reserve.num_tokens == 1.0
 
 
 def test_the_estimate_of_growth_ends_thrashing() -> None:

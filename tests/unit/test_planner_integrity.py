@@ -1,4 +1,4 @@
-"""Breaches of the page invariant, injected while requests run: counted, logged, quarantined; serving goes on."""
+"""Violations of the page invariant, injected while requests run: counted, logged, quarantined; serving goes on."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Log:
         self._logged.append({"event": event, **fields})
 
 
-BREACHES = [
+VIOLATIONS = [
     _leak,
     _free_an_owned_page,
     _free_a_free_page,
@@ -71,10 +71,10 @@ BREACHES = [
 ]
 
 
-@pytest.mark.parametrize("breach", BREACHES)
+@pytest.mark.parametrize("violation", VIOLATIONS)
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_serving_goes_on_after_a_breach(
-    breach: Callable[[EpochState], None], page_size: int, monkeypatch: pytest.MonkeyPatch
+def test_serving_goes_on_after_a_violation(
+    violation: Callable[[EpochState], None], page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logged: list[dict[str, object]] = []
     monkeypatch.setattr(planner_counters, "log", Log(logged))
@@ -83,7 +83,7 @@ def test_serving_goes_on_after_a_breach(
     num_epochs = _steps(world, 10)
     state = world.planner.state
     assert state is not None and state.pages.pool.num_cached > 0
-    breach(state)
+    violation(state)
     num_epochs += _steps(world, 2)
     counters = world.planner.counters
     assert counters.num_page_violations >= 1
@@ -94,7 +94,7 @@ def test_serving_goes_on_after_a_breach(
     assert counters.num_page_violations <= 3 and num_epochs <= 1
     for record in records:
         assert record.finished is not None
-    _check_untouched(world, records, breach)
+    _check_untouched(world, records, violation)
     state = world.planner.state
     assert state is not None
     pool = state.pages.pool
@@ -102,10 +102,10 @@ def test_serving_goes_on_after_a_breach(
     assert pool.num_quarantined <= 2
 
 
-def _check_untouched(world: World, records: list[Record], breach: Callable[[EpochState], None]) -> None:
+def _check_untouched(world: World, records: list[Record], violation: Callable[[EpochState], None]) -> None:
     """Outputs are right, whatever was wrong with the books: what is in doubt is never given out again."""
     for record in records:
-        assert record.tokens == world.expected(record.submission), breach.__name__
+        assert record.tokens == world.expected(record.submission), violation.__name__
 
 
 def _steps(world: World, num: int) -> int:

@@ -37,6 +37,8 @@ class PlannerMachine(RuleBasedStateMachine):
         max_overtake_factor=st.sampled_from([0.0, 2.0, 1e9]),
         depth=st.integers(0, 3),
         decode_reserve_tokens=st.sampled_from([1, 32]),
+        max_tokens_per_row=st.sampled_from([1, 2, 4, 9]),
+        row_seed=st.integers(0, 1000),
     )
     def start(
         self,
@@ -50,6 +52,8 @@ class PlannerMachine(RuleBasedStateMachine):
         max_overtake_factor: float,
         depth: int,
         decode_reserve_tokens: int,
+        max_tokens_per_row: int,
+        row_seed: int,
     ) -> None:
         self.depth = depth
         self.world = World(
@@ -65,6 +69,8 @@ class PlannerMachine(RuleBasedStateMachine):
             max_overtake_factor=max_overtake_factor,
             decode_reserve_tokens=decode_reserve_tokens,
             max_total_len=90,
+            max_tokens_per_row=max_tokens_per_row,
+            row_seed=row_seed,
         )
         self.cut: dict[tuple[int, int], int] = {}
 

@@ -49,7 +49,7 @@ def test_a_burst_behind_one_system_prompt_waits_for_no_more_than_that(chunk_toke
         assert state is not None
         if first_shared is None and world.planner.num_waiting_for_prefix == 0 and step > 0:
             first_shared = step
-            leader = state.table.requests[0]
+            leader = state.table.sequences[0]
             if chunk_tokens == 8:
                 assert leader is not None and leader.lifecycle is Lifecycle.RUNNING
                 assert state.table.computed_len[0] < len(SYSTEM) + 40, "held only for what they have in common"

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.steps.step import Admit, StepPlan, Task, TokenLog
 from radixmesh.daemons.runtime.steps.step_codec import admit_bytes, encode_plan
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, PromptLogprobs, TokenRow, rows_of
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
-from radixmesh.daemons.scheduler.routers.outbox import Outbox
+from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 NUM_TOP = 64
@@ -28,7 +28,7 @@ def logprobs_of(first: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(own=own, num_top=NUM_TOP, top_ids=top.astype(np.int32), top=top)
 
 
-def frames_of(outbox: Outbox) -> list[scheduler_pb2.ServeResponse]:
+def frames_of(outbox: RouterOutbox) -> list[scheduler_pb2.ServeResponse]:
     frames = []
     while (frame := outbox.take(1)).ByteSize():
         frames.append(frame)
@@ -37,7 +37,7 @@ def frames_of(outbox: Outbox) -> list[scheduler_pb2.ServeResponse]:
 
 def test_frames_to_a_router_are_bounded_and_keep_the_order() -> None:
     """64 outputs with 64 alternatives, a reader that is away, then their ends: 12 MiB in frames of four."""
-    outbox, num_steps, num_outputs = Outbox(7), 350, 64
+    outbox, num_steps, num_outputs = RouterOutbox(7), 350, 64
     for step in range(num_steps):
         rows = [TokenRow(7, handle, 0, step, as_ints([step]), logprobs_of(step, 1)) for handle in range(num_outputs)]
         outbox.add(Outputs(rows=[rows_of(rows)]))
@@ -68,7 +68,7 @@ def test_frames_to_a_router_are_bounded_and_keep_the_order() -> None:
 
 
 def test_frames_to_a_router_are_bounded_in_entries() -> None:
-    outbox = Outbox(7)
+    outbox = RouterOutbox(7)
     for first in range(0, 20_000, 1000):
         ends = [
             Finished(owner=7, handle=first + i, attempt=0, reason=FinishReason.ABORT, num_output=0) for i in range(1000)
@@ -80,7 +80,7 @@ def test_frames_to_a_router_are_bounded_in_entries() -> None:
 
 
 def test_an_overfull_outbox_has_nothing_to_say() -> None:
-    outbox = Outbox(7, most_values=2_000_000)
+    outbox = RouterOutbox(7, most_values=2_000_000)
     for step in range(700):
         rows = [TokenRow(7, handle, 0, step, as_ints([step]), logprobs_of(step, 1)) for handle in range(64)]
         outbox.add(Outputs(rows=[rows_of(rows)]))

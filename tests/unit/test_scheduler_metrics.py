@@ -26,6 +26,7 @@ def test_counters_and_gauges_are_those_of_a_life() -> None:
     exported.planned(0.0004)
     exported.export(world.planner, 1.5)
     assert (value("requests_running"), value("requests_queued"), value("requests_waiting_for_prefix")) == (1, 2, 2)
+    assert value("plans_in_flight") == 1
     assert value("pages", state="owned") > 0 and value("queued_tokens") == 2 * 48  # type: ignore[operator]
     while world.execute():
         result = world.results[-1]
@@ -35,6 +36,7 @@ def test_counters_and_gauges_are_those_of_a_life() -> None:
     world.submit([60] * 60, stop=Stop(max_tokens=1))  # Evicts.
     world.run()
     exported.export(world.planner, 2.0)
+    assert value("plans_in_flight") == 0
     counters = world.planner.counters
     assert value("steps_total") == counters.num_steps > 5
     assert value("step_tokens_total", kind="prefill") == counters.prefilled_tokens == 48 + 2 + 60

@@ -20,7 +20,7 @@ from radixmesh.daemons.scheduler.planning.counters import check_pages
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
 from radixmesh.daemons.scheduler.results.outputs import Outputs, TokenRow, rows_of
-from radixmesh.daemons.scheduler.routers.outbox import Outbox
+from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 
 
@@ -133,7 +133,7 @@ def test_estimate_is_of_the_nearest_size_and_generous_beyond() -> None:
 
 @given(st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3)), max_size=6), min_size=1, max_size=6))
 def test_a_slow_reader_gets_one_frame_with_every_token_in_order(steps: list[list[tuple[int, int]]]) -> None:
-    outbox, expected, logprobs = Outbox(7), {}, {}
+    outbox, expected, logprobs = RouterOutbox(7), {}, {}
     for step in steps:
         rows = []
         for handle, count in dict(step).items():
@@ -168,7 +168,7 @@ def _token_row(owner: int, handle: int, first: int) -> TokenRow:
 
 
 def test_rows_for_a_reader_that_is_away_are_merged_and_none_is_lost() -> None:
-    outbox, num_steps, sizes = Outbox(7), 1_000, list[int]()
+    outbox, num_steps, sizes = RouterOutbox(7), 1_000, list[int]()
     for step in range(num_steps):
         outbox.add(Outputs(rows=[rows_of([_token_row(7, handle, step) for handle in (1, 2, 3)])]))
         sizes.append(num_reachable(outbox))
@@ -188,14 +188,14 @@ def test_rows_for_a_reader_that_is_away_are_merged_and_none_is_lost() -> None:
 def test_a_router_that_never_reads_is_left_with_an_error_and_costs_no_more() -> None:
     streams = RouterStreams()
     away, other = streams.open("away"), streams.open("other")
-    away.outbox = Outbox(away.owner, most_values=500)
+    away.outbox = RouterOutbox(away.owner, most_values=500)
     for step in range(400):
         streams.deliver(Outputs(rows=[rows_of([_token_row(s.owner, 1, step) for s in (away, other)])]))
     assert not away.outbox.is_overfull and not streams.expired(0.0)
     for step in range(400, 600):
         streams.deliver(Outputs(rows=[rows_of([_token_row(s.owner, 1, step) for s in (away, other)])]))
     assert away.outbox.is_overfull
-    assert num_reachable(away.outbox) < num_reachable(Outbox(away.owner)) + 10, "what was kept for it is gone"
+    assert num_reachable(away.outbox) < num_reachable(RouterOutbox(away.owner)) + 10, "what was kept for it is gone"
     assert streams.expired(0.0) == [away.owner], "its requests are aborted"
     assert not streams.expired(0.0), "once"
     assert away.closed_by is not None and away.closed_by.reason == ErrorReason.ERROR_REASON_CLIENT_STALLED

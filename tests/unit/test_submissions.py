@@ -7,11 +7,11 @@ from dataclasses import replace
 from support.planner_world import submission
 
 from radixmesh.daemons.scheduler.queue.submissions import Submissions
-from radixmesh.daemons.scheduler.sequence import Request, Submission
+from radixmesh.daemons.scheduler.sequence import Sequence, Submission
 
 
-def request_of(one: Submission) -> Request:
-    return Request(
+def request_of(one: Submission) -> Sequence:
+    return Sequence(
         submission=one,
         arrival=0,
         owner=one.owner,

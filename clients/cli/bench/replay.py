@@ -27,7 +27,7 @@ from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
-from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 
 _BUSY_SHARE = 0.9
 """A step counts as a full one with so much of the running limit in slots."""
@@ -105,7 +105,7 @@ class Replay:
         self._num_under_way += 1
         self._planner.submit(
             Submission(
-                key=RequestKey(f"turn-{index}", 0),
+                key=SequenceKey(f"turn-{index}", 0),
                 owner=self._outbox.owner,
                 handle=index + 1,
                 router="bench",

@@ -11,7 +11,7 @@ from radixmesh.cli.bench.virtual_group import VirtualGroup
 from radixmesh.cli.bench.workloads import VOCAB_SIZE, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.planning.planner import Planner
-from radixmesh.daemons.scheduler.sequence import RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 
 OWNER = 1
 _SHARED_TEXTS, _SHARED_LEN = 16, 300
@@ -64,7 +64,7 @@ class TreePreload:
             self._num_sent += 1
             self._planner.submit(
                 Submission(
-                    key=RequestKey(f"preload-{self._num_sent}", 0),
+                    key=SequenceKey(f"preload-{self._num_sent}", 0),
                     owner=OWNER,
                     handle=self._num_sent,
                     prompt_ids=prompt,

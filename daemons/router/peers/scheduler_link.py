@@ -154,11 +154,13 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if sequence is not None:
             self._events.on_left(self, sequence)
 
-    def cancel(self, request: Request, *, below_attempt: int, index: int | None = None) -> None:
-        """Ends attempts of a request below that one, without an answer."""
+    def cancel(self, request: Request, *, below_attempt: int, index: int | None = None, is_own: bool = True) -> None:
+        """Ends attempts of a request below that one, without an answer. is_own: those that this router submitted."""
         tenant, request_id = request.key
         self._frames.add_abort(
-            scheduler_pb2.Abort(request_id=request_id, tenant=tenant, index=index, below_attempt=below_attempt)
+            scheduler_pb2.Abort(
+                request_id=request_id, tenant=tenant, index=index, below_attempt=below_attempt, is_own=is_own
+            )
         )
         self.wake()
 

@@ -247,7 +247,7 @@ class SchedulerPool(PeerPool):
         """Ends attempts below that one on every scheduler."""
         for link in self.links:
             if link.is_connected:
-                link.cancel(request, below_attempt=below_attempt)
+                link.cancel(request, below_attempt=below_attempt, is_own=False)
 
     def _migrate(self, now: float) -> None:
         for link in self.links:

@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.cache_namespace import split_cache_name
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.cache.feed import CacheEvent, CacheFeed, Evicted, Inserted, Reset, Split
 from radixmesh.daemons.scheduler.cache.observer import CacheContent
-from radixmesh.daemons.scheduler.scheduler_loop import Engine
+from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 # Of one message: encoding it keeps a step waiting for a few tenths of a millisecond at most.
@@ -21,7 +21,7 @@ _FIRST_NODE = 1
 
 
 async def watch_cache(
-    engine: Engine, request: scheduler_pb2.WatchCacheRequest
+    loop: SchedulerLoop, request: scheduler_pb2.WatchCacheRequest
 ) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
     """Messages for one watcher, for ever. The consumer's pace is its own: between two messages any number of changes
     may happen.
@@ -29,8 +29,8 @@ async def watch_cache(
     Raises RESNAPSHOT when changes that the watcher lacks are not kept any more, UNSUPPORTED if the cache cannot be
     watched, NOT_SERVING if there is no worker group, hence no cache.
     """
-    feed = engine.planner.cache_feed
-    group = engine.planner.group
+    feed = loop.planner.cache_feed
+    group = loop.planner.group
     digest = group.weights_digest if group is not None else ""
     if request.HasField("after_revision"):
         revision = request.after_revision
@@ -38,7 +38,7 @@ async def watch_cache(
         content = feed.open()
         revision = feed.revision
         if content is None:
-            raise _no_content(engine)
+            raise _no_content(loop)
         async for message in _snapshot(content, revision):
             _name_weights(message, digest)
             digest = ""
@@ -53,7 +53,7 @@ async def watch_cache(
             yield message
         revision += len(events)
         if not events:
-            await engine.until(lambda seen=revision: feed.revision != seen)  # type: ignore[misc]
+            await loop.until(lambda seen=revision: feed.revision != seen)  # type: ignore[misc]
 
 
 async def _snapshot(content: CacheContent, revision: int) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
@@ -139,8 +139,8 @@ def _insert(event: Inserted) -> scheduler_pb2.CacheInsert:
     )
 
 
-def _no_content(engine: Engine) -> MeshError:
-    if engine.planner.state is None:
+def _no_content(loop: SchedulerLoop) -> MeshError:
+    if loop.planner.state is None:
         message = "no worker group is claimed, so nothing is cached: watch again later"
         return MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "connecting"})
     message = "this scheduler's prefix cache cannot be watched: choose the radix cache"

@@ -115,7 +115,7 @@ class GroupClient:
                 else:
                     self._on_state(GroupState.CONNECTING)
                 if isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED:
-                    stream.has_diverged = True
+                    stream.must_form = True
                     self._last_stream = stream
             except BaseException:
                 stream.close()
@@ -139,14 +139,20 @@ class GroupClient:
             epoch = 1 + max(hello.highest_epoch for hello in hellos)
             is_whole = await stream.fence(hellos, epoch)
         generation = info.group_generation
-        may_differ = not is_whole or (self._last_stream is not None and self._last_stream.has_diverged)
+        may_differ = not is_whole or (self._last_stream is not None and self._last_stream.must_form)
         if len(hellos) > 1 and (generation == 0 or may_differ):
             async with asyncio.timeout(_FORM_TIMEOUT_S):
                 generation = await stream.form(hellos)
             self._last_stream = None
             info = replace(info, group_generation=generation)
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            await stream.claim(epoch, generation)
+        try:
+            async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                await stream.claim(epoch, generation)
+        except TimeoutError:
+            # Steps that do not end: a rank may wait in a collective for one that has left it.
+            stream.must_form = len(hellos) > 1
+            self._last_stream = stream
+            raise
         self._on_state(GroupState.ADOPTING)
         self.identity = model_identity_of(hellos[0])
         async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):

@@ -17,6 +17,8 @@ class GroupInfo:
     num_slots: int
     max_tokens_per_step: int
     max_plans_in_flight: int
+    max_tokens_per_row: int = 1
+    """Most tokens that a decode yields in a step; 1: exactly one, else any number from 0 on."""
     vocab_size: int
     max_total_len: int
     eos_ids: tuple[int, ...] = ()

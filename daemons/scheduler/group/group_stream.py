@@ -20,12 +20,15 @@ from radixmesh.daemons.scheduler.group.broadcast import missing_plans
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
 from radixmesh.daemons.scheduler.group.rank_results import merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
-from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
+from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan, WorkerStream
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
 T = TypeVar("T")
+
+# Ranks refuse a plan for one reason: within the time that a step may differ between them.
+_REFUSALS_S = 1.0
 
 
 class GroupStream:
@@ -34,8 +37,8 @@ class GroupStream:
     def __init__(self, streams: Sequence[WorkerStream]) -> None:
         self._streams = tuple(streams)
         self._completed_step = 0
-        self.has_diverged = False
-        """The ranks' KV differs, or may: the next epoch begins with a new group."""
+        self.must_form = False
+        """The ranks' KV may differ, or some wait in collectives: the next epoch begins with a new group."""
 
     @property
     def epoch(self) -> int:
@@ -93,14 +96,31 @@ class GroupStream:
         """Merged results in step order. Raises RefusedPlan, or MeshError when a rank ends the epoch or ranks differ."""
         each = [stream.results() for stream in self._streams]
         while True:
-            results = await together([anext(ranks) for ranks in each])
+            results = await self._next(each)
             try:
                 result = merged(results)
             except MeshError as error:
-                self.has_diverged = error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED
+                self.must_form = error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED
                 raise
             self._completed_step = result.step_id
             yield result
+
+    async def _next(self, each: Sequence[AsyncIterator[StepResult]]) -> list[StepResult]:
+        """The next result of every rank."""
+        if len(each) == 1:
+            return [await anext(each[0])]
+        tasks = [asyncio.ensure_future(_next_of(rank)) for rank in each]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            refusals = _refusals(tasks)
+            if refusals:
+                # All ranks refuse what is wrong with the plan. One that refuses alone leaves the others in collectives.
+                await asyncio.wait(tasks, timeout=_REFUSALS_S)
+                self.must_form = len(_refusals(tasks)) < len(tasks)
+                raise refusals[0]
+            return [task.result() for task in tasks]
+        finally:
+            await _dropped(tasks)
 
     def close(self) -> None:
         """Drops the streams: the workers finish what they have received."""
@@ -116,9 +136,22 @@ async def together(calls: Sequence[Awaitable[T]]) -> list[T]:
     try:
         return list(await asyncio.gather(*tasks))
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _dropped(tasks)
+
+
+async def _dropped(tasks: Sequence[asyncio.Future[T]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _next_of(results: AsyncIterator[StepResult]) -> StepResult:
+    return await anext(results)
+
+
+def _refusals(tasks: Sequence[asyncio.Future[StepResult]]) -> list[RefusedPlan]:
+    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    return [error for error in errors if isinstance(error, RefusedPlan)]
 
 
 async def _complete(stream: WorkerStream, plans: Sequence[bytes]) -> None:

@@ -27,7 +27,7 @@ from typing import NamedTuple
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
-from radixmesh.daemons.scheduler.sequence import Lifecycle, Request
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 
 _MAX_REFUSALS = 2
 _MAX_LOSSES = 3
@@ -41,8 +41,8 @@ _NO_DEATHS = frozenset({ErrorReason.ERROR_REASON_EPOCH_FENCED})
 class _Loss(NamedTuple):
     """An epoch that ended with plans in flight: the requests that ran, and the one of them that was probed."""
 
-    running: list[Request]
-    probed: Request | None
+    running: list[Sequence]
+    probed: Sequence | None
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class _Record:
 class PoisonRequest(NamedTuple):
     """A request that must not run again, and the error that says why."""
 
-    request: Request
+    request: Sequence
     error: MeshError
 
 
@@ -64,9 +64,9 @@ class PoisonIsolation:
     """Counts by request, from one epoch to the next."""
 
     def __init__(self) -> None:
-        self._refusals: Counter[Request] = Counter()
-        self._records: dict[Request, _Record] = {}
-        self._suspects: list[Request] = []
+        self._refusals: Counter[Sequence] = Counter()
+        self._records: dict[Sequence, _Record] = {}
+        self._suspects: list[Sequence] = []
         """Requests to be probed, the oldest first. The first one is being probed."""
         self._loss: _Loss | None = None
         """The last loss, until it is counted."""
@@ -109,7 +109,7 @@ class PoisonIsolation:
                 self._suspects.append(request)
         return []
 
-    def _probe_lost(self, probed: Request) -> list[PoisonRequest]:
+    def _probe_lost(self, probed: Sequence) -> list[PoisonRequest]:
         last = self._records.get(probed)
         if last is None:  # It ended meanwhile.
             return []
@@ -120,7 +120,7 @@ class PoisonIsolation:
         is_deadly = last.num_losses == _MAX_LOSSES + _MAX_PROBES
         return [PoisonRequest(probed, _deadly(probed))] if is_deadly else []
 
-    def probing(self, state: EpochState) -> Request | None:
+    def probing(self, state: EpochState) -> Sequence | None:
         """The only request that may be admitted; None = none is suspected."""
         while self._suspects:
             first = self._suspects[0]
@@ -129,7 +129,7 @@ class PoisonIsolation:
             self.ended(first)
         return None
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: Sequence) -> None:
         """A request is over, or cleared."""
         self._refusals.pop(request, None)
         if self._records.pop(request, None) is not None and request in self._suspects:
@@ -141,7 +141,7 @@ def _is_no_death(error: MeshError) -> bool:
     return error.reason in _NO_DEATHS or error.metadata.get("state") == "draining"
 
 
-def _deadly(request: Request) -> MeshError:
+def _deadly(request: Sequence) -> MeshError:
     return MeshError(
         ErrorReason.ERROR_REASON_STEP_FAILED,
         f"the worker died {_MAX_LOSSES + _MAX_PROBES} times in a row while it ran this request, the last times without"
@@ -150,7 +150,7 @@ def _deadly(request: Request) -> MeshError:
     )
 
 
-def _num_output(state: EpochState, request: Request) -> int:
+def _num_output(state: EpochState, request: Sequence) -> int:
     """Tokens of a live request's output, those included that are only in its slot."""
     if request.slot < 0:
         return len(request.output)

@@ -11,11 +11,11 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.scheduler.cache.prefix_cache import PrefixCache
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 
-def find_breach(pool: PagePool, cache: PrefixCache, table: SlotTable) -> str:
+def find_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable) -> str:
     """What is wrong with the counts, in words; empty = nothing. O(slots)."""
     if not pool.is_balanced():
         return f"pages do not add up to {pool.num_pages}: {pool.recount()}"
@@ -27,11 +27,11 @@ def find_breach(pool: PagePool, cache: PrefixCache, table: SlotTable) -> str:
     return ""
 
 
-def find_deep_breach(pool: PagePool, cache: PrefixCache, table: SlotTable) -> str:
+def find_deep_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable) -> str:
     """As find_breach, from the pages themselves; O(pages)."""
-    breach = find_breach(pool, cache, table)
-    if breach:
-        return breach
+    violation = find_violation(pool, cache, table)
+    if violation:
+        return violation
     counted = pool.recount()
     counts = (pool.num_free, pool.num_cached, pool.num_owned, pool.num_leased, pool.num_quarantined)
     if tuple(counted[state] for state in PageState) != counts:
@@ -44,7 +44,7 @@ def find_deep_breach(pool: PagePool, cache: PrefixCache, table: SlotTable) -> st
     return ""
 
 
-def quarantine_doubtful(pool: PagePool, table: SlotTable) -> IntArray:
+def quarantine_doubtful(pool: PagePool, table: SequenceTable) -> IntArray:
     """Takes pages out of use that are owned by nobody or by two, or free though a slot holds them; returns them. Slots
     count afresh."""
     owned = _owned_by_slots(pool, table)
@@ -64,20 +64,20 @@ def quarantine_doubtful(pool: PagePool, table: SlotTable) -> IntArray:
     return doubtful
 
 
-def holders_of(pages: IntArray, table: SlotTable) -> list[Request]:
+def holders_of(pages: IntArray, table: SequenceTable) -> list[Sequence]:
     """Requests in slots whose page tables have any of these pages."""
     slots = np.flatnonzero(table.live).tolist()
-    found = (table.requests[slot] for slot in slots if np.isin(table.pages_of(slot), pages).any())
-    return [request for request in found if request is not None]
+    found = (table.sequences[slot] for slot in slots if np.isin(table.pages_of(slot), pages).any())
+    return [sequence for sequence in found if sequence is not None]
 
 
-def _held_by_slots(table: SlotTable) -> IntArray:
+def _held_by_slots(table: SequenceTable) -> IntArray:
     held = [table.pages_of(slot) for slot in np.flatnonzero(table.live).tolist()]
     pages: IntArray = np.concatenate(held) if held else empty_ints()
     return pages
 
 
-def _owned_by_slots(pool: PagePool, table: SlotTable) -> IntArray:
+def _owned_by_slots(pool: PagePool, table: SequenceTable) -> IntArray:
     pages = _held_by_slots(table)
     owned: IntArray = pages[pool.states_of(pages) == PageState.OWNED]
     return owned

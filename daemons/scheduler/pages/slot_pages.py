@@ -7,8 +7,8 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, PrefixCache, Probe
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool, PageState
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 _OWNED, _QUARANTINED = int(PageState.OWNED), int(PageState.QUARANTINED)
 
@@ -24,11 +24,12 @@ class SlotPages:
 
     share()  (prompt computed)  [0, full)  -> cache where unknown there, locked; duplicates stay own
     leave()  (any end)          [0, full)  -> cache where unknown there;  duplicates and the rest -> free
+    planned_len is what plans in flight compute at most: surplus pages stay with the slot until its end.
     full = computed_len rounded down to whole pages: only results that were processed count, so the KV of the last
     sampled token, and whatever in-flight plans still write, is never cached.
     """
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, table: SlotTable, weights_version: int) -> None:
+    def __init__(self, pool: PagePool, cache: PrefixCache, table: SequenceTable, weights_version: int) -> None:
         self.pool = pool
         self.cache = cache
         self._table = table
@@ -41,21 +42,21 @@ class SlotPages:
         """Pages that could be granted now: free ones, and cached ones that nobody uses."""
         return self.pool.num_free + self.cache.num_evictable
 
-    def namespace_of(self, request: Request) -> Namespace:
-        name = request.cache_name
+    def namespace_of(self, sequence: Sequence) -> Namespace:
+        name = sequence.cache_name
         return Namespace(name, self._weights_version) if name else self._common
 
-    def probe(self, request: Request) -> Probe:
+    def probe(self, sequence: Sequence) -> Probe:
         """What match() would find for a request's tokens; changes nothing."""
-        return self.cache.probe(self.namespace_of(request), request.token_ids()[: request.max_cached_len()])
+        return self.cache.probe(self.namespace_of(sequence), sequence.token_ids()[: sequence.max_cached_len()])
 
-    def match(self, request: Request, probe: Probe | None = None) -> Match:
+    def match(self, sequence: Sequence, probe: Probe | None = None) -> Match:
         """The usable cached prefix of a request's tokens, locked: attach() or unlock it.
 
         probe: what probe() said of it just now.
         """
-        ids = request.token_ids()[: request.max_cached_len()]
-        match = self.cache.match(self.namespace_of(request), ids, probe)
+        ids = sequence.token_ids()[: sequence.max_cached_len()]
+        match = self.cache.match(self.namespace_of(sequence), ids, probe)
         self.cache.lock(match)
         return match
 
@@ -78,18 +79,18 @@ class SlotPages:
         self._table.num_owned[slots] += counts
         return pages
 
-    def share(self, request: Request) -> None:
+    def share(self, sequence: Sequence) -> None:
         """Gives the computed full pages of a request that runs on to the cache, so that others find them."""
-        self._insert(request)
+        self._insert(sequence)
 
-    def leave(self, request: Request) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Takes a request out of its slot: computed full pages go to the cache, all else is free at once.
 
         Free at once is right though plans in flight still write there: the worker runs in order, and these pages can
         be granted no earlier than in the plan that releases the slot.
         """
-        slot = request.slot
-        self._insert(request)
+        slot = sequence.slot
+        self._insert(sequence)
         if self._table.num_owned.item(slot):
             pages = self._table.pages_of(slot)
             self.pool.give_back(pages[self.pool.states_of(pages) == _OWNED])
@@ -103,9 +104,9 @@ class SlotPages:
         self.pool.bump_generations()
         return len(pages)
 
-    def _insert(self, request: Request) -> None:
+    def _insert(self, sequence: Sequence) -> None:
         """Gives full computed pages to the cache, and keeps locked what the slot holds of it."""
-        slot, table, cache = request.slot, self._table, self.cache
+        slot, table, cache = sequence.slot, self._table, self.cache
         num_full = cache.longest_full(table.computed_len.item(slot))
         held = table.locks[slot]
         num_held = len(held.pages) if held is not None else 0
@@ -117,9 +118,9 @@ class SlotPages:
         if len(unsound):
             pages = pages[: num_held + unsound[0]]
         table.settle(slot)
-        ids = request.token_ids()[: len(pages) * cache.page_size]
+        ids = sequence.token_ids()[: len(pages) * cache.page_size]
         table.locks[slot], num_known = cache.extend(
-            held or empty_match(), self.namespace_of(request), ids, pages, priority=request.submission.priority
+            held or empty_match(), self.namespace_of(sequence), ids, pages, priority=sequence.submission.priority
         )
         taken = pages[num_known:]
         if len(taken):

@@ -9,10 +9,15 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.scheduler.pages.integrity import find_breach, find_deep_breach, holders_of, quarantine_doubtful
+from radixmesh.daemons.scheduler.pages.integrity import (
+    find_deep_violation,
+    find_violation,
+    holders_of,
+    quarantine_doubtful,
+)
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 log = get_logger(__name__)
 
@@ -72,7 +77,7 @@ def check_pages(
     counters: PlannerCounters,
     *,
     is_strict: bool,
-    retract: Callable[[EpochState, Request], None] | None = None,
+    retract: Callable[[EpochState, Sequence], None] | None = None,
 ) -> None:
     """Checks the page invariant. A breach is counted and logged with the last plans, and the pages in doubt are
     quarantined; strict, it fails instead (and every page is looked at).
@@ -83,26 +88,26 @@ def check_pages(
     """
     pages = state.pages
     if is_strict:
-        breach = find_deep_breach(pages.pool, pages.cache, state.table)
-        assert not breach and not pages.pool.num_page_violations, (breach, pages.pool.num_page_violations)
+        violation = find_deep_violation(pages.pool, pages.cache, state.table)
+        assert not violation and not pages.pool.num_page_violations, (violation, pages.pool.num_page_violations)
         return
-    breach = find_breach(pages.pool, pages.cache, state.table)
-    if not breach and not pages.pool.num_page_violations:
+    violation = find_violation(pages.pool, pages.cache, state.table)
+    if not violation and not pages.pool.num_page_violations:
         return
     counters.num_page_violations += 1
     pages.pool.num_page_violations = 0
     doubtful = quarantine_doubtful(pages.pool, state.table)
     log.error(
         "page_invariant_violation",
-        breach=breach or "a page moved from a state that it was not in",
+        violation=violation or "a page moved from a state that it was not in",
         quarantined=len(doubtful),
         epoch=state.epoch,
         last_plans=[_summary(step) for step in state.in_flight.last_steps()],
     )
     if retract is not None:
-        for request in holders_of(doubtful, state.table):
-            retract(state, request)
-    left = find_breach(pages.pool, pages.cache, state.table)
+        for sequence in holders_of(doubtful, state.table):
+            retract(state, sequence)
+    left = find_violation(pages.pool, pages.cache, state.table)
     if left:
         raise MeshError(
             ErrorReason.ERROR_REASON_INTERNAL, f"the page books are beyond repair ({left}): a new epoch follows"

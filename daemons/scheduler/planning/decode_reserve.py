@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 
 _MOST = 65_536.0
 _DECAY = 0.999
 
 
-class GrowthEstimate:
+class DecodeReserve:
     """Tokens that a running request is expected to need beyond those it has.
 
     Doubles in a step in which requests had to be retracted, decays otherwise (by half in 700 steps): too low costs a
@@ -33,7 +33,7 @@ class GrowthEstimate:
         self._has_grown = False
         self.num_tokens = max(self._least, self.num_tokens * _DECAY)
 
-    def reserved_pages(self, table: SlotTable, page_size: int) -> int:
+    def reserved_pages(self, table: SequenceTable, page_size: int) -> int:
         """Pages that all requests in slots are expected to ask for still."""
         # A free slot's max_total_len is 0: nothing is expected of it.
         known = np.maximum(table.planned_len, table.target_len)
@@ -41,7 +41,7 @@ class GrowthEstimate:
         pages = (expected + (page_size - 1)) // page_size - table.num_pages
         return int(np.maximum(pages, 0).sum())
 
-    def reserved_of(self, table: SlotTable, page_size: int, slot: int) -> int:
+    def reserved_of(self, table: SequenceTable, page_size: int, slot: int) -> int:
         """Of them, those of one slot."""
         known = max(table.planned_len.item(slot), table.target_len.item(slot))
         expected = min(table.max_total_len.item(slot) - 1, known + int(self.num_tokens))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import Rows
 
 
 class DecodeSet:
     """Members in the order of the result rows. Joins and leaves collect until commit()."""
 
-    def __init__(self, table: SlotTable) -> None:
+    def __init__(self, table: SequenceTable) -> None:
         self._table = table
         self._joining: list[int] = []
         self._is_dirty = False
@@ -36,12 +36,12 @@ class DecodeSet:
     def update(self) -> bool:
         """Takes members in that joined, and out those that left their slot or need no further token.
 
-        Returns whether the set changed. A slot whose planned length leaves room for no token beyond the one that its
+        Returns whether the set changed. A slot whose least length leaves room for no token beyond the one that its
         last plan samples has all its tokens in flight.
         """
         table, rows = self._table, self.rows
         slots = rows.slots
-        stays = table.planned_len.take(slots) + 2 <= table.max_total_len.take(slots)
+        stays = table.least_len.take(slots) + 2 <= table.max_total_len.take(slots)
         if self._is_dirty:
             stays &= table.live.take(slots) == rows.generations
             self._is_dirty = False
@@ -53,5 +53,5 @@ class DecodeSet:
         return True
 
 
-def _has_room(table: SlotTable, slot: int) -> bool:
-    return bool(table.planned_len[slot] + 2 <= table.max_total_len[slot])
+def _has_room(table: SequenceTable, slot: int) -> bool:
+    return bool(table.least_len[slot] + 2 <= table.max_total_len[slot])

@@ -11,9 +11,9 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.slot_pages import SlotPages
 from radixmesh.daemons.scheduler.planning.decode_set import DecodeSet
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import InFlight, PlannedChunk
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 
 class EpochState:
@@ -26,14 +26,14 @@ class EpochState:
     def __init__(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None, cache: PrefixCache) -> None:
         self.epoch = epoch
         self.group = group
-        self.table = SlotTable(group.num_slots)
+        self.table = SequenceTable(group.num_slots, group.max_tokens_per_row)
         self.in_flight = InFlight()
         self.decode_set = DecodeSet(self.table)
         self.releases: list[Release] = []
         """Slots freed since the last plan."""
-        self.prefilling: list[Request] = []
+        self.prefilling: list[Sequence] = []
         """Requests in slots whose prompt is not planned to its end, oldest admission first."""
-        self.retracting: dict[tuple[int, int], Request] = {}
+        self.retracting: dict[tuple[int, int], Sequence] = {}
         """By the (slot, generation) that their outstanding rows name."""
         self.next_step_id = 1
         self.is_decode_set_unsent = False
@@ -55,22 +55,27 @@ class EpochState:
         """Id of the last plan sent; 0 = none."""
         return self.next_step_id - 1
 
-    def leave(self, request: Request) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """Takes a request out of its slot: the next plan releases it, and may give slot and pages to another."""
-        self.releases.append(Release(slot=request.slot, generation=request.generation))
-        self.pages.leave(request)
+        self.releases.append(Release(slot=sequence.slot, generation=sequence.generation))
+        self.pages.leave(sequence)
         self.decode_set.freed()
 
-    def settle(self, request: Request) -> None:
+    def settle(self, sequence: Sequence) -> None:
         """Brings all tokens of a live request into its output."""
-        if request.slot >= 0:
-            self.table.settle(request.slot)
+        if sequence.slot >= 0:
+            self.table.settle(sequence.slot)
 
-    def short_of_pages(self, slots: IntArray) -> IntArray:
-        """Of these slots, those without a page for the token after their planned length."""
-        table = self.table
-        is_short = table.planned_len.take(slots) >= table.num_pages.take(slots) * self.group.page_size
-        return slots[is_short]
+    def short_of_pages(self, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """Of these slots, those without pages for all that their next decode may compute, and how many each lacks."""
+        table, page_size = self.table, self.group.page_size
+        if table.max_tokens_per_row == 1:
+            short = slots[table.planned_len.take(slots) >= table.num_pages.take(slots) * page_size]
+            return short, np.ones(len(short), np.int32)
+        most = np.minimum(table.planned_len.take(slots) + table.max_tokens_per_row, table.max_total_len.take(slots) - 1)
+        missing = (most + (page_size - 1)) // page_size - table.num_pages.take(slots)
+        is_short = missing > 0
+        return slots[is_short], missing[is_short]
 
 
 class PlanDraft:

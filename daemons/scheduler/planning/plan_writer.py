@@ -8,12 +8,12 @@ from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
 
 
 def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
-    """The plan of a finished draft. Takes the releases that wait; every decoding slot counts one token further."""
+    """The plan of a finished draft. Takes the releases that wait; the bounds of decoding slots move on."""
     releases, state.releases = tuple(state.releases), []
     has_forward = bool(len(state.decode_set) or draft.chunks)
     decode_set = state.decode_set.slots if state.is_decode_set_unsent else None
     state.is_decode_set_unsent = False
-    state.table.planned_len[state.decode_set.slots] += 1
+    state.table.plan_decodes(state.decode_set.slots)
     return StepPlan(
         epoch=state.epoch,
         step_id=state.next_step_id,

@@ -17,7 +17,7 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.group.suspects import PoisonIsolation
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters, check_pages
 from radixmesh.daemons.scheduler.planning.decode_grants import grant_decodes
-from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
+from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.flush import CacheFlush
 from radixmesh.daemons.scheduler.planning.plan_writer import enter_in_flight, plan_of
@@ -32,11 +32,11 @@ from radixmesh.daemons.scheduler.queue.limits import QueueLimits
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome, Submissions
 from radixmesh.daemons.scheduler.queue.validation import check_submission
-from radixmesh.daemons.scheduler.request_observer import RequestObserver
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.results.result_reader import ResultReader
-from radixmesh.daemons.scheduler.results.stop_conditions import Ending, FinishReason, StopWatch
-from radixmesh.daemons.scheduler.sequence import Lifecycle, Request, Submission
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd, StopWatch
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
+from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 
 
 class Planner:
@@ -47,19 +47,19 @@ class Planner:
     """
 
     def __init__(
-        self, settings: PlannerSettings, *, first_revision: int = 0, observer: RequestObserver | None = None
+        self, settings: PlannerSettings, *, first_revision: int = 0, observer: SequenceObserver | None = None
     ) -> None:
         self._settings = settings
         check_cache_choice(settings.cache, settings.eviction)
         self._queue = WaitingQueue(settings.queue_settings())
         self._limits = QueueLimits(settings.max_queue, settings.max_queue_tokens)
         self._submissions = Submissions()
-        self._growth = GrowthEstimate(settings.decode_reserve_tokens, settings.grant_ahead_tokens)
+        self._decode_reserve = DecodeReserve(settings.decode_reserve_tokens, settings.grant_ahead_tokens)
         self._prefill: Prefill | None = None
         self._state: EpochState | None = None
         self._group: GroupInfo | None = None
         self._stop_watch = StopWatch(0)
-        self._observer = observer or RequestObserver()
+        self._observer = observer or SequenceObserver()
         self._reader = ResultReader(self._finish, self._observer)
         self._outputs = Outputs()
         self._deadlines = Deadlines()
@@ -71,7 +71,7 @@ class Planner:
         self._intake = Intake(
             self._submissions, self._queue, self._limits, self._deadlines, self.counters, self._finish, self._observer
         )
-        self._retraction = Retraction(self._queue, self._growth, self.counters, self._finish)
+        self._retraction = Retraction(self._queue, self._decode_reserve, self.counters, self._finish)
         self._preemption: Preemption | None = None
         if settings.queue_settings().may_preempt:
             self._preemption = Preemption(
@@ -123,11 +123,11 @@ class Planner:
     @property
     def decode_reserve_tokens(self) -> int:
         """Tokens for which admission keeps pages free, per running request."""
-        return int(self._growth.num_tokens)
+        return int(self._decode_reserve.num_tokens)
 
     def owners(self) -> set[int]:
         """Streams that live requests belong to."""
-        return {request.owner for request in self._submissions.live()}
+        return {sequence.owner for sequence in self._submissions.live()}
 
     @property
     def num_live(self) -> int:
@@ -149,15 +149,22 @@ class Planner:
         self._intake.submit(submission, self._group, self._state, self._stop_watch, self._outputs)
 
     def abort(
-        self, request_id: str, index: int | None = None, below_attempt: int | None = None, tenant: str | None = None
+        self,
+        request_id: str,
+        index: int | None = None,
+        below_attempt: int | None = None,
+        tenant: str | None = None,
+        owner: int | None = None,
     ) -> AbortOutcome:
-        """Ends live requests, whichever router submitted them. tenant None: of any tenant."""
+        """Ends live requests. tenant None: of any tenant. owner: those of that stream, None = of any router."""
         found = self._submissions.find(request_id, index, below_attempt, tenant)
-        for request in found:
+        if owner is not None:
+            found = [sequence for sequence in found if sequence.owner == owner]
+        for sequence in found:
             # Whoever submitted it need not be who aborts it: the finish says why.
-            self._finish(request, Ending(FinishReason.ABORT), aborted_error(request_id, below_attempt))
+            self._finish(sequence, SequenceEnd(FinishReason.ABORT), aborted_error(request_id, below_attempt))
             if below_attempt is None:
-                self._submissions.aborted(request)
+                self._submissions.aborted(sequence)
         if found:
             return AbortOutcome.FOUND
         is_known = self._submissions.has_ended(request_id, index, tenant)
@@ -165,18 +172,18 @@ class Planner:
 
     def abort_owner(self, owner: int) -> int:
         """Ends the requests of a stream that is gone; returns how many there were."""
-        requests = [request for request in self._submissions.live() if request.owner == owner]
-        for request in requests:
-            self._finish(request, Ending(FinishReason.ABORT))
-        return len(requests)
+        sequences = [sequence for sequence in self._submissions.live() if sequence.owner == owner]
+        for sequence in sequences:
+            self._finish(sequence, SequenceEnd(FinishReason.ABORT))
+        return len(sequences)
 
     def finish_by_stop(self, owner: int, handle: int, num_output: int) -> None:
         """A stop string ended an output at that length; unknown handles have ended already."""
-        request = self._submissions.by_handle(owner, handle)
-        if request is not None:
+        sequence = self._submissions.by_handle(owner, handle)
+        if sequence is not None:
             if self._state is not None:
-                self._state.settle(request)
-            self._finish(request, Ending(FinishReason.STOP), num_output=min(num_output, len(request.output)))
+                self._state.settle(sequence)
+            self._finish(sequence, SequenceEnd(FinishReason.STOP), num_output=min(num_output, len(sequence.output)))
 
     # -- the worker group
 
@@ -187,12 +194,12 @@ class Planner:
         """
         self.end_epoch()
         from_outside = self._group is not None and group.lost_from_outside(self._group)
-        for request, reason in self._poison.regained(from_outside=from_outside):
-            self._finish(request, Ending(FinishReason.ERROR), reason)
+        for sequence, reason in self._poison.regained(from_outside=from_outside):
+            self._finish(sequence, SequenceEnd(FinishReason.ERROR), reason)
         if self._group is None or self._group.vocab_size != group.vocab_size:
             self._stop_watch = StopWatch(group.vocab_size)
-            for request in self._submissions.live():
-                self._stop_watch.watch(t for t in request.end_ids if t < group.vocab_size)
+            for sequence in self._submissions.live():
+                self._stop_watch.watch(t for t in sequence.end_ids if t < group.vocab_size)
         self._group = group
         settings = self._settings
         cache = make_prefix_cache(
@@ -201,12 +208,12 @@ class Planner:
         self._state = EpochState(epoch, group, snapshot, cache)
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         limits = settings.prefill_limits(group)
-        self._prefill = Prefill(limits, self._queue, self._growth, self.counters, self._observer)
-        for request in self._submissions.live():
+        self._prefill = Prefill(limits, self._queue, self._decode_reserve, self.counters, self._observer)
+        for sequence in self._submissions.live():
             try:
-                check_submission(request.submission, group)
+                check_submission(sequence.submission, group)
             except MeshError as error:
-                self._finish(request, Ending(FinishReason.ERROR), error)
+                self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
         self.cache_feed.follow(cache)
         self.counters.adopted_tokens += self._state.num_adopted_tokens
         return self._state.num_adopted_tokens
@@ -222,19 +229,19 @@ class Planner:
         self.flush.interrupted()
         self.cache_feed.follow(None)
         self.counters.evicted_pages += state.pages.num_evicted
-        self._queue.unhold_all()
+        self._queue.unpark_all()
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
         poisonous = self._poison.refused(state, refused_step, error) if is_refusal else []
         if not is_refusal:
             self._poison.lost(state, error)
         state.table.settle_all()
-        for request in (*state.table.running(), *state.retracting.values()):
-            request.slot = -1
-            request.lifecycle = Lifecycle.WAITING
-            self._queue.push(request)
-        for request, reason in poisonous:
-            self._finish(request, Ending(FinishReason.ERROR), reason)
+        for sequence in (*state.table.running(), *state.retracting.values()):
+            sequence.slot = -1
+            sequence.lifecycle = Lifecycle.WAITING
+            self._queue.push(sequence)
+        for sequence, reason in poisonous:
+            self._finish(sequence, SequenceEnd(FinishReason.ERROR), reason)
 
     def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
         """The next step, which the caller must send; None = there is nothing to do before the next result or submit.
@@ -277,7 +284,7 @@ class Planner:
         step = state.in_flight.answered(result)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
         self._retraction.requeue_answered(state)
-        self._growth.stepped()
+        self._decode_reserve.stepped()
         self.flush.processed(result.step_id)
         self.counters.processed(step, result)
         device_us = (result.device_end_ns - result.device_start_ns) / 1000
@@ -290,30 +297,30 @@ class Planner:
     # -- inside
 
     def _finish(
-        self, request: Request, ending: Ending, error: MeshError | None = None, num_output: int | None = None
+        self, sequence: Sequence, ending: SequenceEnd, error: MeshError | None = None, num_output: int | None = None
     ) -> None:
         """Ends a live request wherever it is in its life."""
         state = self._state
-        if request.lifecycle is Lifecycle.WAITING:
-            self._queue.remove(request)
-        elif state is not None and request.lifecycle is Lifecycle.RUNNING:
-            state.leave(request)
+        if sequence.lifecycle is Lifecycle.WAITING:
+            self._queue.remove(sequence)
+        elif state is not None and sequence.lifecycle is Lifecycle.RUNNING:
+            state.leave(sequence)
         elif state is not None:
-            del state.retracting[request.retracted_from]
-        request.lifecycle = Lifecycle.FINISHED
-        self._stop_watch.unwatch(request.end_ids)
-        self._submissions.end(request)
-        self._deadlines.ended(request)
-        self._poison.ended(request)
-        self._observer.finished(request, ending.reason)
+            del state.retracting[sequence.retracted_from]
+        sequence.lifecycle = Lifecycle.FINISHED
+        self._stop_watch.unwatch(sequence.end_ids)
+        self._submissions.end(sequence)
+        self._deadlines.ended(sequence)
+        self._poison.ended(sequence)
+        self._observer.finished(sequence, ending.reason)
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
-        self._outputs.finished.append(Finished.of(request, ending, error, num_output))
+        self._outputs.finished.append(Finished.of(sequence, ending, error, num_output))
 
     def _expire(self, now: float) -> None:
-        for request in self._deadlines.due(now):
+        for sequence in self._deadlines.due(now):
             message = "the request's deadline passed: allow more time, or fewer tokens"
             error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
-            self._finish(request, Ending(FinishReason.ERROR), error)
+            self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
 
     def _sent(self, state: EpochState, plan: StepPlan, draft: PlanDraft, now: float) -> StepPlan:
         enter_in_flight(state, plan, draft, now)

@@ -12,8 +12,8 @@ from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.retraction import Retraction
-from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, lane_key
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, sub_queue_key
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 _MOST_A_PLAN = 8
 
@@ -42,15 +42,15 @@ class Preemption:
         Those retracted go where any retracted request goes: their output is kept. Nobody goes unless all that go make
         room enough.
         """
-        request = self._queue.head()
-        if request is None or draft.has_retracted or prefill.has_room(state, request):
+        sequence = self._queue.head()
+        if sequence is None or draft.has_retracted or prefill.has_room(state, sequence):
             return
         # Pages granted in this very plan would go to whoever gets the slot next: their owners stay for now.
         granted = draft.granted_slots()
-        victims = [victim for victim in self._victims(state, request) if victim.slot not in granted]
+        victims = [victim for victim in self._victims(state, sequence) if victim.slot not in granted]
         page_size = state.group.page_size
-        missing_pages = prefill.missing_pages(state, request)
-        chosen: list[Request] = []
+        missing_pages = prefill.missing_pages(state, sequence)
+        chosen: list[Sequence] = []
         for victim in victims[:_MOST_A_PLAN]:
             chosen.append(victim)
             slot = victim.slot
@@ -66,13 +66,13 @@ class Preemption:
         prefill.begin_plan(state)
         state.is_decode_set_unsent |= state.decode_set.update()
 
-    def _victims(self, state: EpochState, request: Request) -> list[Request]:
+    def _victims(self, state: EpochState, sequence: Sequence) -> list[Sequence]:
         """Running requests that may give way to this one, the first to go first."""
         table = state.table
-        slots = np.flatnonzero((table.live > 0) & (table.priority < request.submission.priority))
+        slots = np.flatnonzero((table.live > 0) & (table.priority < sequence.submission.priority))
         order = np.lexsort((-table.arrival[slots], table.priority[slots]))
-        running = (table.requests[slot] for slot in slots[order].tolist())
+        running = (table.sequences[slot] for slot in slots[order].tolist())
         victims = [r for r in running if r is not None and r.num_preempted < self._max_times]
         if self._across_tenants:
             return victims
-        return [victim for victim in victims if lane_key(victim) == lane_key(request)]
+        return [victim for victim in victims if sub_queue_key(victim) == sub_queue_key(sequence)]

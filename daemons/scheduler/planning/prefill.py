@@ -10,16 +10,16 @@ from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.steps.step_codec import admit_bytes
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
-from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
+from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
-from radixmesh.daemons.scheduler.queue.inflight_prefixes import HeldBack
+from radixmesh.daemons.scheduler.queue.inflight_prefixes import InflightPrefixes
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import pages_for
-from radixmesh.daemons.scheduler.request_observer import RequestObserver
-from radixmesh.daemons.scheduler.sequence import Lifecycle, Request
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 
 # More than that are not held back at a time: they could not all run next anyway.
-_MAX_HELD = 256
+_MAX_WAITING = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,17 +40,20 @@ class Prefill:
         self,
         limits: PrefillLimits,
         queue: WaitingQueue,
-        growth: GrowthEstimate,
+        decode_reserve: DecodeReserve,
         counters: PlannerCounters,
-        observer: RequestObserver,
+        observer: SequenceObserver,
     ) -> None:
         self._observer = observer
         self._limits = limits
         self._queue = queue
-        self._growth = growth
+        self._decode_reserve = decode_reserve
         self._counters = counters
-        self._held_back = HeldBack(
-            queue, counters, least_tokens=limits.inflight_prefix_min_tokens, max_held=min(_MAX_HELD, limits.max_running)
+        self._inflight_prefixes = InflightPrefixes(
+            queue,
+            counters,
+            min_tokens=limits.inflight_prefix_min_tokens,
+            max_waiting=min(_MAX_WAITING, limits.max_running),
         )
         self._num_reserved: int | None = None
         """Pages that running requests are expected to ask for; None = not counted in this plan."""
@@ -58,9 +61,9 @@ class Prefill:
     def begin_plan(self, state: EpochState) -> None:
         """Slots have changed since the last plan. Puts back into turn those who waited for what is computed by now."""
         self._num_reserved = None
-        self._held_back.release(state)
+        self._inflight_prefixes.release(state)
 
-    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool, only: Request | None = None) -> None:
+    def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool, only: Sequence | None = None) -> None:
         """Continues prefills, then admits. A prefill that waits for pages keeps new requests out.
 
         only: nobody else is admitted.
@@ -69,10 +72,10 @@ class Prefill:
             may_admit &= only.lifecycle is Lifecycle.WAITING
         state.prefilling = [r for r in state.prefilling if _is_prefilling(state, r)]
         is_blocked = False
-        for request in state.prefilling:
+        for sequence in state.prefilling:
             if draft.token_budget <= 0:
                 return
-            is_blocked |= not self._add_chunk(state, draft, request)
+            is_blocked |= not self._add_chunk(state, draft, sequence)
         while may_admit and not is_blocked and not draft.has_retracted and draft.token_budget > 0:
             # An admit carries its tokens, cached pages and options whole, however little of it is to be computed.
             if draft.num_admit_bytes >= MAX_FRAME_BYTES or len(draft.admits) >= MAX_FRAME_ENTRIES:
@@ -81,32 +84,32 @@ class Prefill:
             if request_or_none is None or not self._admit(state, draft, request_or_none) or only is not None:
                 return
 
-    def has_room(self, state: EpochState, request: Request) -> bool:
+    def has_room(self, state: EpochState, sequence: Sequence) -> bool:
         """Whether a request could be admitted now."""
-        return self._has_slot(state) and self._has_pages(state, request, state.pages.probe(request).num_pages)
+        return self._has_slot(state) and self._has_pages(state, sequence, state.pages.probe(sequence).num_pages)
 
-    def missing_pages(self, state: EpochState, request: Request) -> int:
+    def missing_pages(self, state: EpochState, sequence: Sequence) -> int:
         """Pages that a request lacks for its admission; 0 or less = it lacks a slot alone."""
-        needed = self._wanted_pages(state, request) - state.pages.probe(request).num_pages
+        needed = self._wanted_pages(state, sequence) - state.pages.probe(sequence).num_pages
         return needed + self._reserved(state) - state.pages.num_available
 
     def reserved_pages(self, state: EpochState, slot: int, page_size: int) -> int:
         """Pages that are kept for a running request."""
-        return self._growth.reserved_of(state.table, page_size, slot)
+        return self._decode_reserve.reserved_of(state.table, page_size, slot)
 
-    def _add_chunk(self, state: EpochState, draft: PlanDraft, request: Request) -> bool:
+    def _add_chunk(self, state: EpochState, draft: PlanDraft, sequence: Sequence) -> bool:
         """Adds the next chunk of a request in a slot; False if there is no page for a single token.
 
         None is added where the logprobs of its prompt would make the result's message too long: the next plan's turn.
         """
-        table, page_size, slot = state.table, state.group.page_size, request.slot
+        table, page_size, slot = state.table, state.group.page_size, sequence.slot
         planned, target = table.planned_len.item(slot), table.target_len.item(slot)
         num_pages, available = table.num_pages.item(slot), state.pages.num_available
         length = min(target - planned, draft.token_budget, self._limits.chunk_tokens)
         length = min(length, (num_pages + available) * page_size - planned)
         if length <= 0:
             return False
-        token_bytes = _logprob_bytes(request)
+        token_bytes = _logprob_bytes(sequence)
         if token_bytes:
             length = min(length, (MAX_FRAME_BYTES - draft.num_logprob_bytes) // token_bytes)
             if length <= 0:
@@ -115,59 +118,59 @@ class Prefill:
         is_last = planned + length == target
         missing = max(0, pages_for(planned + length, page_size) - num_pages)
         if is_last:
-            most = pages_for(request.max_total_len - 1, page_size) - num_pages
+            most = pages_for(sequence.max_total_len - 1, page_size) - num_pages
             missing = max(missing, min(missing + self._limits.ahead_pages, most, available))
         if missing:
             slots, counts = as_ints([slot]), as_ints([missing])
             draft.add_grants(slots, counts, state.pages.grant(slots, counts))
-        draft.add_chunk(slot, request.generation, length, is_last=is_last)
-        table.planned_len[slot] = planned + length
-        if is_last and request.submission.task is Task.GENERATE:
+        draft.add_chunk(slot, sequence.generation, length, is_last=is_last)
+        table.plan_chunk(slot, planned + length)
+        if is_last and sequence.submission.task is Task.GENERATE:
             state.decode_set.join(slot)
         return True
 
-    def _admit(self, state: EpochState, draft: PlanDraft, request: Request) -> bool:
+    def _admit(self, state: EpochState, draft: PlanDraft, sequence: Sequence) -> bool:
         """Admits the request with its first chunk, or holds it back; False if it, and all behind it, have to wait."""
         if not self._has_slot(state):
             return False
         pages, page_size = state.pages, state.group.page_size
-        probe = pages.probe(request)
-        ahead = self._held_back.ahead_of(state, request, probe.num_pages * page_size)
+        probe = pages.probe(sequence)
+        ahead = self._inflight_prefixes.ahead_of(state, sequence, probe.num_pages * page_size)
         if ahead is not None:
-            return self._held_back.hold(request, ahead)
-        if not self._has_pages(state, request, probe.num_pages):
+            return self._inflight_prefixes.park(sequence, ahead)
+        if not self._has_pages(state, sequence, probe.num_pages):
             return False
-        match = pages.match(request, probe)
+        match = pages.match(sequence, probe)
         # What it found is locked now, and cannot be evicted for it any more.
-        if not self._has_pages(state, request, len(match.pages)):
+        if not self._has_pages(state, sequence, len(match.pages)):
             pages.cache.unlock(match)
             return False
-        self._enter(state, draft, request, match)
+        self._enter(state, draft, sequence, match)
         return True
 
-    def _enter(self, state: EpochState, draft: PlanDraft, request: Request, match: Match) -> None:
+    def _enter(self, state: EpochState, draft: PlanDraft, sequence: Sequence, match: Match) -> None:
         """A request with a locked match takes a slot."""
-        self._queue.admitted(request)
+        self._queue.admitted(sequence)
         cached_len = len(match.pages) * state.group.page_size
-        slot = state.table.take(request, cached_len)
+        slot = state.table.take(sequence, cached_len)
         state.pages.attach(slot, match)
-        request.lifecycle = Lifecycle.RUNNING
-        if request.cached_tokens < 0:
-            request.cached_tokens = min(cached_len, request.prompt_len)
-        self._counters.admitted(request.total_len, cached_len)
-        self._observer.admitted(request)
-        admit = _admit_of(state, request, match, cached_len)
+        sequence.lifecycle = Lifecycle.RUNNING
+        if sequence.cached_tokens < 0:
+            sequence.cached_tokens = min(cached_len, sequence.prompt_len)
+        self._counters.admitted(sequence.total_len, cached_len)
+        self._observer.admitted(sequence)
+        admit = _admit_of(state, sequence, match, cached_len)
         draft.admits.append(admit)
         draft.num_admit_bytes += admit_bytes(admit)
-        state.prefilling.append(request)
-        self._held_back.lead(state, request, cached_len)
-        self._add_chunk(state, draft, request)
+        state.prefilling.append(sequence)
+        self._inflight_prefixes.lead(state, sequence, cached_len)
+        self._add_chunk(state, draft, sequence)
         self._num_reserved = self._reserved(state) + self.reserved_pages(state, slot, state.group.page_size)
 
     def _has_slot(self, state: EpochState) -> bool:
         return bool(state.table.num_free) and state.table.num_running < self._limits.max_running
 
-    def _has_pages(self, state: EpochState, request: Request, num_cached: int) -> bool:
+    def _has_pages(self, state: EpochState, sequence: Sequence, num_cached: int) -> bool:
         """Whether the request and what the running ones are expected to need still fit; alone it must."""
         available = state.pages.num_available
         # A token's page at least: a slot that cannot start only holds others up.
@@ -175,55 +178,55 @@ class Prefill:
             return False
         if not state.table.num_running:
             return True
-        return self._wanted_pages(state, request) - num_cached + self._reserved(state) <= available
+        return self._wanted_pages(state, sequence) - num_cached + self._reserved(state) <= available
 
-    def _wanted_pages(self, state: EpochState, request: Request) -> int:
-        wanted = min(request.max_total_len - 1, request.total_len + int(self._growth.num_tokens))
+    def _wanted_pages(self, state: EpochState, sequence: Sequence) -> int:
+        wanted = min(sequence.max_total_len - 1, sequence.total_len + int(self._decode_reserve.num_tokens))
         return pages_for(wanted, state.group.page_size)
 
     def _reserved(self, state: EpochState) -> int:
         if self._num_reserved is None:
-            self._num_reserved = self._growth.reserved_pages(state.table, state.group.page_size)
+            self._num_reserved = self._decode_reserve.reserved_pages(state.table, state.group.page_size)
         return self._num_reserved
 
 
-def _is_prefilling(state: EpochState, request: Request) -> bool:
-    slot = request.slot
+def _is_prefilling(state: EpochState, sequence: Sequence) -> bool:
+    slot = sequence.slot
     return (
-        request.lifecycle is Lifecycle.RUNNING
-        and state.table.requests[slot] is request
+        sequence.lifecycle is Lifecycle.RUNNING
+        and state.table.sequences[slot] is sequence
         and bool(state.table.planned_len[slot] < state.table.target_len[slot])
     )
 
 
-def _logprob_bytes(request: Request) -> int:
+def _logprob_bytes(sequence: Sequence) -> int:
     """Bytes that a result has for each token of a chunk, 0 = no logprobs of the prompt are wanted (any more)."""
-    sampling = request.submission.sampling
-    if not sampling.prompt_logprobs or request.logprobs_start >= request.prompt_len:
+    sampling = sequence.submission.sampling
+    if not sampling.prompt_logprobs or sequence.logprobs_start >= sequence.prompt_len:
         return 0
     return 4 + 8 * (sampling.num_top_logprobs or 0)
 
 
-def _admit_of(state: EpochState, request: Request, match: Match, cached_len: int) -> Admit:
-    submission = request.submission
+def _admit_of(state: EpochState, sequence: Sequence, match: Match, cached_len: int) -> Admit:
+    submission = sequence.submission
     min_tokens = submission.stop.min_tokens
     return Admit(
-        slot=request.slot,
-        generation=request.generation,
-        request_id=request.key.request_id,
-        index=request.key.index,
+        slot=sequence.slot,
+        generation=sequence.generation,
+        request_id=sequence.key.request_id,
+        index=sequence.key.index,
         task=submission.task,
         prompt_ids=submission.prompt_ids,
-        output_ids=request.output_ids(),
+        output_ids=sequence.output_ids(),
         cached_len=cached_len,
         cached_pages=match.pages,
         cached_page_generations=state.pages.pool.generations[match.pages],
-        max_total_len=request.max_total_len,
+        max_total_len=sequence.max_total_len,
         sampling=submission.sampling,
         min_tokens=min_tokens,
-        suppressed_ids=as_ints(sorted(request.end_ids)) if min_tokens else empty_ints(),
-        logprobs_start=request.logprobs_start,
-        cache_namespace=request.cache_name,
-        adapter=request.adapter,
-        trace_context=request.trace_context,
+        suppressed_ids=as_ints(sorted(sequence.end_ids)) if min_tokens else empty_ints(),
+        logprobs_start=sequence.logprobs_start,
+        cache_namespace=sequence.cache_name,
+        adapter=sequence.adapter,
+        trace_context=sequence.trace_context,
     )

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
-from radixmesh.daemons.scheduler.planning.decode_reserve import GrowthEstimate
+from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import outgrown
-from radixmesh.daemons.scheduler.results.stop_conditions import Ending, FinishReason
-from radixmesh.daemons.scheduler.sequence import Lifecycle, Request
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 
 
 class Retraction:
@@ -24,51 +24,51 @@ class Retraction:
     def __init__(
         self,
         queue: WaitingQueue,
-        growth: GrowthEstimate,
+        decode_reserve: DecodeReserve,
         counters: PlannerCounters,
-        finish: Callable[[Request, Ending, MeshError | None], None],
+        finish: Callable[[Sequence, SequenceEnd, MeshError | None], None],
     ) -> None:
         self._queue = queue
-        self._growth = growth
+        self._decode_reserve = decode_reserve
         self._counters = counters
         self._finish = finish
 
-    def give_way(self, state: EpochState, request: Request) -> None:
+    def give_way(self, state: EpochState, sequence: Sequence) -> None:
         """Retracts a running request, or ends it where no other could make room for it."""
         if state.table.num_running == 1 and not state.pages.pool.num_leased:
             error = outgrown(state.group.num_pages - state.pages.pool.num_quarantined)
-            self._finish(request, Ending(FinishReason.ERROR), error)
+            self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
             return
-        self._growth.retracted()
-        self.leave(state, request)
+        self._decode_reserve.retracted()
+        self.leave(state, sequence)
 
-    def leave(self, state: EpochState, request: Request) -> None:
+    def leave(self, state: EpochState, sequence: Sequence) -> None:
         """Takes a running request out of its slot; it waits again once its outstanding results are in."""
-        row_key = (request.slot, request.generation)
-        state.leave(request)
+        row_key = (sequence.slot, sequence.generation)
+        state.leave(sequence)
         self._counters.num_retracted += 1
         if not state.in_flight:
-            self._requeue(request)
+            self._requeue(sequence)
             return
-        request.lifecycle = Lifecycle.RETRACTING
-        request.waits_for_step = state.last_step_id
-        request.retracted_from = row_key
-        state.retracting[row_key] = request
+        sequence.lifecycle = Lifecycle.RETRACTING
+        sequence.waits_for_step = state.last_step_id
+        sequence.retracted_from = row_key
+        state.retracting[row_key] = sequence
 
     def requeue_answered(self, state: EpochState) -> None:
         """Queues those whose last outstanding result was processed."""
         if not state.retracting:
             return
         done = state.in_flight.last_processed
-        for row_key, request in [(k, r) for k, r in state.retracting.items() if r.waits_for_step <= done]:
+        for row_key, sequence in [(k, r) for k, r in state.retracting.items() if r.waits_for_step <= done]:
             del state.retracting[row_key]
-            self._requeue(request)
+            self._requeue(sequence)
 
     def unblock(self, state: EpochState) -> None:
         """Nothing can be planned: if that is because prefills wait for each other's pages, the youngest gives way."""
         if state.prefilling and not state.in_flight and not state.releases:
             self.give_way(state, state.table.last_in_line())
 
-    def _requeue(self, request: Request) -> None:
-        request.lifecycle = Lifecycle.WAITING
-        self._queue.push(request)
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.lifecycle = Lifecycle.WAITING
+        self._queue.push(sequence)

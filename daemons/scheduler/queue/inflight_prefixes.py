@@ -20,11 +20,11 @@ from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
 
-_MAX_HOLDS = 4
+_MAX_WAITS = 4
 # Finding out that somebody has to wait costs about 10 us.
-_MAX_HOLDS_A_PLAN = 32
+_MAX_WAITS_PER_PLAN = 32
 
 # Namespace, position, and the tokens that come next there.
 _Front = tuple[Namespace, int, bytes]
@@ -33,12 +33,12 @@ _Front = tuple[Namespace, int, bytes]
 class Ahead(NamedTuple):
     """Who computes what another needs, and up to where that is wanted (tokens, whole pages)."""
 
-    leader: Request
+    leader: Sequence
     until: int
 
 
-class _Hold(NamedTuple):
-    request: Request
+class _Follower(NamedTuple):
+    sequence: Sequence
     until: int
     """Tokens of the leader that it waits for; whole pages."""
 
@@ -50,110 +50,110 @@ class _Leader:
         self.generation = generation
         self.ids = ids
         self.front = front
-        self.holds: list[_Hold] = []
+        self.followers: list[_Follower] = []
 
 
-class HeldBack:
+class InflightPrefixes:
     """Leaders of one epoch and those who wait for them. least_tokens: a common part shorter than that, beyond what is
     cached, is not waited for."""
 
-    def __init__(self, queue: WaitingQueue, counters: PlannerCounters, *, least_tokens: int, max_held: int) -> None:
+    def __init__(self, queue: WaitingQueue, counters: PlannerCounters, *, min_tokens: int, max_waiting: int) -> None:
         self._queue = queue
         self._counters = counters
-        self._least_tokens = least_tokens
-        self._max_held = max_held
-        self._leaders: dict[Request, _Leader] = {}
-        self._by_front: dict[_Front, Request] = {}
-        self._num_held_now = 0
+        self._min_tokens = min_tokens
+        self._max_waiting = max_waiting
+        self._leaders: dict[Sequence, _Leader] = {}
+        self._by_front: dict[_Front, Sequence] = {}
+        self._num_parked_in_plan = 0
 
-    def lead(self, state: EpochState, request: Request, num_cached: int) -> None:
+    def lead(self, state: EpochState, sequence: Sequence, num_cached: int) -> None:
         """A request was admitted with so many tokens from the cache: others may wait for what it computes."""
-        ids = request.token_ids()
-        if len(ids) - num_cached < self._least_tokens:
+        ids = sequence.token_ids()
+        if len(ids) - num_cached < self._min_tokens:
             return
-        front = self._front_of(state, request, ids, num_cached)
+        front = self._front_of(state, sequence, ids, num_cached)
         if front not in self._by_front:
-            self._by_front[front] = request
-            self._leaders[request] = _Leader(request.generation, ids, front)
+            self._by_front[front] = sequence
+            self._leaders[sequence] = _Leader(sequence.generation, ids, front)
 
-    def ahead_of(self, state: EpochState, request: Request, num_cached: int) -> Ahead | None:
+    def ahead_of(self, state: EpochState, sequence: Sequence, num_cached: int) -> Ahead | None:
         """Who computes what comes next of a waiting request with so many tokens in the cache; None = nobody, or it was
         held often enough."""
         if not self._by_front:
             return None
-        ids = request.token_ids()[: request.max_cached_len()]
-        if request.num_holds >= _MAX_HOLDS or len(ids) - num_cached < self._least_tokens:
+        ids = sequence.token_ids()[: sequence.max_cached_len()]
+        if sequence.num_prefix_waits >= _MAX_WAITS or len(ids) - num_cached < self._min_tokens:
             return None
-        other = self._by_front.get(self._front_of(state, request, ids, num_cached))
+        other = self._by_front.get(self._front_of(state, sequence, ids, num_cached))
         if other is None:
             return None
         leader = self._leaders[other]
         num = min(len(ids), len(leader.ids))
         page_size = state.group.page_size
         until = (num_cached + _num_equal(ids[num_cached:num], leader.ids[num_cached:num])) // page_size * page_size
-        if until - num_cached < self._least_tokens or not _leads(state, other, leader):
+        if until - num_cached < self._min_tokens or not _leads(state, other, leader):
             return None
         return Ahead(other, until)
 
-    def hold(self, request: Request, ahead: Ahead) -> bool:
+    def park(self, sequence: Sequence, ahead: Ahead) -> bool:
         """Holds a waiting request back; False if as many are held, or were in this plan, as may be: it keeps its
         turn."""
-        if self._queue.num_waiting_for_prefix >= self._max_held or self._num_held_now >= _MAX_HOLDS_A_PLAN:
+        if self._queue.num_waiting_for_prefix >= self._max_waiting or self._num_parked_in_plan >= _MAX_WAITS_PER_PLAN:
             return False
-        self._num_held_now += 1
-        request.num_holds += 1
+        self._num_parked_in_plan += 1
+        sequence.num_prefix_waits += 1
         self._counters.num_prefix_deduplications += 1
-        self._leaders[ahead.leader].holds.append(_Hold(request, ahead.until))
-        self._queue.hold(request)
+        self._leaders[ahead.leader].followers.append(_Follower(sequence, ahead.until))
+        self._queue.park(sequence)
         return True
 
     def release(self, state: EpochState) -> None:
         """Before a plan: whoever's prefix is there has its turn again, and so has whoever's leader is gone."""
-        self._num_held_now = 0
-        for request, leader in list(self._leaders.items()):
-            if not _leads(state, request, leader):
-                self._drop(request, leader)
-            elif leader.holds:
-                self._advance(state, request, leader)
+        self._num_parked_in_plan = 0
+        for sequence, leader in list(self._leaders.items()):
+            if not _leads(state, sequence, leader):
+                self._drop(sequence, leader)
+            elif leader.followers:
+                self._advance(state, sequence, leader)
 
-    def _advance(self, state: EpochState, request: Request, leader: _Leader) -> None:
+    def _advance(self, state: EpochState, sequence: Sequence, leader: _Leader) -> None:
         """Shares what a leader has computed so far, if anybody waits for no more than that."""
-        computed = int(state.table.computed_len[request.slot])
-        due = [hold for hold in leader.holds if hold.until <= computed]
+        computed = int(state.table.computed_len[sequence.slot])
+        due = [follower for follower in leader.followers if follower.until <= computed]
         if not due:
             return
-        state.pages.share(request)
-        for hold in due:
-            self._queue.unhold(hold.request)
-        leader.holds = [hold for hold in leader.holds if hold.until > computed]
+        state.pages.share(sequence)
+        for follower in due:
+            self._queue.unpark(follower.sequence)
+        leader.followers = [follower for follower in leader.followers if follower.until > computed]
         # Who comes now finds that much in the cache.
         shared = computed // state.group.page_size * state.group.page_size
         del self._by_front[leader.front]
-        leader.front = self._front_of(state, request, leader.ids, shared)
-        if len(leader.ids) - shared < self._least_tokens or leader.front in self._by_front:
-            self._drop(request, leader)
+        leader.front = self._front_of(state, sequence, leader.ids, shared)
+        if len(leader.ids) - shared < self._min_tokens or leader.front in self._by_front:
+            self._drop(sequence, leader)
         else:
-            self._by_front[leader.front] = request
+            self._by_front[leader.front] = sequence
 
-    def _drop(self, request: Request, leader: _Leader) -> None:
-        del self._leaders[request]
-        if self._by_front.get(leader.front) is request:
+    def _drop(self, sequence: Sequence, leader: _Leader) -> None:
+        del self._leaders[sequence]
+        if self._by_front.get(leader.front) is sequence:
             del self._by_front[leader.front]
-        for hold in leader.holds:
-            self._queue.unhold(hold.request)
+        for follower in leader.followers:
+            self._queue.unpark(follower.sequence)
 
-    def _front_of(self, state: EpochState, request: Request, ids: IntArray, num_cached: int) -> _Front:
-        following = ids[num_cached : num_cached + self._least_tokens]
-        return state.pages.namespace_of(request), num_cached, following.tobytes()
+    def _front_of(self, state: EpochState, sequence: Sequence, ids: IntArray, num_cached: int) -> _Front:
+        following = ids[num_cached : num_cached + self._min_tokens]
+        return state.pages.namespace_of(sequence), num_cached, following.tobytes()
 
 
-def _leads(state: EpochState, request: Request, leader: _Leader) -> bool:
+def _leads(state: EpochState, sequence: Sequence, leader: _Leader) -> bool:
     """Whether the leader is in the slot it had, its prefill not computed to the end."""
-    slot, table = request.slot, state.table
+    slot, table = sequence.slot, state.table
     return (
         slot >= 0
         and bool(table.live[slot] == leader.generation)
-        and table.requests[slot] is request
+        and table.sequences[slot] is sequence
         and bool(table.computed_len[slot] < table.target_len[slot])
     )
 

@@ -17,14 +17,14 @@ from radixmesh.daemons.scheduler.queue.validation import (
     check_same_prompt,
     check_submission,
     is_continued_alike,
-    make_request,
+    make_sequence,
 )
-from radixmesh.daemons.scheduler.request_observer import RequestObserver
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, Rejected, TokenRow, rows_of
-from radixmesh.daemons.scheduler.results.stop_conditions import Ending, FinishReason, StopWatch, ending_of
-from radixmesh.daemons.scheduler.sequence import Request, Submission
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd, StopWatch, end_of
+from radixmesh.daemons.scheduler.sequence import Sequence, Submission
+from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 
-Finish = Callable[[Request, Ending, MeshError | None], None]
+Finish = Callable[[Sequence, SequenceEnd, MeshError | None], None]
 
 
 class Intake:
@@ -38,7 +38,7 @@ class Intake:
         deadlines: Deadlines,
         counters: PlannerCounters,
         finish: Finish,
-        observer: RequestObserver,
+        observer: SequenceObserver,
     ) -> None:
         self._submissions = submissions
         self._queue = queue
@@ -96,7 +96,7 @@ class Intake:
         known, output = submission.resumed_output_ids, live.output_ids()
         if len(known) > len(output) or (output[: len(known)] != known).any():
             return False
-        outputs.finished.append(Finished.of(live, Ending(FinishReason.ABORT), _superseded(), None))
+        outputs.finished.append(Finished.of(live, SequenceEnd(FinishReason.ABORT), _superseded(), None))
         self._submissions.attach(live, submission.owner, submission.handle)
         if live.slot >= 0 and state is not None:
             state.table.owner[live.slot] = submission.owner
@@ -120,7 +120,7 @@ class Intake:
         check_submission(submission, group)
         live = self._submissions.get(submission.key)
         if live is not None:
-            self._finish(live, Ending(FinishReason.ABORT), _superseded())
+            self._finish(live, SequenceEnd(FinishReason.ABORT), _superseded())
         elif self._submissions.was_aborted(submission):
             outputs.finished.append(_ended_before(submission))
             return
@@ -128,19 +128,19 @@ class Intake:
             num_running = state.table.num_running if state is not None else 0
             self._limits.check(len(self._submissions) - num_running, self._queue.waiting_tokens)
         self._num_arrived += 1
-        self._add(make_request(submission, group, self._num_arrived), watch)
+        self._add(make_sequence(submission, group, self._num_arrived), watch)
 
-    def _add(self, request: Request, watch: StopWatch) -> None:
-        self._submissions.add(request)
-        request.trace_context = self._observer.accepted(request)
+    def _add(self, sequence: Sequence, watch: StopWatch) -> None:
+        self._submissions.add(sequence)
+        sequence.trace_context = self._observer.accepted(sequence)
         self._counters.num_submitted += 1
-        self._counters.prompt_tokens += request.prompt_len
-        self._deadlines.add(request)
-        watch.watch(request.end_ids)
-        self._queue.push(request)
-        ending = ending_of(request)
+        self._counters.prompt_tokens += sequence.prompt_len
+        self._deadlines.add(sequence)
+        watch.watch(sequence.end_ids)
+        self._queue.push(sequence)
+        ending = end_of(sequence)
         if ending is not None:  # Resumed with an output that is complete.
-            self._finish(request, ending, None)
+            self._finish(sequence, ending, None)
 
 
 def aborted_error(request_id: str, below_attempt: int | None) -> MeshError:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from radixmesh.daemons.scheduler.queue.sub_queue import AgedLane, Lane, SortedLane, first_come
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.queue.sub_queue import AgedSubQueue, SortedSubQueue, SubQueue, first_come
+from radixmesh.daemons.scheduler.sequence import Sequence
 
-LaneFactory = Callable[[], Lane]
+SubQueueFactory = Callable[[], SubQueue]
 _MASK = (1 << 64) - 1
 
 
@@ -30,36 +30,36 @@ class QueueSettings:
         return self.policy == "priority"
 
 
-def _fcfs(settings: QueueSettings) -> Lane:
-    return SortedLane(first_come)
+def _fcfs(settings: QueueSettings) -> SubQueue:
+    return SortedSubQueue(first_come)
 
 
-def _lcfs(settings: QueueSettings) -> Lane:
-    return _aged(SortedLane(_last_come), settings)
+def _lcfs(settings: QueueSettings) -> SubQueue:
+    return _aged(SortedSubQueue(_last_come), settings)
 
 
-def _lpm(settings: QueueSettings) -> Lane:
-    from radixmesh.daemons.scheduler.queue.probed_sub_queue import LongestPrefixLane
+def _lpm(settings: QueueSettings) -> SubQueue:
+    from radixmesh.daemons.scheduler.queue.probed_sub_queue import LongestPrefixSubQueue
 
-    return _aged(LongestPrefixLane(), settings)
-
-
-def _dfs_weight(settings: QueueSettings) -> Lane:
-    from radixmesh.daemons.scheduler.queue.probed_sub_queue import DepthFirstLane
-
-    return _aged(DepthFirstLane(), settings)
+    return _aged(LongestPrefixSubQueue(), settings)
 
 
-def _lof(settings: QueueSettings) -> Lane:
-    return _aged(SortedLane(_longest_output), settings)
+def _dfs_weight(settings: QueueSettings) -> SubQueue:
+    from radixmesh.daemons.scheduler.queue.probed_sub_queue import DepthFirstSubQueue
+
+    return _aged(DepthFirstSubQueue(), settings)
 
 
-def _random(settings: QueueSettings) -> Lane:
+def _lof(settings: QueueSettings) -> SubQueue:
+    return _aged(SortedSubQueue(_longest_output), settings)
+
+
+def _random(settings: QueueSettings) -> SubQueue:
     seed = _mixed(settings.seed)
-    return _aged(SortedLane(lambda request: _mixed(seed ^ request.arrival)), settings)
+    return _aged(SortedSubQueue(lambda sequence: _mixed(seed ^ sequence.arrival)), settings)
 
 
-QUEUE_POLICIES: dict[str, Callable[[QueueSettings], Lane]] = {
+QUEUE_POLICIES: dict[str, Callable[[QueueSettings], SubQueue]] = {
     "fcfs": _fcfs,
     "lpm": _lpm,
     "dfs-weight": _dfs_weight,
@@ -71,7 +71,7 @@ QUEUE_POLICIES: dict[str, Callable[[QueueSettings], Lane]] = {
 }
 
 
-def make_lanes(settings: QueueSettings) -> LaneFactory:
+def make_sub_queue_factory(settings: QueueSettings) -> SubQueueFactory:
     """A creator of lanes. Raises ValueError naming the choices."""
     if settings.policy not in QUEUE_POLICIES:
         raise ValueError(f"queue policy {settings.policy!r} is unknown: choose one of {', '.join(QUEUE_POLICIES)}")
@@ -79,16 +79,16 @@ def make_lanes(settings: QueueSettings) -> LaneFactory:
     return lambda: create(settings)
 
 
-def _aged(lane: Lane, settings: QueueSettings) -> Lane:
-    return AgedLane(lane, max_overtake_factor=settings.max_overtake_factor)
+def _aged(sub_queue: SubQueue, settings: QueueSettings) -> SubQueue:
+    return AgedSubQueue(sub_queue, max_overtake_factor=settings.max_overtake_factor)
 
 
-def _last_come(request: Request) -> int:
-    return -request.arrival
+def _last_come(sequence: Sequence) -> int:
+    return -sequence.arrival
 
 
-def _longest_output(request: Request) -> int:
-    return request.total_len - request.max_total_len
+def _longest_output(sequence: Sequence) -> int:
+    return sequence.total_len - sequence.max_total_len
 
 
 def _mixed(value: int) -> int:

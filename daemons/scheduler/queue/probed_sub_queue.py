@@ -13,39 +13,39 @@ from collections import deque
 from collections.abc import Iterator
 
 from radixmesh.daemons.scheduler.cache.prefix_cache import NOTHING_KNOWN, Probe
-from radixmesh.daemons.scheduler.queue.sub_queue import Lane, PlanView
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.queue.sub_queue import PlanView, SubQueue
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 # Of a plan's probes, those kept for whoever is about to go.
 _KEPT_PROBES = 4
 
 
-class ProbedLane(Lane):
+class ProbedSubQueue(SubQueue):
     """Keeps a probe of every member, brought up to date by and by; subclasses order by them."""
 
     def __init__(self) -> None:
-        self._probes: dict[Request, Probe] = {}
-        self._fresh: deque[Request] = deque()
+        self._probes: dict[Sequence, Probe] = {}
+        self._fresh: deque[Sequence] = deque()
         """Members that were never probed, and some that left."""
-        self._turn: deque[Request] = deque()
+        self._turn: deque[Sequence] = deque()
         """All other members, and some that left: who was probed longest ago comes first."""
         self._refreshed_for = -1
 
-    def push(self, request: Request) -> None:
-        assert request not in self._probes, request.key
-        self._probes[request] = NOTHING_KNOWN
-        self._fresh.append(request)
-        self._placed(request, NOTHING_KNOWN)
+    def push(self, sequence: Sequence) -> None:
+        assert sequence not in self._probes, sequence.key
+        self._probes[sequence] = NOTHING_KNOWN
+        self._fresh.append(sequence)
+        self._placed(sequence, NOTHING_KNOWN)
 
-    def head(self, view: PlanView) -> Request | None:
+    def head(self, view: PlanView) -> Sequence | None:
         self._refresh(view)
-        request = self._best()
-        while request is not None and view.num_probes_left > 0 and not self._update(request, view):
-            request = self._best()
-        return request
+        sequence = self._best()
+        while sequence is not None and view.num_probes_left > 0 and not self._update(sequence, view):
+            sequence = self._best()
+        return sequence
 
-    def remove(self, request: Request) -> None:
-        self._unplaced(request, self._probes.pop(request))
+    def remove(self, sequence: Sequence) -> None:
+        self._unplaced(sequence, self._probes.pop(sequence))
         if len(self._turn) + len(self._fresh) > 64 + 2 * len(self._probes):
             self._fresh = deque(dict.fromkeys(r for r in self._fresh if r in self._probes))
             fresh = set(self._fresh)
@@ -54,19 +54,19 @@ class ProbedLane(Lane):
     def __len__(self) -> int:
         return len(self._probes)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Sequence]:
         return iter(self._probes)
 
     @abstractmethod
-    def _placed(self, request: Request, probe: Probe) -> None:
+    def _placed(self, sequence: Sequence, probe: Probe) -> None:
         """A member has that probe from now on."""
 
     @abstractmethod
-    def _unplaced(self, request: Request, probe: Probe) -> None:
+    def _unplaced(self, sequence: Sequence, probe: Probe) -> None:
         """A member had that probe until now."""
 
     @abstractmethod
-    def _best(self) -> Request | None:
+    def _best(self) -> Sequence | None:
         """The next one by the probes known; None = no member."""
 
     def _refresh(self, view: PlanView) -> None:
@@ -77,52 +77,52 @@ class ProbedLane(Lane):
         for _ in range(len(self._fresh) + len(self._turn)):
             if view.num_probes_left <= _KEPT_PROBES:
                 return
-            request = (self._fresh or self._turn).popleft()
-            if request in self._probes:
-                self._turn.append(request)
-                self._update(request, view)
+            sequence = (self._fresh or self._turn).popleft()
+            if sequence in self._probes:
+                self._turn.append(sequence)
+                self._update(sequence, view)
 
-    def _update(self, request: Request, view: PlanView) -> bool:
+    def _update(self, sequence: Sequence, view: PlanView) -> bool:
         """Probes a member; whether it stands as it did."""
-        old, new = self._probes[request], view.probe(request)
+        old, new = self._probes[sequence], view.probe(sequence)
         if new == old:
             return True
-        self._unplaced(request, old)
-        self._probes[request] = new
-        self._placed(request, new)
+        self._unplaced(sequence, old)
+        self._probes[sequence] = new
+        self._placed(sequence, new)
         return False
 
 
-class LongestPrefixLane(ProbedLane):
+class LongestPrefixSubQueue(ProbedSubQueue):
     """Whoever has most tokens in the cache goes first; of equals the oldest."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[tuple[int, int, int, Request]] = []
+        self._heap: list[tuple[int, int, int, Sequence]] = []
         self._num_placed = 0
 
-    def _placed(self, request: Request, probe: Probe) -> None:
+    def _placed(self, sequence: Sequence, probe: Probe) -> None:
         self._num_placed += 1
-        heapq.heappush(self._heap, (-probe.num_pages, request.arrival, self._num_placed, request))
+        heapq.heappush(self._heap, (-probe.num_pages, sequence.arrival, self._num_placed, sequence))
         if len(self._heap) > 64 and len(self._heap) > 2 * len(self._probes):
             self._heap = [entry for entry in self._heap if self._is_valid(entry)]
             heapq.heapify(self._heap)
 
-    def _unplaced(self, request: Request, probe: Probe) -> None:
+    def _unplaced(self, sequence: Sequence, probe: Probe) -> None:
         """Its entry leaves when it reaches the head."""
 
-    def _best(self) -> Request | None:
+    def _best(self) -> Sequence | None:
         heap = self._heap
         while heap and not self._is_valid(heap[0]):
             heapq.heappop(heap)
         return heap[0][3] if heap else None
 
-    def _is_valid(self, entry: tuple[int, int, int, Request]) -> bool:
+    def _is_valid(self, entry: tuple[int, int, int, Sequence]) -> bool:
         probe = self._probes.get(entry[3])
         return probe is not None and probe.num_pages == -entry[0]
 
 
-class DepthFirstLane(ProbedLane):
+class DepthFirstSubQueue(ProbedSubQueue):
     """Walks the cache's tree depth first, at every branching into the part that most waiting requests belong to, and
     finishes a part before the next: requests that share much run close to each other, while it is cached."""
 
@@ -131,25 +131,25 @@ class DepthFirstLane(ProbedLane):
         self._top = _Branch()
         self._current: tuple[int, ...] = ()
 
-    def admitted(self, request: Request) -> None:
-        self._current = self._probes[request].branch
-        super().admitted(request)
+    def admitted(self, sequence: Sequence) -> None:
+        self._current = self._probes[sequence].branch
+        super().admitted(sequence)
 
-    def _placed(self, request: Request, probe: Probe) -> None:
+    def _placed(self, sequence: Sequence, probe: Probe) -> None:
         place = self._top
         for node in probe.branch:
             place = place.enter(node)
-        place.arrive(request)
+        place.arrive(sequence)
 
-    def _unplaced(self, request: Request, probe: Probe) -> None:
+    def _unplaced(self, sequence: Sequence, probe: Probe) -> None:
         places = [self._top]
         for node in probe.branch:
             places.append(places[-1].below[node])
-        places[-1].depart(request)
+        places[-1].depart(sequence)
         for above, node in zip(reversed(places[:-1]), reversed(probe.branch), strict=True):
             above.leave(node)
 
-    def _best(self) -> Request | None:
+    def _best(self) -> Sequence | None:
         if not self._probes:
             return None
         place, current = self._top, iter(self._current)
@@ -168,8 +168,8 @@ class _Branch:
         self.weight = 0
         self.below: dict[int, _Branch] = {}
         self._heaviest: list[tuple[int, int]] = []
-        self._members: set[Request] = set()
-        self._oldest: list[tuple[int, int, Request]] = []
+        self._members: set[Sequence] = set()
+        self._oldest: list[tuple[int, int, Sequence]] = []
 
     def enter(self, node: int) -> _Branch:
         """One member more below a node."""
@@ -203,17 +203,17 @@ class _Branch:
             else:
                 heapq.heapreplace(heap, (-branch.weight, node))
 
-    def arrive(self, request: Request) -> None:
-        self._members.add(request)
-        heapq.heappush(self._oldest, (request.arrival, id(request), request))
+    def arrive(self, sequence: Sequence) -> None:
+        self._members.add(sequence)
+        heapq.heappush(self._oldest, (sequence.arrival, id(sequence), sequence))
 
-    def depart(self, request: Request) -> None:
-        self._members.discard(request)
+    def depart(self, sequence: Sequence) -> None:
+        self._members.discard(sequence)
         if len(self._oldest) > 64 + 2 * len(self._members):
             self._oldest = [(r.arrival, id(r), r) for r in self._members]
             heapq.heapify(self._oldest)
 
-    def oldest(self) -> Request:
+    def oldest(self) -> Sequence:
         """Of the members that end here; there is one."""
         while self._oldest[0][2] not in self._members:
             heapq.heappop(self._oldest)

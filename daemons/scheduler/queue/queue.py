@@ -7,14 +7,14 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from radixmesh.daemons.scheduler.queue.policies import LaneFactory, QueueSettings, make_lanes
-from radixmesh.daemons.scheduler.queue.sub_queue import Lane, PlanView, PriorityLane, ProbeRequest
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.queue.policies import QueueSettings, SubQueueFactory, make_sub_queue_factory
+from radixmesh.daemons.scheduler.queue.sub_queue import PlanView, PrioritySubQueue, ProbeSequence, SubQueue
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 # Probes of the cache a plan: about 0.1 ms.
 _PROBES_A_PLAN = 16
 
-_LaneKey = tuple[str, str]
+_SubQueueKey = tuple[str, str]
 
 
 class WaitingQueue:
@@ -27,113 +27,115 @@ class WaitingQueue:
 
     def __init__(self, settings: QueueSettings | None = None) -> None:
         settings = settings or QueueSettings()
-        make_lane = make_lanes(settings)
+        make_sub_queue = make_sub_queue_factory(settings)
         self._is_priority_first = settings.priority_across_tenants
-        self._make_lane: LaneFactory = make_lane if self._is_priority_first else lambda: PriorityLane(make_lane)
-        self._classes: dict[int, OrderedDict[_LaneKey, Lane]] = {}
+        self._make_sub_queue: SubQueueFactory = (
+            make_sub_queue if self._is_priority_first else lambda: PrioritySubQueue(make_sub_queue)
+        )
+        self._classes: dict[int, OrderedDict[_SubQueueKey, SubQueue]] = {}
         self._priorities: list[int] = []
         """Heap of the negated priorities in _classes, and of some that are gone; each once."""
         self._listed: set[int] = set()
-        self._held: dict[Request, None] = {}
+        self._parked: dict[Sequence, None] = {}
         self._view = PlanView()
         self._num = 0
         self.waiting_tokens = 0
 
     @property
     def num_waiting_for_prefix(self) -> int:
-        return len(self._held)
+        return len(self._parked)
 
-    def begin_plan(self, probe: ProbeRequest | None = None) -> None:
+    def begin_plan(self, probe: ProbeSequence | None = None) -> None:
         """A plan is about to be made, and the cache may be asked again."""
         self._view = PlanView(self._view.number + 1, probe, _PROBES_A_PLAN if probe is not None else 0)
 
-    def push(self, request: Request) -> None:
-        self._enter(request)
+    def push(self, sequence: Sequence) -> None:
+        self._enter(sequence)
         self._num += 1
-        self.waiting_tokens += request.total_len
+        self.waiting_tokens += sequence.total_len
 
-    def head(self) -> Request | None:
+    def head(self) -> Sequence | None:
         """The request whose turn it is; it stays until removed."""
         while self._priorities:
-            lanes = self._classes.get(-self._priorities[0])
-            if lanes is None:
+            sub_queues = self._classes.get(-self._priorities[0])
+            if sub_queues is None:
                 self._listed.discard(-heapq.heappop(self._priorities))
                 continue
-            return next(iter(lanes.values())).head(self._view)
+            return next(iter(sub_queues.values())).head(self._view)
         return None
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, sequence: Sequence) -> None:
         """Takes out a request that has its turn, and gives the turn to the other lanes."""
-        lanes, key = self._classes[self._class_of(request)], lane_key(request)
-        lanes[key].admitted(request)
-        lanes.move_to_end(key)
-        self._count_out(request)
-        self._drop_empty(request)
+        sub_queues, key = self._classes[self._class_of(sequence)], sub_queue_key(sequence)
+        sub_queues[key].admitted(sequence)
+        sub_queues.move_to_end(key)
+        self._count_out(sequence)
+        self._drop_empty(sequence)
 
-    def remove(self, request: Request) -> None:
-        self._count_out(request)
-        if request in self._held:
-            del self._held[request]
+    def remove(self, sequence: Sequence) -> None:
+        self._count_out(sequence)
+        if sequence in self._parked:
+            del self._parked[sequence]
         else:
-            self._leave(request)
+            self._leave(sequence)
 
-    def hold(self, request: Request) -> None:
+    def park(self, sequence: Sequence) -> None:
         """Has no turn until unhold(), or remove()."""
-        self._leave(request)
-        self._held[request] = None
+        self._leave(sequence)
+        self._parked[sequence] = None
 
-    def unhold(self, request: Request) -> None:
+    def unpark(self, sequence: Sequence) -> None:
         """Has turns again; nothing happens to one that is not held (any more)."""
-        if request in self._held:
-            del self._held[request]
-            self._enter(request)
+        if sequence in self._parked:
+            del self._parked[sequence]
+            self._enter(sequence)
 
-    def unhold_all(self) -> None:
-        for request in list(self._held):
-            self.unhold(request)
+    def unpark_all(self) -> None:
+        for sequence in list(self._parked):
+            self.unpark(sequence)
 
     def __len__(self) -> int:
         return self._num
 
-    def __iter__(self) -> Iterator[Request]:
-        for lanes in list(self._classes.values()):
-            for lane in list(lanes.values()):
-                yield from list(lane)
-        yield from list(self._held)
+    def __iter__(self) -> Iterator[Sequence]:
+        for sub_queues in list(self._classes.values()):
+            for sub_queue in list(sub_queues.values()):
+                yield from list(sub_queue)
+        yield from list(self._parked)
 
-    def _enter(self, request: Request) -> None:
-        priority, key = self._class_of(request), lane_key(request)
-        lanes = self._classes.get(priority)
-        if lanes is None:
-            lanes = self._classes[priority] = OrderedDict()
+    def _enter(self, sequence: Sequence) -> None:
+        priority, key = self._class_of(sequence), sub_queue_key(sequence)
+        sub_queues = self._classes.get(priority)
+        if sub_queues is None:
+            sub_queues = self._classes[priority] = OrderedDict()
             if priority not in self._listed:
                 self._listed.add(priority)
                 heapq.heappush(self._priorities, -priority)
-        lane = lanes.get(key)
-        if lane is None:
-            lane = lanes[key] = self._make_lane()
-        lane.push(request)
+        sub_queue = sub_queues.get(key)
+        if sub_queue is None:
+            sub_queue = sub_queues[key] = self._make_sub_queue()
+        sub_queue.push(sequence)
 
-    def _leave(self, request: Request) -> None:
-        self._classes[self._class_of(request)][lane_key(request)].remove(request)
-        self._drop_empty(request)
+    def _leave(self, sequence: Sequence) -> None:
+        self._classes[self._class_of(sequence)][sub_queue_key(sequence)].remove(sequence)
+        self._drop_empty(sequence)
 
-    def _drop_empty(self, request: Request) -> None:
+    def _drop_empty(self, sequence: Sequence) -> None:
         # Tenants and priorities come from clients: what is empty must not stay.
-        priority, key = self._class_of(request), lane_key(request)
-        lanes = self._classes[priority]
-        if not len(lanes[key]):
-            del lanes[key]
-        if not lanes:
+        priority, key = self._class_of(sequence), sub_queue_key(sequence)
+        sub_queues = self._classes[priority]
+        if not len(sub_queues[key]):
+            del sub_queues[key]
+        if not sub_queues:
             del self._classes[priority]
 
-    def _class_of(self, request: Request) -> int:
-        return request.submission.priority if self._is_priority_first else 0
+    def _class_of(self, sequence: Sequence) -> int:
+        return sequence.submission.priority if self._is_priority_first else 0
 
-    def _count_out(self, request: Request) -> None:
+    def _count_out(self, sequence: Sequence) -> None:
         self._num -= 1
-        self.waiting_tokens -= request.total_len
+        self.waiting_tokens -= sequence.total_len
 
 
-def lane_key(request: Request) -> _LaneKey:
-    return (request.submission.router, request.submission.tenant)
+def sub_queue_key(sequence: Sequence) -> _SubQueueKey:
+    return (sequence.submission.router, sequence.submission.tenant)

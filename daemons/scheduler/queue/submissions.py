@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.scheduler.sequence import Request, RequestKey, Submission
+from radixmesh.daemons.scheduler.sequence import Sequence, SequenceKey, Submission
 
 _MAX_ENDED = 65_536
 # An abort holds against submits on their way for as long as a router keeps trying: five times --scheduler-wait-s.
@@ -44,27 +44,27 @@ class Submissions:
 
     def __init__(self, max_ended: int = _MAX_ENDED, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._live: dict[RequestKey, Request] = {}
-        self._by_handle: dict[tuple[int, int], Request] = {}
-        self._by_id: dict[str, set[RequestKey]] = {}
-        self._ended: OrderedDict[RequestKey, _Ended] = OrderedDict()
+        self._live: dict[SequenceKey, Sequence] = {}
+        self._by_handle: dict[tuple[int, int], Sequence] = {}
+        self._by_id: dict[str, set[SequenceKey]] = {}
+        self._ended: OrderedDict[SequenceKey, _Ended] = OrderedDict()
         # (tenant, None = any; request id) -> outputs in _ended.
         self._ended_ids: dict[tuple[str | None, str], int] = {}
         # Oldest first.
-        self._aborted: OrderedDict[RequestKey, _Aborted] = OrderedDict()
+        self._aborted: OrderedDict[SequenceKey, _Aborted] = OrderedDict()
         self._max_ended = max_ended
 
     def __len__(self) -> int:
         return len(self._live)
 
-    def live(self) -> Iterable[Request]:
+    def live(self) -> Iterable[Sequence]:
         """All live requests; a copy, so that they may end meanwhile."""
         return list(self._live.values())
 
-    def get(self, key: RequestKey) -> Request | None:
+    def get(self, key: SequenceKey) -> Sequence | None:
         return self._live.get(key)
 
-    def by_handle(self, owner: int, handle: int) -> Request | None:
+    def by_handle(self, owner: int, handle: int) -> Sequence | None:
         return self._by_handle.get((owner, handle))
 
     def is_repeat(self, submission: Submission) -> bool:
@@ -93,35 +93,35 @@ class Submissions:
                 {"handle": str(submission.handle)},
             )
 
-    def add(self, request: Request) -> None:
+    def add(self, sequence: Sequence) -> None:
         """A request goes live; its key has no live request."""
-        assert request.key not in self._live, request.key
-        self._aborted.pop(request.key, None)
-        self._live[request.key] = request
-        self._by_handle[request.owner, request.handle] = request
-        self._by_id.setdefault(request.key.request_id, set()).add(request.key)
+        assert sequence.key not in self._live, sequence.key
+        self._aborted.pop(sequence.key, None)
+        self._live[sequence.key] = sequence
+        self._by_handle[sequence.owner, sequence.handle] = sequence
+        self._by_id.setdefault(sequence.key.request_id, set()).add(sequence.key)
 
-    def attach(self, request: Request, owner: int, handle: int) -> None:
+    def attach(self, sequence: Sequence, owner: int, handle: int) -> None:
         """Rows of a live request go to another stream or handle from now on."""
-        self._by_handle.pop((request.owner, request.handle), None)
-        request.owner, request.handle = owner, handle
-        self._by_handle[owner, handle] = request
+        self._by_handle.pop((sequence.owner, sequence.handle), None)
+        sequence.owner, sequence.handle = owner, handle
+        self._by_handle[owner, handle] = sequence
 
-    def end(self, request: Request) -> None:
+    def end(self, sequence: Sequence) -> None:
         """A live request has ended."""
-        key = request.key
+        key = sequence.key
         del self._live[key]
-        self._by_handle.pop((request.owner, request.handle), None)
+        self._by_handle.pop((sequence.owner, sequence.handle), None)
         keys = self._by_id[key.request_id]
         keys.discard(key)
         if not keys:
             del self._by_id[key.request_id]
-        self._remember(key, _Ended(request.submission.attempt, request.owner, request.handle))
+        self._remember(key, _Ended(sequence.submission.attempt, sequence.owner, sequence.handle))
 
-    def aborted(self, request: Request) -> None:
+    def aborted(self, sequence: Sequence) -> None:
         """A live request was ended by an abort of all its attempts."""
-        self._aborted[request.key] = _Aborted(_seed_of(request.submission), self._clock() + _ABORTED_S)
-        self._aborted.move_to_end(request.key)
+        self._aborted[sequence.key] = _Aborted(_seed_of(sequence.submission), self._clock() + _ABORTED_S)
+        self._aborted.move_to_end(sequence.key)
         self._forget_aborted()
 
     def was_aborted(self, submission: Submission) -> bool:
@@ -133,7 +133,7 @@ class Submissions:
         aborted = self._aborted.get(submission.key)
         return submission.attempt > 0 and aborted is not None and aborted.seed == _seed_of(submission)
 
-    def find(self, request_id: str, index: int | None, below_attempt: int | None, tenant: str | None) -> list[Request]:
+    def find(self, request_id: str, index: int | None, below_attempt: int | None, tenant: str | None) -> list[Sequence]:
         """Live requests that an abort names, in order of index."""
         keys = [
             key
@@ -147,7 +147,7 @@ class Submissions:
         """True if such an output is remembered to have ended. tenant None: of any, where index is None too."""
         if index is None:
             return (tenant, request_id) in self._ended_ids
-        return RequestKey(request_id, index, tenant or "") in self._ended
+        return SequenceKey(request_id, index, tenant or "") in self._ended
 
     def _forget_aborted(self) -> None:
         now = self._clock()
@@ -157,7 +157,7 @@ class Submissions:
                 return
             del self._aborted[key]
 
-    def _remember(self, key: RequestKey, ended: _Ended) -> None:
+    def _remember(self, key: SequenceKey, ended: _Ended) -> None:
         if key not in self._ended:
             for name in ((key.tenant, key.request_id), (None, key.request_id)):
                 self._ended_ids[name] = self._ended_ids.get(name, 0) + 1

@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, too_large
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
 from radixmesh.daemons.scheduler.results.stop_conditions import end_ids_of
-from radixmesh.daemons.scheduler.sequence import Request, Submission
+from radixmesh.daemons.scheduler.sequence import Sequence, Submission
 
 # Tokens that a plan can admit at once with what it says of each: an id, a cached page and its generation.
 _MOST_TOKENS = MAX_ENTRY_BYTES // 12
@@ -36,12 +36,12 @@ def check_submission(submission: Submission, group: GroupInfo) -> None:
     _check_size(submission, group)
 
 
-def make_request(submission: Submission, group: GroupInfo, arrival: int) -> Request:
+def make_sequence(submission: Submission, group: GroupInfo, arrival: int) -> Sequence:
     """A request from a checked submission: every bound that depends on the group filled in."""
     sampling = submission.sampling
     if sampling.seed is None:  # Greedy: nothing is drawn, but the contract wants a seed.
         submission = replace(submission, sampling=replace(sampling, seed=0))
-    request = Request(
+    sequence = Sequence(
         submission=submission,
         arrival=arrival,
         owner=submission.owner,
@@ -55,18 +55,18 @@ def make_request(submission: Submission, group: GroupInfo, arrival: int) -> Requ
         ),
         logprobs_start=submission.logprobs_start,
     )
-    request.output.extend(submission.resumed_output_ids.tolist())
-    return request
+    sequence.output.extend(submission.resumed_output_ids.tolist())
+    return sequence
 
 
-def check_same_prompt(live: Request, submission: Submission) -> None:
+def check_same_prompt(live: Sequence, submission: Submission) -> None:
     """Raises DUPLICATE_REQUEST if the live request of that name is another one."""
     if not np.array_equal(live.submission.prompt_ids, submission.prompt_ids):
         message = f"{submission.key.request_id} is live with another prompt: choose another request id"
         raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, message, {"request_id": submission.key.request_id})
 
 
-def is_continued_alike(live: Request, submission: Submission) -> bool:
+def is_continued_alike(live: Sequence, submission: Submission) -> bool:
     """Whether the live request's tokens, as they are kept here, are the submission's. Kept are ids, no logprobs."""
     mine, wanted = live.submission, submission.sampling
     if wanted.wants_logprobs or mine.sampling.wants_logprobs:

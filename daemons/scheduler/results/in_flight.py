@@ -12,7 +12,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 
 _NUM_REMEMBERED = 4
 
@@ -25,7 +25,7 @@ class Rows:
     generations: IntArray
 
     @classmethod
-    def of(cls, table: SlotTable, slots: IntArray) -> Rows:
+    def of(cls, table: SequenceTable, slots: IntArray) -> Rows:
         """Rows of the requests that are in these slots now."""
         generations = table.live.take(slots)
         assert generations.all(), slots[generations == 0]
@@ -34,6 +34,11 @@ class Rows:
     @classmethod
     def none(cls) -> Rows:
         return cls(empty_ints(), empty_ints())
+
+    def still_in(self, table: SequenceTable) -> Rows:
+        """Those whose requests are in their slots still."""
+        is_live = table.live.take(self.slots) == self.generations
+        return Rows(self.slots[is_live], self.generations[is_live])
 
     def plus(self, other: Rows) -> Rows:
         if not len(other.slots):

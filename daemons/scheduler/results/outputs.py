@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +10,8 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
-from radixmesh.daemons.scheduler.results.stop_conditions import Ending, FinishReason
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,17 +78,17 @@ class Finished:
     error: MeshError | None = None
 
     @classmethod
-    def of(cls, request: Request, ending: Ending, error: MeshError | None, num_output: int | None) -> Finished:
+    def of(cls, sequence: Sequence, ending: SequenceEnd, error: MeshError | None, num_output: int | None) -> Finished:
         """The end of a request. num_output None: as many as it has."""
         return cls(
-            owner=request.owner,
-            handle=request.handle,
-            attempt=request.submission.attempt,
+            owner=sequence.owner,
+            handle=sequence.handle,
+            attempt=sequence.submission.attempt,
             reason=ending.reason,
-            num_output=len(request.output) if num_output is None else num_output,
+            num_output=len(sequence.output) if num_output is None else num_output,
             stop_id=ending.stop_id,
-            prompt_tokens=request.prompt_len,
-            cached_tokens=max(0, request.cached_tokens),
+            prompt_tokens=sequence.prompt_len,
+            cached_tokens=max(0, sequence.cached_tokens),
             error=error,
         )
 
@@ -142,7 +142,7 @@ class Outputs:
         return owners
 
 
-def rows_of(rows: Sequence[TokenRow]) -> TokenRows:
+def rows_of(rows: Collection[TokenRow]) -> TokenRows:
     """Rows as columns."""
     return TokenRows(
         owners=as_ints([row.owner for row in rows]),

@@ -16,8 +16,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import SlotLogprobs, StepResult, TokenLogprobs
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
-from radixmesh.daemons.scheduler.planning.slot_table import SlotTable
-from radixmesh.daemons.scheduler.request_observer import RequestObserver
+from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
 from radixmesh.daemons.scheduler.results.outputs import (
     Outputs,
@@ -27,8 +26,9 @@ from radixmesh.daemons.scheduler.results.outputs import (
     TokenRows,
     rows_of,
 )
-from radixmesh.daemons.scheduler.results.stop_conditions import Ending, FinishReason, StopWatch, ending_of
-from radixmesh.daemons.scheduler.sequence import Lifecycle, Request
+from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd, StopWatch, end_of
+from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
+from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 
 _Logprobs = dict[tuple[int, int], TokenLogprobs]
 
@@ -36,7 +36,9 @@ _Logprobs = dict[tuple[int, int], TokenLogprobs]
 class ResultReader:
     """finish: ends a request that is live."""
 
-    def __init__(self, finish: Callable[[Request, Ending, MeshError | None], None], observer: RequestObserver) -> None:
+    def __init__(
+        self, finish: Callable[[Sequence, SequenceEnd, MeshError | None], None], observer: SequenceObserver
+    ) -> None:
         self._finish = finish
         self._observer = observer
 
@@ -46,13 +48,15 @@ class ResultReader:
         """Applies a result to the state and says in `outputs` what it brought.
 
         Raises, before anything is changed, TOKEN_OUT_OF_VOCABULARY for ids that no sampler can have drawn, and
-        PROTOCOL_VIOLATION for logprobs that are not those of the rows, or of a prompt.
+        PROTOCOL_VIOLATION for rows of more tokens than the worker said a row may have, and for logprobs that are not
+        those of the rows, or of a prompt.
         """
         ids = result.ids
         # Negative ids are large ones without a sign.
         if len(ids) and ids.view(np.uint32).max() >= state.group.vocab_size:
             message = f"step {result.step_id} returned ids outside the vocabulary of {state.group.vocab_size}"
             raise MeshError(ErrorReason.ERROR_REASON_TOKEN_OUT_OF_VOCABULARY, message)
+        _check_counts(state, result)
         _check_logprobs(state, step, result)
         _advance_chunks(state, step)
         _take_prompt_logprobs(state, result, outputs)
@@ -60,31 +64,37 @@ class ResultReader:
             self._take_rows(state, step, result, watch, outputs)
         self._take_vectors(state, result, outputs)
         for failed in result.slot_errors:
-            request = _live_request(state, failed.slot, failed.generation)
-            if request is not None:
-                self._finish(request, Ending(FinishReason.ERROR), failed.error)
+            sequence = _live_sequence(state, failed.slot, failed.generation)
+            if sequence is not None:
+                self._finish(sequence, SequenceEnd(FinishReason.ERROR), failed.error)
 
     def _take_rows(
         self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
     ) -> None:
         table, rows, counts, ids = state.table, step.rows, result.counts, result.ids
         logprobs = {(entry.slot, entry.generation): entry.logprobs for entry in result.logprobs}
-        is_plain = (table.live.take(rows.slots) == rows.generations) & (counts == 1)
-        odd: list[tuple[int, IntArray]] = []
+        is_fast = (table.live.take(rows.slots) == rows.generations) & (counts == 1)
+        slow: list[tuple[int, IntArray]] = []
         num_decodes = step.num_decodes
-        if np.count_nonzero(is_plain) != len(rows):
-            plain = np.flatnonzero(is_plain)
+        decoded = Rows.none()
+        if table.max_tokens_per_row > 1:
+            decoded = Rows(rows.slots[:num_decodes], rows.generations[:num_decodes]).still_in(table)
+            table.num_decodes_ahead[decoded.slots] -= 1
+        if np.count_nonzero(is_fast) != len(rows):
+            fast = np.flatnonzero(is_fast)
             starts = np.cumsum(counts) - counts
-            odd = [(row, ids[starts[row] : starts[row] + counts[row]]) for row in np.flatnonzero(~is_plain).tolist()]
-            num_decodes = int(np.count_nonzero(is_plain[: step.num_decodes]))
-            rows = Rows(rows.slots[plain], rows.generations[plain])
-            ids = ids[starts[plain]]
+            slow = [(row, ids[starts[row] : starts[row] + counts[row]]) for row in np.flatnonzero(~is_fast).tolist()]
+            num_decodes = int(np.count_nonzero(is_fast[: step.num_decodes]))
+            rows = Rows(rows.slots[fast], rows.generations[fast])
+            ids = ids[starts[fast]]
         if len(rows):
-            self._take_plain(state, rows, num_decodes, ids, logprobs, watch, outputs)
-        for row, row_ids in odd:
-            self._take_odd(state, step, row, row_ids, logprobs, outputs)
+            self._take_fast_path(state, rows, num_decodes, ids, logprobs, watch, outputs)
+        for row, row_ids in slow:
+            self._take_slow_path(state, step, row, row_ids, logprobs, outputs)
+        if len(decoded):
+            table.bound(decoded.still_in(table).slots)
 
-    def _take_plain(
+    def _take_fast_path(
         self,
         state: EpochState,
         rows: Rows,
@@ -118,65 +128,79 @@ class ResultReader:
         may_end = watch.is_watched(ids) | (lengths >= table.max_total_len.take(slots))
         if np.count_nonzero(may_end):
             for slot in slots[may_end].tolist():
-                request = _occupant(table, slot)
+                sequence = _occupant(table, slot)
                 table.settle(slot)
-                ending = ending_of(request)
+                ending = end_of(sequence)
                 if ending is not None:
-                    self._finish(request, ending, None)
+                    self._finish(sequence, ending, None)
         for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
-            request = table.requests[slot]
-            if request is not None and table.live[slot] == generation:
-                state.pages.share(request)
+            sequence = table.sequences[slot]
+            if sequence is not None and table.live[slot] == generation:
+                state.pages.share(sequence)
 
-    def _take_odd(
+    def _take_slow_path(
         self, state: EpochState, step: PlannedStep, row: int, ids: IntArray, logprobs: _Logprobs, outputs: Outputs
     ) -> None:
         table = state.table
         slot, generation = int(step.rows.slots[row]), int(step.rows.generations[row])
         is_decode = row < step.num_decodes
-        request = table.requests[slot] if table.live[slot] == generation else state.retracting.get((slot, generation))
-        if request is None:
+        sequence = table.sequences[slot] if table.live[slot] == generation else state.retracting.get((slot, generation))
+        if sequence is None:
             return
-        is_running = request.lifecycle is Lifecycle.RUNNING
+        is_running = sequence.lifecycle is Lifecycle.RUNNING
         if is_running:
             table.settle(slot)
-        if is_running and is_decode:  # Planned as one token.
-            table.computed_len[slot] += len(ids)
-            table.planned_len[slot] += len(ids) - 1
-        first, ending = len(request.output), None
+        first, ending = len(sequence.output), None
         for token in ids.tolist():
-            request.output.append(token)
-            ending = ending_of(request)
+            sequence.output.append(token)
+            ending = end_of(sequence)
             if ending is not None:
                 break
-        taken = len(request.output) - first
+        taken = len(sequence.output) - first
         if is_running:
             table.total_len[slot] += taken
+        if is_running and is_decode:
+            # What follows an end is no token of the request: its KV is not the request's either.
+            table.computed_len[slot] += taken
+            if table.max_tokens_per_row == 1:  # Planned as one token.
+                table.planned_len[slot] += taken - 1
         if taken and not is_decode:
-            self._observer.prefilled(request)
+            self._observer.prefilled(sequence)
         if taken:
             given = logprobs.get((slot, generation))
+            if given is not None and taken < len(ids):
+                given = _first(given, taken)
             row_ids = ids[:taken]
             outputs.rows.append(
-                rows_of([TokenRow(request.owner, request.handle, request.submission.attempt, first, row_ids, given)])
+                rows_of([TokenRow(sequence.owner, sequence.handle, sequence.submission.attempt, first, row_ids, given)])
             )
         if ending is not None:
-            self._finish(request, ending, None)
+            self._finish(sequence, ending, None)
         elif is_running and not is_decode:
-            state.pages.share(request)
+            state.pages.share(sequence)
 
     def _take_vectors(self, state: EpochState, result: StepResult, outputs: Outputs) -> None:
         for entry in result.vectors:
-            request = _live_request(state, entry.slot, entry.generation)
-            if request is not None:
-                outputs.vectors.append(OutputVector(owner=request.owner, handle=request.handle, values=entry.values))
-                self._finish(request, Ending(FinishReason.STOP), None)
+            sequence = _live_sequence(state, entry.slot, entry.generation)
+            if sequence is not None:
+                outputs.vectors.append(OutputVector(owner=sequence.owner, handle=sequence.handle, values=entry.values))
+                self._finish(sequence, SequenceEnd(FinishReason.STOP), None)
 
 
-def _occupant(table: SlotTable, slot: int) -> Request:
-    request = table.requests[slot]
-    assert request is not None, slot
-    return request
+def _occupant(table: SequenceTable, slot: int) -> Sequence:
+    sequence = table.sequences[slot]
+    assert sequence is not None, slot
+    return sequence
+
+
+def _check_counts(state: EpochState, result: StepResult) -> None:
+    """Pages were granted for so many."""
+    most = state.table.max_tokens_per_row
+    if most > 1 and result.counts.max(initial=0) > most:
+        message = (
+            f"step {result.step_id} returned {result.counts.max()} tokens for a row: the worker said {most} at most"
+        )
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message, {"max": str(most)})
 
 
 def _check_logprobs(state: EpochState, step: PlannedStep, result: StepResult) -> None:
@@ -188,15 +212,15 @@ def _check_logprobs(state: EpochState, step: PlannedStep, result: StepResult) ->
             if len(entry.logprobs.own) != lengths.get((entry.slot, entry.generation)) or not _has_width(state, entry):
                 raise _wrong_logprobs(result, entry)
     for entry in result.prompt_logprobs:
-        request = _live_request(state, entry.slot, entry.generation)
+        sequence = _live_sequence(state, entry.slot, entry.generation)
         end = entry.first_position + len(entry.logprobs.own)
-        if request is not None and (end > request.prompt_len or not _has_width(state, entry)):
+        if sequence is not None and (end > sequence.prompt_len or not _has_width(state, entry)):
             raise _wrong_logprobs(result, entry)
 
 
 def _has_width(state: EpochState, entry: SlotLogprobs) -> bool:
-    request = _live_request(state, entry.slot, entry.generation)
-    return request is None or entry.logprobs.num_top <= (request.submission.sampling.num_top_logprobs or 0)
+    sequence = _live_sequence(state, entry.slot, entry.generation)
+    return sequence is None or entry.logprobs.num_top <= (sequence.submission.sampling.num_top_logprobs or 0)
 
 
 def _wrong_logprobs(result: StepResult, entry: SlotLogprobs) -> MeshError:
@@ -213,25 +237,35 @@ def _advance_chunks(state: EpochState, step: PlannedStep) -> None:
 
 def _take_prompt_logprobs(state: EpochState, result: StepResult, outputs: Outputs) -> None:
     for entry in result.prompt_logprobs:
-        request = _live_request(state, entry.slot, entry.generation)
-        if request is None:
+        sequence = _live_sequence(state, entry.slot, entry.generation)
+        if sequence is None:
             continue
         outputs.prompt_logprobs.append(
             PromptLogprobs(
-                owner=request.owner,
-                handle=request.handle,
+                owner=sequence.owner,
+                handle=sequence.handle,
                 first_position=entry.first_position,
                 logprobs=entry.logprobs,
             )
         )
         # Delivered: a replay need not compute them again.
-        request.logprobs_start = max(request.logprobs_start, entry.first_position + len(entry.logprobs.own))
+        sequence.logprobs_start = max(sequence.logprobs_start, entry.first_position + len(entry.logprobs.own))
 
 
-def _live_request(state: EpochState, slot: int, generation: int) -> Request | None:
+def _live_sequence(state: EpochState, slot: int, generation: int) -> Sequence | None:
     if 0 <= slot < state.table.num_slots and state.table.live[slot] == generation:
-        return state.table.requests[slot]
+        return state.table.sequences[slot]
     return state.retracting.get((slot, generation))
+
+
+def _first(logprobs: TokenLogprobs, count: int) -> TokenLogprobs:
+    """Those of the first `count` tokens."""
+    return TokenLogprobs(
+        own=logprobs.own[:count],
+        num_top=logprobs.num_top,
+        top_ids=logprobs.top_ids[:count],
+        top=logprobs.top[:count],
+    )
 
 
 def _by_row(rows: Rows, logprobs: _Logprobs) -> dict[int, TokenLogprobs]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 
 class FinishReason(IntEnum):
@@ -22,7 +22,7 @@ class FinishReason(IntEnum):
     ERROR = 4
 
 
-class Ending(NamedTuple):
+class SequenceEnd(NamedTuple):
     """Why an output ended; `stop_id` where an id ended it."""
 
     reason: FinishReason
@@ -51,15 +51,15 @@ class StopWatch:
         return self._counts[ids] > 0
 
 
-def ending_of(request: Request) -> Ending | None:
+def end_of(sequence: Sequence) -> SequenceEnd | None:
     """Whether the last token of the request's output ends it. An end before min_tokens does not count."""
-    num_output = len(request.output)
+    num_output = len(sequence.output)
     if num_output:
-        token = request.output[-1]
-        if token in request.end_ids and num_output > request.submission.stop.min_tokens:
-            return Ending(FinishReason.STOP, token)
-    if request.total_len >= request.max_total_len:
-        return Ending(FinishReason.LENGTH)
+        token = sequence.output[-1]
+        if token in sequence.end_ids and num_output > sequence.submission.stop.min_tokens:
+            return SequenceEnd(FinishReason.STOP, token)
+    if sequence.total_len >= sequence.max_total_len:
+        return SequenceEnd(FinishReason.LENGTH)
     return None
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.scheduler.scheduler_loop import Engine
+from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 
-def load_of(engine: Engine, submit_sequence: int = 0) -> scheduler_pb2.Load:
+def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load:
     """The load at this moment; the sequence is of the router that it goes to."""
-    planner = engine.planner
+    planner = loop.planner
     load = scheduler_pb2.Load(
         submit_sequence=submit_sequence,
         num_running=planner.num_running,
         num_waiting=planner.num_waiting,
         waiting_tokens=planner.waiting_tokens,
         hit_rate=planner.hit_rate,
-        group=int(engine.group_state),  # type: ignore[arg-type]
-        is_draining=engine.is_draining,
-        epoch=engine.epoch,
+        group=int(loop.group_state),  # type: ignore[arg-type]
+        is_draining=loop.is_draining,
+        epoch=loop.epoch,
     )
     if planner.state is not None:
         pool = planner.state.pages.pool
@@ -27,12 +27,12 @@ def load_of(engine: Engine, submit_sequence: int = 0) -> scheduler_pb2.Load:
     return load
 
 
-def hello_of(engine: Engine, instance_id: str) -> scheduler_pb2.SchedulerHello:
+def hello_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.SchedulerHello:
     """What the scheduler serves: what its group does."""
-    identity = engine.group.identity
+    identity = loop.group.identity
     model = common_pb2.ModelIdentity()
     model.CopyFrom(identity)
-    group = engine.planner.group
+    group = loop.planner.group
     return scheduler_pb2.SchedulerHello(
         hello=make_hello(daemon="scheduler", instance_id=instance_id, model=model),
         page_size=group.page_size if group is not None else 0,
@@ -40,18 +40,18 @@ def hello_of(engine: Engine, instance_id: str) -> scheduler_pb2.SchedulerHello:
     )
 
 
-def state_of(engine: Engine, instance_id: str) -> scheduler_pb2.GetStateResponse:
+def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateResponse:
     """The scheduler at this moment."""
-    planner, counters = engine.planner, engine.planner.counters
+    planner, counters = loop.planner, loop.planner.counters
     response = scheduler_pb2.GetStateResponse(
-        hello=hello_of(engine, instance_id),
-        load=load_of(engine),
+        hello=hello_of(loop, instance_id),
+        load=load_of(loop),
         num_steps=counters.num_steps,
         num_page_violations=counters.num_page_violations,
         num_retractions=counters.num_retracted,
         prefilled_tokens=counters.prefilled_tokens,
         prompt_cached_tokens=planner.cached_tokens,
-        num_routers=len(engine.streams),
+        num_routers=len(loop.streams),
         num_preemptions=counters.num_preempted,
         num_prefix_deduplications=counters.num_prefix_deduplications,
         decode_reserve_tokens=planner.decode_reserve_tokens,
@@ -59,7 +59,7 @@ def state_of(engine: Engine, instance_id: str) -> scheduler_pb2.GetStateResponse
     )
     if planner.state is not None:
         pool = planner.state.pages.pool
-        response.depth = engine.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
+        response.depth = loop.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
         response.owned_pages, response.leased_pages = pool.num_owned, pool.num_leased
         response.adopted_tokens = planner.state.num_adopted_tokens
         response.evicted_pages = planner.state.pages.num_evicted

@@ -28,7 +28,7 @@ _VALUES_AN_EVENT = 64
 _BYTES_A_ROW = 16
 
 
-class Outbox:
+class RouterOutbox:
     """Pending output of one stream. A reader that is slow gets larger frames, up to MAX_FRAME_BYTES.
 
     One that never reads gets nothing any more once too much waits: is_overfull is set then, and stays.

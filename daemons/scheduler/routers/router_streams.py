@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.results.outputs import Outputs
-from radixmesh.daemons.scheduler.routers.outbox import Outbox, stalled
+from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox, stalled
 
 # A router that lost its connection is back within this time, or its requests are aborted.
 _GRACE_S = 2.0
@@ -16,7 +16,7 @@ class RouterStream:
     def __init__(self, owner: int, router: str) -> None:
         self.owner = owner
         self.router = router
-        self.outbox = Outbox(owner)
+        self.outbox = RouterOutbox(owner)
         self.submit_sequence = 0
         self.closed_by: MeshError | None = None
         """Set when the scheduler ends the stream."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
@@ -43,10 +44,10 @@ class ConfigReader:
         return value
 
     def number(self, key: str, default: float | None = None, *, can_be_zero: bool = False) -> float:
-        """A number > 0, or >= 0."""
+        """A finite number > 0, or >= 0."""
         value = self._get(key, default)
         is_zero = can_be_zero and value == 0
-        if not isinstance(value, int | float) or isinstance(value, bool) or not (value > 0 or is_zero):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not (0 < value < math.inf or is_zero):
             raise self.error(key, f"a number {'>=' if can_be_zero else '>'} 0")
         return float(value)
 

@@ -25,6 +25,7 @@ from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
 from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
+from radixmesh.daemons.worker.plans.uneven_rows import settle_uneven
 from radixmesh.daemons.worker.runner import ModelRunner, RunningStep, StepOutput
 
 
@@ -55,13 +56,19 @@ class LaunchedStep:
     """A plan that was launched. finish() is called on the thread that launched it, in the order of the launches."""
 
     def __init__(
-        self, executor: StepExecutor, builder: ResultBuilder, ready_ns: int, forward: ForwardStep | None = None
+        self,
+        executor: StepExecutor,
+        builder: ResultBuilder,
+        ready_ns: int,
+        forward: ForwardStep | None = None,
+        result: StepResult | None = None,
     ) -> None:
+        """result: of a step that was done when its launch returned."""
         self._executor = executor
         self._builder = builder
         self._ready_ns = ready_ns
         self._forward = forward
-        self._result: StepResult | None = None
+        self._result = result
         self._error: Exception | None = None
 
     @property
@@ -109,12 +116,14 @@ class StepExecutor:
             vocab_size=runner.vocab_size,
             max_total_len=runner.max_total_len,
             max_tokens_per_step=max_tokens_per_step,
+            max_tokens_per_row=runner.max_tokens_per_row,
             tasks=frozenset(runner.tasks),
         )
         self.runner = runner
         self.table = SlotTable(self.limits)
         self.records = PageRecordTable(self.limits)
         self.weights_version = 1
+        assert runner.max_tokens_per_row == 1 or not runner.is_asynchronous, "a launch needs exact lengths"
         self._epoch = 0
         self._group_generation = 0
         self._last_step = 0
@@ -151,10 +160,15 @@ class StepExecutor:
         builder = ResultBuilder(plan, self.weights_version)
         if not plan.has_forward:
             return LaunchedStep(self, builder, ready_ns)
-        batch = ForwardBatch.of(plan, self.table, self.limits.page_size)
+        batch = ForwardBatch.of(plan, self.table, self.limits.page_size, self.runner.max_tokens_per_row)
         if self._launched and self._needs_tokens(batch):
             self.finish_all()
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
+        if self.runner.max_tokens_per_row > 1:
+            output = running.output()
+            settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
+            self.table.is_bounded[self.table.decode_set] = True
+            return LaunchedStep(self, builder, ready_ns, result=builder.build_forward(batch, output))
         step = LaunchedStep(self, builder, ready_ns, ForwardStep(batch, running, self._written(batch)))
         self._advance(batch)
         self._launched.append(step)

@@ -40,16 +40,18 @@ class ForwardBatch:
     num_results: int
 
     @classmethod
-    def of(cls, plan: StepPlan, table: SlotTable, page_size: int) -> ForwardBatch:
+    def of(cls, plan: StepPlan, table: SlotTable, page_size: int, max_tokens_per_row: int = 1) -> ForwardBatch:
         """The batch of a checked and applied plan. Segments hold views of the table's arrays, rows hold copies."""
         decode_set = table.decode_set
-        has_room = table.has_room(decode_set)
+        room = table.room(decode_set, max_tokens_per_row) if max_tokens_per_row > 1 else None
+        has_room = table.has_room(decode_set) if room is None else room > 0
         is_batched = has_room & (table.total_len[decode_set] >= table.batch_from_len[decode_set])
         segments: list[Segment] = []
         segment_rows: list[Row] = []
         for index in np.flatnonzero(has_room & ~is_batched).tolist():
             slot = int(decode_set[index])
-            segments.append(_segment(table, slot, 1, page_size))
+            max_tokens = None if room is None else int(room[index])
+            segments.append(_segment(table, slot, 1, page_size, max_tokens))
             segment_rows.append(_row(table, slot, index))
         num_results = len(decode_set)
         for chunk in plan.chunks:
@@ -62,7 +64,7 @@ class ForwardBatch:
             segment_rows.append(_row(table, chunk.slot, index))
         row_indexes = np.flatnonzero(is_batched).astype(np.int32)
         return cls(
-            rows=_decode_rows(table, decode_set[row_indexes]),
+            rows=_decode_rows(table, decode_set[row_indexes], None if room is None else room[row_indexes]),
             row_indexes=row_indexes,
             segments=segments,
             segment_rows=segment_rows,
@@ -75,7 +77,7 @@ def _row(table: SlotTable, slot: int, index: int) -> Row:
     return Row(slot=slot, index=index, generation=generation, logprobs_start=logprobs_start)
 
 
-def _decode_rows(table: SlotTable, slots: IntArray) -> DecodeRows:
+def _decode_rows(table: SlotTable, slots: IntArray, max_tokens: IntArray | None) -> DecodeRows:
     positions = table.total_len[slots] - 1
     return DecodeRows(
         slots=slots,
@@ -85,6 +87,7 @@ def _decode_rows(table: SlotTable, slots: IntArray) -> DecodeRows:
         num_pages=table.num_pages,
         seeds=table.seeds[slots],
         is_sampled=table.is_sampled[slots],
+        max_tokens=max_tokens,
     )
 
 
@@ -93,7 +96,7 @@ def _can_finish(table: SlotTable, slot: int) -> bool:
     return table.occupant(slot).task is not Task.GENERATE or bool(table.total_len[slot] < table.max_total_len[slot])
 
 
-def _segment(table: SlotTable, slot: int, length: int, page_size: int) -> Segment:
+def _segment(table: SlotTable, slot: int, length: int, page_size: int, max_tokens: int | None = None) -> Segment:
     occupant = table.occupant(slot)
     start, total_len = int(table.computed_len[slot]), int(table.total_len[slot])
     end = start + length
@@ -101,7 +104,11 @@ def _segment(table: SlotTable, slot: int, length: int, page_size: int) -> Segmen
     prompt_len = int(table.prompt_len[slot])
     sample = None
     if is_last and occupant.task is Task.GENERATE:
-        is_suppressed = total_len - prompt_len < occupant.min_tokens
+        num_suppressed = prompt_len + occupant.min_tokens - total_len
+        is_suppressed = num_suppressed > 0
+        if max_tokens is not None and is_suppressed and len(occupant.suppressed_ids):
+            # All tokens of one step are sampled under the same rule.
+            max_tokens = min(max_tokens, num_suppressed)
         sample = SampleInput(
             sampling=occupant.sampling,
             prompt_ids=occupant.prompt_ids,
@@ -114,7 +121,8 @@ def _segment(table: SlotTable, slot: int, length: int, page_size: int) -> Segmen
         slot=slot,
         ids=table.tokens[slot, start:end],
         start=start,
-        pages=table.page_tables[slot, : -(-end // page_size)],
+        pages=table.page_tables[slot, : -(-(end + (max_tokens or 1) - 1) // page_size)],
+        max_tokens=max_tokens,
         sample=sample,
         prompt_logprobs=wanted,
         prompt_ids=occupant.prompt_ids if wanted is not None else occupant.prompt_ids[:0],

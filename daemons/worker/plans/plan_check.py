@@ -1,7 +1,9 @@
 """Whether a plan can run, told before anything of it does: a refused plan leaves no trace.
 
 Checks follow the order in which a plan is applied; each sees the slots and pages as the parts before it would leave
-them. What is asked of a plan follows from its bytes and the tables, never from values that only this rank has.
+them. What is asked of a plan follows from its bytes and the plans before it, never from values that only this rank has:
+ranks at different lags refuse alike. Where decodes yield any number of tokens, the length of a slot is known within
+bounds only: it is still known whether its prefill is over, and its pages are the plans', so nothing else is asked.
 """
 
 from __future__ import annotations
@@ -231,6 +233,10 @@ class _PlanCheck:
                 where = "another chunk" if slot in seen else "the decode set"
                 raise slot_conflict(slot, f"has a chunk and is in {where} of the same step")
             seen.add(slot)
+            if slot not in self._admitted and self._table.is_bounded[slot]:
+                raise slot_conflict(
+                    slot, "decoded with several tokens a row: no chunk can follow, its length is a bound"
+                )
             lengths = self._lengths(slot)
             end = lengths.computed_len + chunk.length
             if end > lengths.total_len:

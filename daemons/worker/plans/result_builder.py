@@ -25,16 +25,18 @@ class ResultBuilder:
         """The result of a forward."""
         counts = np.zeros(batch.num_results, np.int32)
         ids = np.zeros(batch.num_results, np.int32)
-        counts[batch.row_indexes] = 1
-        ids[batch.row_indexes] = output.tokens
+        is_uneven = output.counts is not None or any(got.more_tokens for got in output.segments)
+        counts[batch.row_indexes] = 1 if output.counts is None else output.counts
+        if output.counts is None:
+            ids[batch.row_indexes] = output.tokens
         for row, got in zip(batch.segment_rows, output.segments, strict=True):
             if got.token is not None:
-                counts[row.index] = 1
+                counts[row.index] = len(got.tokens)
                 ids[row.index] = got.token
         logprobs, prompt_logprobs = _logprobs(batch, output)
         return self._result(
             counts=counts,
-            ids=ids[counts > 0],
+            ids=_all_ids(batch, output, counts) if is_uneven else ids[counts > 0],
             start_ns=output.start_ns,
             end_ns=output.end_ns,
             logprobs=logprobs,
@@ -65,6 +67,20 @@ class ResultBuilder:
             device_end_ns=end_ns,
             weights_version=self._weights_version,
         )
+
+
+def _all_ids(batch: ForwardBatch, output: StepOutput, counts: IntArray) -> IntArray:
+    """The tokens of all result rows, row after row, where rows have any number of them."""
+    ids = np.zeros(int(counts.sum()), np.int32)
+    ends = np.cumsum(counts)
+    row_counts = counts[batch.row_indexes]
+    firsts = ends[batch.row_indexes] - row_counts
+    within = np.arange(len(output.tokens)) - np.repeat(np.cumsum(row_counts) - row_counts, row_counts)
+    ids[np.repeat(firsts, row_counts) + within] = output.tokens
+    for row, got in zip(batch.segment_rows, output.segments, strict=True):
+        if got.token is not None:
+            ids[ends[row.index] - counts[row.index] : ends[row.index]] = got.tokens
+    return ids
 
 
 def _logprobs(batch: ForwardBatch, output: StepOutput) -> tuple[tuple[SlotLogprobs, ...], tuple[SlotLogprobs, ...]]:

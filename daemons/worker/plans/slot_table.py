@@ -66,6 +66,8 @@ class SlotTable:
         self.is_generating = np.zeros(num, np.bool_)
         self.batch_from_len = np.zeros(num, np.int32)
         """Total length from which decodes of the slot may go as DecodeRows; the maximum if never."""
+        self.is_bounded = np.zeros(num, np.bool_)
+        """Whether the slot decoded with several tokens a row: the plans alone give only bounds of its length then."""
         self.tokens = np.zeros((num, limits.max_total_len), np.int32)
         self.page_tables = np.zeros((num, limits.max_pages_per_slot), np.int32)
         self.page_users = np.zeros(limits.num_pages, np.int32)
@@ -101,6 +103,7 @@ class SlotTable:
         self.seeds[slot] = sampling.seed or 0
         self.is_sampled[slot] = not sampling.is_greedy
         self.is_generating[slot] = admit.task is Task.GENERATE
+        self.is_bounded[slot] = False
         is_suppressed = len(admit.suppressed_ids) and not is_suppressed_by_runner
         suppressed_len = prompt_len + admit.min_tokens if is_suppressed else 0
         self.batch_from_len[slot] = min(suppressed_len, 2**31 - 1) if can_batch else 2**31 - 1
@@ -151,6 +154,15 @@ class SlotTable:
         self.page_users[:] = 0
         self.decode_set = empty_ints()
         self._occupants = [None] * len(self._occupants)
+
+    def room(self, slots: IntArray, most: int) -> IntArray:
+        """Tokens that a decode of each of `slots` may yield, int32 in [0, most]: the KV of its last token and of all it
+        yields but the last has a page, and max_total_len is kept."""
+        total_len = self.total_len[slots]
+        with_pages = self.num_pages[slots].astype(np.int64) * self._page_size - total_len + 1
+        room = np.minimum(with_pages, self.max_total_len[slots] - total_len)
+        clipped: IntArray = np.clip(room, 0, most).astype(np.int32)
+        return clipped
 
     def has_room(self, slots: IntArray) -> BoolArray:
         """Which of `slots` can take one more token: their last one has a page, and max_total_len is not reached."""

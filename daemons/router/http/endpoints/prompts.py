@@ -15,6 +15,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.field_decoders import invalid, list_of, text_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes, bound_of_values, shape_of
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_BYTES
 from radixmesh.router.v1 import router_pb2
 
 Prompt: TypeAlias = "str | array[int]"
@@ -23,6 +24,8 @@ Prompt: TypeAlias = "str | array[int]"
 MAX_PROMPTS = 1024
 # Of all requests together, what they share: it is in each of them.
 MAX_SHARED_BYTES = 8 << 20
+# Of one text, as over gRPC.
+MAX_TEXT_BYTES = MAX_BYTES["radixmesh.router.v1.GenerateRequest.text"]
 # While the model's context length is not known.
 MAX_IDS = 1 << 22
 
@@ -40,12 +43,23 @@ class RawPrompts(NamedTuple):
     field: str
 
     def decoded(self, max_ids: int = MAX_IDS) -> Iterator[Prompt]:
-        """One prompt after the other. Raises INVALID_ARGUMENT, PROMPT_TOO_LONG for one of max_ids ids or more."""
+        """One prompt after the other. Raises INVALID_ARGUMENT, PROMPT_TOO_LONG for one of max_ids ids or more, and
+        TOO_LARGE for a text that no tokenizer is asked for: what goes on from here holds the event loop by its bytes.
+        """
         for raw in self.entries:
             if _first(raw) == b'"':
-                yield text_of(raw, self.field)
+                yield _checked_text(text_of(raw, self.field), self.field)
             else:
                 yield ids_of(raw, self.field, max_ids)
+
+
+def _checked_text(text: str, field: str) -> str:
+    # Characters: a text of more bytes than that is counted where it is sent.
+    if len(text) > MAX_TEXT_BYTES:
+        message = f"{field} has a text of {len(text)} characters, at most {MAX_TEXT_BYTES} bytes are taken: send less"
+        metadata = {"field": field, "size": str(len(text)), "max": str(MAX_TEXT_BYTES)}
+        raise MeshError(ErrorReason.ERROR_REASON_TOO_LARGE, message, metadata)
+    return text
 
 
 def split_prompts(raw: Bytes, field: str, most: int = MAX_PROMPTS) -> RawPrompts:

@@ -133,18 +133,20 @@ class FinishedByStop(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., num_output: _Optional[int] = ...) -> None: ...
 
 class Abort(_message.Message):
-    __slots__ = ("abort_id", "request_id", "index", "below_attempt", "tenant")
+    __slots__ = ("abort_id", "request_id", "index", "below_attempt", "tenant", "is_own")
     ABORT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     BELOW_ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    IS_OWN_FIELD_NUMBER: _ClassVar[int]
     abort_id: int
     request_id: str
     index: int
     below_attempt: int
     tenant: str
-    def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    is_own: bool
+    def __init__(self, abort_id: _Optional[int] = ..., request_id: _Optional[str] = ..., index: _Optional[int] = ..., below_attempt: _Optional[int] = ..., tenant: _Optional[str] = ..., is_own: bool = ...) -> None: ...
 
 class ServeResponse(_message.Message):
     __slots__ = ("hello", "tokens", "prompt_logprobs", "vectors", "finished", "rejected", "abort_results", "load", "reservation_results")

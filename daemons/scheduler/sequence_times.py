@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Span, Tracer
-from radixmesh.daemons.scheduler.request_observer import RequestObserver
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
+from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Times:
     first_token_s: float | None = None
 
 
-class RequestTimes(RequestObserver):
+class SequenceTimes(SequenceObserver):
     """Spans: scheduler.request holds scheduler.queue (submit to slot), scheduler.prefill (slot to token, once per
     admission) and scheduler.decode (first token to end)."""
 
@@ -30,23 +30,23 @@ class RequestTimes(RequestObserver):
         self._queue_seconds = metrics.queue_seconds
         self._prefill_seconds = metrics.prefill_seconds
         self._tracer = tracer
-        self._times: dict[Request, _Times] = {}
+        self._times: dict[Sequence, _Times] = {}
 
-    def accepted(self, request: Request) -> str:
-        submission = request.submission
+    def accepted(self, sequence: Sequence) -> str:
+        submission = sequence.submission
         attributes: Attributes = {
-            "radixmesh.request_id": request.key.request_id,
-            "radixmesh.index": request.key.index,
+            "radixmesh.request_id": sequence.key.request_id,
+            "radixmesh.index": sequence.key.index,
             "radixmesh.attempt": submission.attempt,
-            "radixmesh.prompt_len": request.prompt_len,
-            "radixmesh.resumed_len": len(request.output),
+            "radixmesh.prompt_len": sequence.prompt_len,
+            "radixmesh.resumed_len": len(sequence.output),
         }
         times = _Times(self._tracer.begin("scheduler.request", submission.trace_context, attributes))
-        self._times[request] = times
+        self._times[sequence] = times
         return times.span.context
 
-    def admitted(self, request: Request) -> None:
-        times, now = self._times[request], time.monotonic()
+    def admitted(self, sequence: Sequence) -> None:
+        times, now = self._times[sequence], time.monotonic()
         if times.admitted_s is None:
             self._queue_seconds.observe(now - times.accepted_s)
             self._tracer.record("scheduler.queue", times.span.context, times.accepted_s, now, {})
@@ -54,25 +54,25 @@ class RequestTimes(RequestObserver):
             times.span.event("admitted_again", {})
         times.admitted_s = now
 
-    def prefilled(self, request: Request) -> None:
-        times, now = self._times[request], time.monotonic()
+    def prefilled(self, sequence: Sequence) -> None:
+        times, now = self._times[sequence], time.monotonic()
         if times.admitted_s is None:
             return
-        attributes: Attributes = {"radixmesh.cached_len": max(0, request.cached_tokens)}
+        attributes: Attributes = {"radixmesh.cached_len": max(0, sequence.cached_tokens)}
         self._tracer.record("scheduler.prefill", times.span.context, times.admitted_s, now, attributes)
         if times.first_token_s is None:
             self._prefill_seconds.observe(now - times.admitted_s)
             times.first_token_s = now
 
-    def finished(self, request: Request, reason: FinishReason) -> None:
-        times = self._times.pop(request)
+    def finished(self, sequence: Sequence, reason: FinishReason) -> None:
+        times = self._times.pop(sequence)
         if not times.span.context:
             return
         if times.first_token_s is not None:
             self._tracer.record("scheduler.decode", times.span.context, times.first_token_s, time.monotonic(), {})
         attributes: Attributes = {
-            "radixmesh.output_len": len(request.output),
-            "radixmesh.cached_len": max(0, request.cached_tokens),
+            "radixmesh.output_len": len(sequence.output),
+            "radixmesh.cached_len": max(0, sequence.cached_tokens),
             "radixmesh.finish_reason": reason.name.lower(),
         }
         times.span.end(attributes)

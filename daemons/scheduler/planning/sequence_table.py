@@ -7,19 +7,25 @@ import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 _FIRST_PAGE_COLUMNS = 64
 _FRESH_COLUMNS = 256
 
 
-class SlotTable:
+class SequenceTable:
     """Columns int32 [num_slots], indexed by slot; meaningful where `live` is not 0.
 
-    For every slot: computed_len <= planned_len; computed_len < total_len <= max_total_len once a result is processed.
+    For every slot: computed_len <= least_len <= planned_len; computed_len < total_len <= max_total_len once a result is
+    processed. While plans are in flight, the length that they leave is known within bounds:
+
+        computed_len    at least (least_len)         at most (planned_len)
+        known           + nothing a decode           + max_tokens_per_row a decode, up to max_total_len - 1
+
+    With one token a row both bounds are the length itself, and one column.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, max_tokens_per_row: int = 1) -> None:
         def column() -> IntArray:
             return np.zeros(num_slots, np.int32)
 
@@ -39,14 +45,19 @@ class SlotTable:
         self.computed_len = column()
         """Tokens whose KV is there, by processed results."""
         self.planned_len = column()
-        """Tokens whose KV is there once every plan sent has run: an upper bound."""
+        """At most: tokens whose KV is there once every plan sent has run. Pages are granted for them."""
+        self.least_len = self.planned_len if max_tokens_per_row == 1 else column()
+        """At least: likewise."""
+        self.num_decodes_ahead = column()
+        """Decodes of the slot in the plans in flight; kept where a row may yield other than one token."""
+        self.max_tokens_per_row = max_tokens_per_row
         self.max_total_len = column()
         self.num_pages = column()
         self.num_owned = column()
         """Of the slot's pages, those that are not the prefix cache's."""
         self.pages: npt.NDArray[np.int32] = np.zeros((num_slots, _FIRST_PAGE_COLUMNS), np.int32)
         """Page table: row s holds num_pages[s] pages."""
-        self.requests: list[Request | None] = [None] * num_slots
+        self.sequences: list[Sequence | None] = [None] * num_slots
         self.locks: list[Match | None] = [None] * num_slots
         """What each slot holds locked in the prefix cache."""
         self.ranks_across_tenants = False
@@ -65,57 +76,79 @@ class SlotTable:
     def num_running(self) -> int:
         return self.num_slots - len(self._free)
 
-    def running(self) -> list[Request]:
+    def running(self) -> list[Sequence]:
         """Requests in slots, oldest first."""
-        return sorted((r for r in self.requests if r is not None), key=lambda request: request.arrival)
+        return sorted((r for r in self.sequences if r is not None), key=lambda sequence: sequence.arrival)
 
-    def last_in_line(self) -> Request:
+    def last_in_line(self) -> Sequence:
         """The request that gives way first where pages run out. Something runs.
 
         Of the (router, tenant) that came last the lowest priority's youngest; with ranks_across_tenants that of all.
         """
         slots = np.flatnonzero(self.live)
         if not self.ranks_across_tenants:
-            last = self.requests[int(slots[self.arrival[slots].argmax()])]
+            last = self.sequences[int(slots[self.arrival[slots].argmax()])]
             assert last is not None
             whose = (last.submission.router, last.submission.tenant)
             slots = np.array([slot for slot in slots.tolist() if self._whose(slot) == whose])
         slots = slots[self.priority[slots] == self.priority[slots].min()]
-        request = self.requests[int(slots[self.arrival[slots].argmax()])]
-        assert request is not None
-        return request
+        sequence = self.sequences[int(slots[self.arrival[slots].argmax()])]
+        assert sequence is not None
+        return sequence
 
     def _whose(self, slot: int) -> tuple[str, str]:
-        request = self.requests[slot]
-        assert request is not None
-        return (request.submission.router, request.submission.tenant)
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        return (sequence.submission.router, sequence.submission.tenant)
 
-    def take(self, request: Request, cached_len: int) -> int:
+    def take(self, sequence: Sequence, cached_len: int) -> int:
         """Puts a request into a free slot under a new generation; returns the slot. No pages yet."""
         slot = self._free.pop()
         self._generation[slot] += 1
-        request.slot, request.generation = slot, int(self._generation[slot])
-        self.live[slot] = request.generation
-        self.owner[slot], self.handle[slot] = request.owner, request.handle
-        self.attempt[slot] = request.submission.attempt
-        self.priority[slot], self.arrival[slot] = request.submission.priority, request.arrival
-        self.prompt_len[slot] = request.prompt_len
-        self.target_len[slot] = self.total_len[slot] = request.total_len
-        self.computed_len[slot] = self.planned_len[slot] = cached_len
-        self.max_total_len[slot] = request.max_total_len
+        sequence.slot, sequence.generation = slot, int(self._generation[slot])
+        self.live[slot] = sequence.generation
+        self.owner[slot], self.handle[slot] = sequence.owner, sequence.handle
+        self.attempt[slot] = sequence.submission.attempt
+        self.priority[slot], self.arrival[slot] = sequence.submission.priority, sequence.arrival
+        self.prompt_len[slot] = sequence.prompt_len
+        self.target_len[slot] = self.total_len[slot] = sequence.total_len
+        self.computed_len[slot] = self.planned_len[slot] = self.least_len[slot] = cached_len
+        self.num_decodes_ahead[slot] = 0
+        self.max_total_len[slot] = sequence.max_total_len
         self.num_pages[slot] = self.num_owned[slot] = 0
-        self.requests[slot] = request
+        self.sequences[slot] = sequence
         return slot
+
+    def plan_chunk(self, slot: int, end: int) -> None:
+        """A plan was made that computes the slot's tokens up to `end`."""
+        self.planned_len[slot] = self.least_len[slot] = end
+
+    def plan_decodes(self, slots: IntArray) -> None:
+        """A plan was made in which these slots decode."""
+        if self.max_tokens_per_row == 1:
+            self.planned_len[slots] += 1
+            return
+        self.num_decodes_ahead[slots] += 1
+        self.bound(slots)
+
+    def bound(self, slots: IntArray) -> None:
+        """Bounds of decoding slots from their known lengths and the decodes in flight."""
+        # The chunk that ends the prefill may be in flight itself.
+        least = np.maximum(self.computed_len.take(slots), self.target_len.take(slots))
+        most = least + self.max_tokens_per_row * self.num_decodes_ahead.take(slots)
+        self.least_len[slots] = least
+        # The last token of an output is never computed.
+        self.planned_len[slots] = np.minimum(most, self.max_total_len.take(slots) - 1)
 
     def free(self, slot: int) -> None:
         """Forgets the slot's request; results that name its generation are stale from now on."""
-        request = self.requests[slot]
-        assert request is not None, slot
+        sequence = self.sequences[slot]
+        assert sequence is not None, slot
         self.settle(slot)
-        request.slot = -1
+        sequence.slot = -1
         self.live[slot] = self.max_total_len[slot] = 0
         self.num_pages[slot] = self.num_owned[slot] = 0
-        self.requests[slot] = None
+        self.sequences[slot] = None
         self.locks[slot] = None
         self._free.append(slot)
 
@@ -147,9 +180,9 @@ class SlotTable:
 
     def settle(self, slot: int) -> None:
         """Brings all output tokens of a slot into its request."""
-        num, request = self._num_fresh.item(slot), self.requests[slot]
-        if num and request is not None:
-            request.output.frombytes(self._fresh[slot, :num].tobytes())
+        num, sequence = self._num_fresh.item(slot), self.sequences[slot]
+        if num and sequence is not None:
+            sequence.output.frombytes(self._fresh[slot, :num].tobytes())
             self._num_fresh[slot] = 0
 
     def settle_all(self) -> None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
-from radixmesh.daemons.scheduler.sequence import Request
+from radixmesh.daemons.scheduler.sequence import Sequence
 
 
-class RequestObserver:
+class SequenceObserver:
     """Does nothing; what it is told may repeat after a retraction or a new epoch, but for accepted() and finished()."""
 
-    def accepted(self, request: Request) -> str:
+    def accepted(self, sequence: Sequence) -> str:
         """A request was queued. Returns the trace context for what happens to it further down; empty = not traced."""
         return ""
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, sequence: Sequence) -> None:
         """It got a slot."""
 
-    def prefilled(self, request: Request) -> None:
+    def prefilled(self, sequence: Sequence) -> None:
         """A prefill of it was finished: it has a token more."""
 
-    def finished(self, request: Request, reason: FinishReason) -> None:
+    def finished(self, sequence: Sequence, reason: FinishReason) -> None:
         """It is over."""
