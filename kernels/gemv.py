@@ -1,14 +1,14 @@
-"""GEMMs of a few rows with big weights, at the speed of memory.
+"""Matrix-vector products (GEMV) with big weights at memory speed, for up to 8 rows.
 
 M rows, K features in, N features out, F mlp features.
 
 At M = 1 a weight is used once: all that counts is that every multiprocessor has enough loads under way. A program
-holds `rows` whole rows of the weight in registers: it asks for all of them at once, 16 bytes a thread and load, then
+holds `rows` whole rows of the weight in registers: it loads all of them at once, 16 bytes a thread and load, then
 normalises its input while they travel, multiplies, and reduces once. Several programs a multiprocessor overlap each
 other's reductions; many more programs than fit at once even out the tail. Nothing is pipelined within a program.
 
-With programmatic dependent launch the weights, which no kernel writes, are asked for before the kernel ahead has
-ended: its tail and this one's start share the memory's time.
+With programmatic dependent launch (PDL) the weights, which no kernel writes, are prefetched before the previous
+kernel has ended: its tail and the start of this one share memory bandwidth.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _row_chunks(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.conste
 
 @triton.jit
 def _scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
-    """The factor of RMSNorm of a row, [1] float32."""
+    """Inverse RMS of a row, [1] float32."""
     squares = x_chunks[0].to(tl.float32) * x_chunks[0].to(tl.float32)
     for chunk in tl.static_range(1, CHUNKS):
         squares += x_chunks[chunk].to(tl.float32) * x_chunks[chunk].to(tl.float32)
@@ -107,7 +107,7 @@ def _scale(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def _normed(x_chunks, norm_chunks, scale, CHUNKS: tl.constexpr):
-    """RMSNorm of a row by its factor, rounded as `rms_norm` does."""
+    """RMSNorm of a row given its inverse RMS, rounded as `rms_norm` does."""
     dtype = x_chunks[0].dtype
     normed = ()
     for chunk in tl.static_range(CHUNKS):
@@ -155,7 +155,7 @@ def _gemv_kernel(
         if HAS_NORM:
             x_chunks = _normed(x_chunks, norm_chunks, scale, CHUNKS)
             scale = 1.0
-        # Without a weight of the norm its factor is left to the end.
+        # Without a norm weight the inverse RMS is applied to the result.
         result = _dots(tiles, x_chunks, CHUNKS) * scale
         dtype = x_ptr.dtype.element_ty
         if IS_GATED:
@@ -188,7 +188,7 @@ def linear(
     All of one dtype (float32, float16, bfloat16) and contiguous; `out` may be float32, and may be the residual itself.
     float32 sums; the GEMM is rounded to the dtype before the residual is added. Rows times `norm_weight` are
     rounded as in `rms_norm`, without it they are not. `use_pdl` as in `rms_norm`, and weights, norm weight included,
-    are read without waiting: no kernel ahead may be writing them. `config` overrides the tuned one.
+    are read before the PDL wait: no previous kernel may be writing them. `config` overrides the tuned one.
     """
     num_out, num_in = w_NK.shape
     _check(x_TK, w_NK, norm_weight_K)

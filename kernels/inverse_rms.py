@@ -1,8 +1,8 @@
-"""The factor by which RMSNorm (Zhang and Sennrich 2019) multiplies a row. T rows, D features.
+"""Inverse RMS of rows, by which RMSNorm (Zhang and Sennrich 2019) scales them. T rows, D features.
 
-A norm in front of a GEMM needs no kernel of its own: its weight can be multiplied into the GEMM's, and the
-factor, one number a row, commutes with the GEMM. What reads the GEMM computes it from the row itself, which is
-a few kilobytes in the L2 cache.
+A norm in front of a GEMM needs no kernel of its own (deferred-norm GEMM): its weight is folded into the GEMM's, and
+the inverse RMS, one number a row, commutes with the GEMM. The kernel that reads the result computes it from the row
+itself, which is a few kilobytes in the L2 cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def inverse_rms_reference(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def check_norm_input(norm_input_TD: torch.Tensor, result_TN: torch.Tensor) -> None:
-    """Asserts that the rows are those that a kernel can scale the rows of the GEMM by."""
+    """Asserts that `norm_input` fits a deferred-norm GEMM result: same rows and dtype, contiguous."""
     assert norm_input_TD.dim() == 2 and norm_input_TD.is_contiguous(), (norm_input_TD.shape, norm_input_TD.stride())
     assert norm_input_TD.shape[0] == result_TN.shape[0], (norm_input_TD.shape, result_TN.shape)
     assert norm_input_TD.dtype == result_TN.dtype, (norm_input_TD.dtype, result_TN.dtype)

@@ -13,7 +13,7 @@ import triton.language as tl
 from radixmesh.kernels.inverse_rms import check_norm_input, inverse_rms, inverse_rms_reference
 
 # Heads of one program: with 128 dims a warp holds four of them, 16 bytes of each half a thread. Fewer programs a row
-# would read its rows' factor less often, but leave too few to hide each other's waits.
+# would compute the inverse RMS less often, but leave too few to hide each other's waits.
 _HEADS = 16
 
 
@@ -57,7 +57,7 @@ def _rope_kv_kernel(
     heads = tl.where(is_query, part * BLOCK_H, NUM_HEADS + (part - Q_BLOCKS) * BLOCK_H) + tl.arange(0, BLOCK_H)
     mask = (heads < tl.where(is_query, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS))[:, None] & dim_mask[None, :]
     at = heads[:, None] * HEAD_DIM + dims[None, :]
-    # What no kernel of the step writes is asked for before those ahead have ended.
+    # PDL: loads of what no kernel of the step writes are issued before the wait.
     position = tl.load(positions_ptr + row)
     slot = tl.load(row_slots_ptr + row).to(tl.int64)
     cos = tl.load(cos_ptr + position.to(tl.int64) * HALF + dims, mask=dim_mask, other=0.0)[None, :]
@@ -135,12 +135,12 @@ def rope_write_kv(
     of qkv's are rounded. Two rows may not share a place, but for those of a dummy slot, whose page then holds any of
     them.
 
-    `unnormed` [T, D], contiguous: the rows that qkv is the GEMM of, where they went into it un-normed; qkv is first
-    multiplied by each row's factor, 1 / sqrt(mean(x^2) + eps). Then `bias` [(H + 2K) d] is added. With q_norm and
+    `norm_input` [T, D], contiguous: input of a deferred-norm GEMM whose result is qkv; qkv is first multiplied by each
+    row's inverse RMS, 1 / sqrt(mean(x^2) + eps). Then `bias` [(H + 2K) d] is added. With q_norm and
     k_norm ([d], together) every head of queries and keys is then RMS-normalised. float32 inside; rounded to the dtype
     after the norm of heads and after RoPE.
 
-    `use_pdl` as in `rms_norm`, and all but qkv, `unnormed` and the page tables is read without waiting: the kernels
+    `use_pdl` as in `rms_norm`, and all but qkv, `norm_input` and the page tables is read without waiting: the kernels
     ahead may not be writing it.
     """
     num_rows = qkv_TX.shape[0]

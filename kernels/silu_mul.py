@@ -52,8 +52,8 @@ def silu_mul(
 ) -> torch.Tensor:
     """silu(gate) x up, [T, F], of gate and up side by side [T, 2F], contiguous; float32, float16 or bfloat16.
 
-    `unnormed` [T, D], contiguous: the rows that gate and up are the GEMM of, where they went into it un-normed; both
-    are first multiplied by the factor of each, 1 / sqrt(mean(x^2) + eps). Then `bias` is added. float32 inside, rounded
+    `norm_input` [T, D], contiguous: input of a deferred-norm GEMM whose result is gate and up; both are first
+    multiplied by each row's inverse RMS, 1 / sqrt(mean(x^2) + eps). Then `bias` is added. float32 inside, rounded
     to the dtype at the end. `use_pdl` as in `rms_norm`; the bias is read without waiting.
     """
     num_rows, width = gate_up_T2F.shape

@@ -1,4 +1,4 @@
-"""GEMMs that stream their weights (kernels/gemm_sm90) on one Hopper GPU: are they right, and how fast is a layer.
+"""PDL GEMMs (kernels/gemm_sm90) on one Hopper GPU: are they right, and how fast is a layer.
 
     python bench/gpu/gemm_sm90.py > gemm_sm90.json
 

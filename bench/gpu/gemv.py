@@ -1,4 +1,4 @@
-"""GEMMs of few rows on a GPU: every shape and configuration against torch, and all GEMMs of a decode step.
+"""GEMV kernels on a GPU: every shape and configuration against torch, and all GEMMs of a decode step.
 
     PYTHONPATH=src python bench/gpu/gemv.py --output bench/results/h200-gemv.json
 

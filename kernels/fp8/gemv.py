@@ -1,8 +1,8 @@
-"""GEMMs of a few rows with FP8 weights, at the speed of memory. Rows stay in the model's dtype.
+"""Matrix-vector products (GEMV) with FP8 weights at memory speed. Rows stay in the model's dtype.
 
 M rows, K features in, N features out, F mlp features.
 
-Cut as the GEMMs in `gemv.py` are. A thread's 16 bytes are 16 numbers of a row of the weight, next to each other: it
+Tiled as in `gemv.py`. A thread's 16 bytes are 16 numbers of a row of the weight, next to each other: it
 sums them itself, and the sum is multiplied by the scale of the group that they lie in, if that is not the whole row's.
 """
 
@@ -79,7 +79,7 @@ def _row_chunks(x_ptr, K: tl.constexpr, BLOCK_K: tl.constexpr, CHUNKS: tl.conste
 
 @triton.jit
 def _norm_factor(x_chunks, eps, K: tl.constexpr, CHUNKS: tl.constexpr):
-    """By which RMSNorm multiplies a row, [1] float32."""
+    """Inverse RMS of a row, [1] float32."""
     squares = x_chunks[0] * x_chunks[0]
     for chunk in tl.static_range(1, CHUNKS):
         squares += x_chunks[chunk] * x_chunks[chunk]
@@ -154,7 +154,7 @@ def _fp8_gemv_kernel(
             factor = _norm_factor(x_chunks, eps, K, CHUNKS)
         if HAS_NORM:
             x_chunks = _times(x_chunks, norm_chunks, CHUNKS)
-        # The factor of the norm is left to the end.
+        # The inverse RMS is applied to the result.
         result = _dots(tiles, scale_tiles, x_chunks, BLOCK_N, BLOCK_K, CHUNKS, IS_GROUPED, RUN) * factor
         if not IS_GROUPED:
             result *= channel_scales

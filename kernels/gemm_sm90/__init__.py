@@ -1,1 +1,1 @@
-"""GEMMs with few rows on Hopper, in CUDA C++ compiled by NVRTC."""
+"""GEMMs of up to 256 rows on Hopper, in CUDA C++ compiled by NVRTC."""

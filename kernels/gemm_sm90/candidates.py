@@ -1,4 +1,4 @@
-"""How GEMMs of few rows might be cut: the likely fastest of what the kernels can do, to be measured."""
+"""Candidate configurations of the sm90 GEMMs, ranked by a cost model; the autotuner measures them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from radixmesh.kernels.gemm_sm90.variants import (
 )
 
 # What a microsecond does: bytes from memory, from the L2 cache, into one multiprocessor; its operations; bytes that one
-# sends to others of its cluster, and stores. A k block takes no less than _BLOCK_US; what is asked for comes
+# sends to others of its cluster, and stores. A k block takes no less than _BLOCK_US; a load arrives
 # _LATENCY_US later.
 _MEMORY_BYTES_US, _CACHE_BYTES_US, _SM_BYTES_US, _SM_FLOP_US = 4.3e6, 6.0e6, 85e3, 7.0e6
 _SENT_BYTES_US, _STORED_BYTES_US, _BLOCK_US, _LATENCY_US = 23e3, 45e3, 0.15, 1.6
 # Of clusters of so many, where each CTA has a multiprocessor: they have to fit into the GPU's processing clusters.
 _CTAS_AT_ONCE = {1: 132, 2: 132, 4: 112, 8: 104}
 _TILES, _COLUMNS, _ROW_TILES = (64, 128, 256), (48, 64, 80, 96, 112, 128, 160, 192, 224, 256), (64, 128)
-# Up to so many rows tiles of some of them are not worth measuring.
-_MAX_FEW_ROWS = 64
+# Up to this many rows, row-tiled kernels are not worth measuring.
+_MAX_SMALL_M = 64
 
 
 def candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False, count: int = 8) -> list[GemmConfig]:
@@ -42,9 +42,9 @@ def candidates(num_rows: int, num_out: int, num_in: int, *, is_gated: bool = Fal
         for config in _possible(num_rows, num_in, is_gated)
     }
     ordered = sorted(micros, key=lambda config: micros[config])
-    few = [config for config in ordered if config.row_tile is None]
-    many = [config for config in ordered if config.row_tile is not None]
-    return few[:count] + many[:count]
+    small_m = [config for config in ordered if config.row_tile is None]
+    row_tiled = [config for config in ordered if config.row_tile is not None]
+    return small_m[:count] + row_tiled[:count]
 
 
 def cache_bytes(config: GemmConfig, num_rows: int, num_out: int, num_in: int, *, is_gated: bool = False) -> float:
@@ -62,7 +62,7 @@ def _possible(num_rows: int, num_in: int, is_gated: bool) -> Iterator[GemmConfig
     for tile, multicast, split_k in itertools.product(_TILES, (1, 2, 4), (1, 2, 4, 8)):
         if multicast * split_k <= MAX_CLUSTER and split_k <= math.ceil(num_in / TILE_K):
             yield from _with_stages(tile, split_k, multicast, None, num_rows, is_gated)
-    if is_gated or num_rows <= _MAX_FEW_ROWS:
+    if is_gated or num_rows <= _MAX_SMALL_M:
         return
     for columns, row_tile, multicast in itertools.product(_COLUMNS, _ROW_TILES, (1, 2, 4)):
         if columns % (8 * multicast) == 0 and math.ceil(num_rows / row_tile) % multicast == 0:

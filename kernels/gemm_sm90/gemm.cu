@@ -1,26 +1,27 @@
-// GEMMs of few rows with big weights on Hopper (sm_90a): out[t, n] = sum_k x[t, k] w[n, k], optionally onto a residual,
+// Small-M GEMM for Hopper (sm_90a): out[t, n] = sum_k x[t, k] w[n, k], optionally added to a residual,
 // optionally silu(gate) x up. Weights are wgmma's A operand (64 of their rows an instruction), rows of x its B operand.
 //
-// One tile of kTileN weight rows a cluster, or kMulticast neighbouring tiles; kSplitK CTAs share a tile's K. In a CTA one
-// thread asks for tiles (TMA), one or two warpgroups multiply. Weights never change: what fills the ring of them is asked
-// for before griddepcontrol.wait, while the kernel ahead still runs. All that reads or writes activations is behind the
-// wait, and so is launch_dependents: a kernel that this one lets begin sees all but this one over, as behind a usual
-// launch.
+// A cluster computes one tile of kTileN weight rows, or kMulticast neighbouring tiles; kSplitK CTAs share a tile's K. In
+// a CTA one thread issues TMA loads, one or two warpgroups multiply. Weight prefetch under PDL: weights never change, so
+// the first loads of the ring are issued before griddepcontrol.wait, while the previous kernel still runs. Activations
+// are read and written only after the wait. launch_dependents also comes after it: when the next kernel starts, all
+// kernels before this one have ended, as with a usual launch.
 //
-// Sums leave the registers as they lie there, into the ring's place, which short code does; loops take them from there,
-// since code that runs once comes at the speed of the instruction cache. CTAs that share K cut the tile's results into
-// bands of 8 rows of x. Each owns some bands: the others' sums of these come to it by asynchronous stores that a barrier of
-// the owner counts, once all say that their rings are no longer read. They are added in the order of the CTAs.
+// The accumulators are copied from registers to shared memory (in place of the ring) by short unrolled code and stored
+// from there by loops: straight-line code that runs once is bound by the instruction cache. Split-K: the tile's results
+// are cut into bands of 8 rows of x and each CTA owns some bands. The other CTAs send their partial sums to the owner by
+// st.async, counted by a barrier of the owner, once all CTAs have signalled that their rings are no longer read. The owner
+// adds them in the order of the CTAs, so that results are deterministic.
 //
-// Neighbouring tiles can share rows of x: kMulticast CTAs of a cluster that work at the same k blocks each ask for a part of
-// the rows, which the copy engine writes to all of them. A cluster's ranks are part * kMulticast + tile.
+// Multicast: kMulticast CTAs of a cluster with neighbouring tiles and the same k blocks each load a part of the rows of x,
+// which TMA writes to all of them. The rank in the cluster is part * kMulticast + tile.
 //
-// Gate and up lie in turns of 8 rows in shared memory, so that a thread's sums of both are of the same features. For the
-// norm of x's rows, what computed x can leave sums of squares of each of its tiles, which are added while the first tiles
-// come. Otherwise they are taken from shared memory on the way, by each CTA of its part of K and of its share of the rows,
-// and sent to all of the cluster; that takes a tenth longer.
+// Gate and up alternate every 8 rows in shared memory, so that a thread holds both sums of a feature. The deferred norm
+// needs the sum of squares of each row of x. If the kernel that produced x wrote partial sums of squares (one for each of
+// its tiles), they are added while the first tiles arrive. Otherwise each CTA sums squares of its share of the rows and
+// of K from shared memory and sends them to the cluster; that takes 10% longer.
 //
-// Set by who compiles: kTileN (64, 128, 256), kRows (8 to 256, a multiple of 8: rows of x padded), kStages, kIsGated,
+// Constants set at compile time: kTileN (64, 128, 256), kRows (8 to 256, a multiple of 8: rows of x padded), kStages, kIsGated,
 // kIsHalf, kMinCtas, kSplitK, kMulticast (1, 2, 4; kRows a multiple of 8 times as many), kMaxTurns; `wgmma` for kRows.
 
 typedef unsigned short u16;
@@ -46,7 +47,7 @@ constexpr u32 kWarpBytes = 32 * 16 + 64, kBlockBytes = kConsumers / 32 * kWarpBy
 constexpr u32 kOthersAt = kBands * kBandBytes;  // Others' sums of own bands: [CTA][band].
 constexpr u32 kFinishBytes = kOthersAt + (kSplitK - 1) * kMaxBands * kBandBytes;
 
-// Behind the ring: sums of squares of rows of x [part of K][kRows], or of pieces of results [own row][piece], and barriers.
+// Behind the ring: partial sums of squares, of x [part of K][kRows] or of results [own row][piece], then barriers.
 constexpr int kRowPieces = kColumns / 8;
 constexpr u32 kSquareSumsAt = kRingBytes > kFinishBytes ? kRingBytes : kFinishBytes;
 constexpr u32 kBarriersAt = kSquareSumsAt + (kIsGated ? kSplitK * kRows : kMaxBands * 8 * kRowPieces) * 4;
@@ -56,8 +57,8 @@ constexpr int kSquareRows = (kMulticastRows + kConsumers / 8 - 1) / (kConsumers 
 
 // ptx.cuh stands here.
 
-// eps: less than 0: rows are not to be normed. squares: of x's rows [num_square_sums][num_rows], or null. square_sums_out: of the
-// results' [tile][num_rows], or null.
+// eps: negative if rows are not normed. square_sums: partial sums of squares of x's rows [num_square_sums][num_rows], or
+// null. square_sums_out: those of the results' rows [tile][num_rows], or null.
 struct Sizes {
   int num_rows, num_out, num_in;
   float eps;
@@ -66,7 +67,7 @@ struct Sizes {
   float* square_sums_out;
 };
 
-// Whether squares are to be taken on the way.
+// Whether this kernel computes the sums of squares itself.
 DEVICE bool sums_squares(const Sizes& sizes) { return kIsGated && sizes.eps >= 0.0f && !sizes.square_sums; }
 
 // One CTA's place, and its k blocks. part: of kSplitK of K; neighbour: of kMulticast tiles.
@@ -117,7 +118,7 @@ DEVICE u32 sent_bytes(const Share& share, const Sizes& sizes) {
   return bytes;
 }
 
-// Asks for weights that fit into the ring: by one thread, before the kernel ahead is over.
+// Weight prefetch by one thread, before griddepcontrol.wait: fills the ring.
 DEVICE int begin(const Share& share, const Sizes& sizes, const TensorMap* w_map, const TensorMap* x_map) {
   prefetch_map(w_map);
   prefetch_map(x_map);
@@ -130,7 +131,7 @@ DEVICE int begin(const Share& share, const Sizes& sizes, const TensorMap* w_map,
   barrier_init_fence();
   const int early = share.num_blocks < kStages ? share.num_blocks : kStages;
   for (int index = 0; index < early; ++index) {
-    // Weights and rows complete one phase: the rows' bytes are expected though they are asked for later.
+    // Weights and rows complete one phase: the rows' bytes are expected though their loads are issued later.
     barrier_expect(full_barrier(share, index), kStageBytes);
     load_weights(share, w_map, index, index);
   }
@@ -138,7 +139,7 @@ DEVICE int begin(const Share& share, const Sizes& sizes, const TensorMap* w_map,
   return early;
 }
 
-// The rest, by one thread, behind the wait.
+// The remaining loads, by one thread, after griddepcontrol.wait.
 DEVICE void produce(const Share& share, const TensorMap* w_map, const TensorMap* x_map, int early) {
   for (int index = 0; index < early; ++index) load_rows(share, x_map, index, index);
   int stage = 0;
@@ -347,7 +348,7 @@ DEVICE void whole_sums(const Share& share, const Piece& piece, float4 (&sums)[4]
   }
 }
 
-// Sums of squares that were left, of the rows thread, thread + kConsumers, ...
+// Adds the partial sums of squares of rows thread, thread + kConsumers, ...
 constexpr int kGivenRows = (kRows + kConsumers - 1) / kConsumers;
 
 DEVICE void load_square_sums(const Sizes& sizes, float (&given)[kGivenRows]) {
@@ -452,7 +453,7 @@ DEVICE void store_square_sums(const Share& share, const Sizes& sizes) {
   }
 }
 
-// What the warpgroups do behind the wait.
+// Work of the warpgroups after griddepcontrol.wait.
 DEVICE void consume(const Share& share, const Sizes& sizes, u16* out, const u16* residual) {
   Sums sums;
   float row_square_sums[kSquareRows], given[kGivenRows];
@@ -493,8 +494,8 @@ DEVICE void consume(const Share& share, const Sizes& sizes, u16* out, const u16*
 // Grid: cdiv(num_out, kColumns), to a multiple of kMulticast, x kSplitK, in clusters of kClusterCtas, at most 8; kSplitK at most
 // the k blocks. w [num_out, num_in] in boxes [kTileN, kTileK], or gate and up [2 num_out, num_in] as load_gated_box says,
 // in boxes of kTileN / 16 groups; x [num_rows, num_in] in boxes [kMulticastRows, kTileK]; both swizzled by 128 bytes. out and
-// residual (or null, or out itself; null where gated) [num_rows, num_out]. Of gated ones eps: of the norm of x's rows, and
-// squares (or null): what was left of x. square_sums_out (or null): where others leave theirs.
+// residual (or null, or out itself; null where gated) [num_rows, num_out]. Gated GEMMs only: eps
+// of the deferred norm and square_sums (or null). Others: square_sums_out (or null).
 KERNEL gemm_sm90(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* residual, int num_rows, int num_out,
                  int num_in, int num_square_sums, float eps, const float* square_sums, float* square_sums_out) {
   // A CTA's number in its cluster is %cluster_ctarank too: clusters are consecutive CTAs of one axis.

@@ -1,4 +1,4 @@
-"""GEMMs of few rows with big weights on Hopper, whose weights come while the kernel ahead still runs.
+"""GEMMs of up to 256 rows on Hopper with weight prefetch under PDL (programmatic dependent launch).
 
 T rows, N features out, K features in, F mlp features. The kernels and how they work: gemm.cu, and for more rows
 gemm_row_tiled.cu. They are compiled by NVRTC when they are first needed, once for each variant, and launched through
@@ -25,7 +25,7 @@ _NUM_COMPILERS = 8  # Threads.
 
 
 class GemmSm90:
-    """Launches, on the current stream. compiled: a source's machine code; use_pdl: beside the end of the kernel ahead.
+    """Launches, on the current stream. compiled: a source's machine code; use_pdl: with programmatic dependent launch.
     What does not compile, load or launch raises what `compiled` and the driver raise."""
 
     def __init__(self, driver: CudaDriver, compiled: Callable[[str], bytes], *, use_pdl: bool = True) -> None:
@@ -62,7 +62,7 @@ class GemmSm90:
         square_sums_out: made by `new_square_sums`; receives partial sums of squares of the result's rows, one for each
         tile of columns.
         bfloat16 or float16, contiguous; `out` may be the residual. Sums are float32, and are the same from run to run.
-        No kernel ahead in the stream may be writing the weight.
+        No previous kernel of the stream may be writing the weight.
         """
         out = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0]) if out is None else out
         self._launch(x_TK, w_NK, config, out, residual_TN, False, -1.0, None, square_sums_out)
@@ -84,7 +84,7 @@ class GemmSm90:
         square_sums: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """silu(x @ gate^T) x (x @ up^T), [T, F]; w holds the F rows of gate, then those of up. With `eps` both
-        GEMMs are first multiplied by each row's 1 / sqrt(mean(x^2) + eps), which takes less time with `squares`,
+        GEMMs are first multiplied by each row's 1 / sqrt(mean(x^2) + eps), which takes less time with `square_sums`,
         float32 [any, T] whose sums are those of x's rows. Rounded once, at the end; otherwise as `linear`."""
         out = x_TK.new_empty(x_TK.shape[0], w_2FK.shape[0] // 2) if out is None else out
         self._launch(x_TK, w_2FK, config, out, None, True, -1.0 if eps is None else eps, square_sums, None)

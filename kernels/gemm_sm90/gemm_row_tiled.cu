@@ -1,12 +1,12 @@
-// GEMMs of more rows than gemm.cu's, on Hopper (sm_90a): out[t, n] = sum_k x[t, k] w[n, k], optionally onto a
+// Row-tiled GEMM for Hopper (sm_90a), for more rows than gemm.cu: out[t, n] = sum_k x[t, k] w[n, k], optionally added to a
 // residual. Rows of x are wgmma's A operand (64 of them a warpgroup), weights its B operand: a tile's columns are any
 // multiple of 8, so that tiles are about as many as multiprocessors, and none has to share K.
 //
 // One tile of kTileRows rows and kTileN columns a CTA; kMulticast CTAs of a cluster have the same columns and neighbouring
-// rows. Each asks for a part of the columns' weights, which the copy engine writes to all of them. As in gemm.cu
-// weights are asked for before the wait, activations behind it, and so is launch_dependents.
+// rows. Each loads a part of the columns' weights, which TMA multicasts to all of them. As in gemm.cu weights are
+// prefetched before griddepcontrol.wait; activations and launch_dependents come after it.
 //
-// Set by who compiles: kTileN (a multiple of 8 x kMulticast to 256), kGroups (1, 2: warpgroups, of 64 rows each),
+// Constants set at compile time: kTileN (a multiple of 8 x kMulticast to 256), kGroups (1, 2: warpgroups, of 64 rows each),
 // kStages, kIsHalf, kMinCtas, kMulticast (1, 2, 4), kMaxTurns; `wgmma` for kTileN.
 
 typedef unsigned short u16;
@@ -74,18 +74,18 @@ DEVICE void begin(const Place& place, const TensorMap* w_map, const TensorMap* x
   barrier_init_fence();
 }
 
-// Asks for weights that fit into the ring: before the kernel ahead is over.
+// Weight prefetch by one thread, before griddepcontrol.wait: fills the ring.
 DEVICE int load_early(const Place& place, const Sizes& sizes, const TensorMap* w_map) {
   const int early = sizes.num_blocks < kStages ? sizes.num_blocks : kStages;
   for (int index = 0; index < early; ++index) {
-    // Weights and rows complete one phase: the rows' bytes are expected though they are asked for later.
+    // Weights and rows complete one phase: the rows' bytes are expected though their loads are issued later.
     barrier_expect(full_barrier(place, index), kRowBytes + kWeightBytes);
     load_weights(place, w_map, index, index);
   }
   return early;
 }
 
-// The rest, by one thread, behind the wait.
+// The remaining loads, by one thread, after griddepcontrol.wait.
 DEVICE void produce(const Place& place, const Sizes& sizes, const TensorMap* w_map, const TensorMap* x_map, int early) {
   for (int index = 0; index < early; ++index) load_rows(place, x_map, index, index);
   int stage = 0;
@@ -231,7 +231,7 @@ DEVICE void store_square_sums(const Place& place, const Sizes& sizes) {
 // Grid: cdiv(num_out, kTileN) x cdiv(num_rows, kTileRows) to a multiple of kMulticast, tiles of rows next to each other, in
 // clusters of kMulticast. w [num_out, num_in] in boxes [kMulticastColumns, kTileK]; x [num_rows, num_in] in boxes
 // [kTileRows, kTileK]; both swizzled by 128 bytes. out and residual (or null, or out itself) [num_rows, num_out]. square_sums_out:
-// as in gemm.cu, which also says what eps and squares are, that this one has none of.
+// as in gemm.cu. num_square_sums, eps and square_sums are unused: both kernels have one signature.
 KERNEL gemm_sm90_row_tiled(MAP_ARGUMENT w_map, MAP_ARGUMENT x_map, u16* out, const u16* residual, int num_rows, int num_out,
                       int num_in, int num_square_sums, float eps, const float* square_sums, float* square_sums_out) {
   const Sizes sizes = {num_rows, num_out, (num_in + kTileK - 1) / kTileK, square_sums_out};

@@ -1,10 +1,10 @@
-// What the GEMMs of few rows for Hopper (gemm.cu, gemm_row_tiled.cu) ask of the hardware, in inline PTX.
+// Hardware primitives of the sm90 GEMMs (gemm.cu, gemm_row_tiled.cu) in inline PTX.
 //
 // Sources: PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions" (shared memory matrix layout, matrix descriptor,
 // register fragments of D), "cp.async.bulk.tensor", "Tensors: swizzling modes", "mbarrier", "st.async",
 // "barrier.cluster", "griddepcontrol".
 //
-// Set by who compiles, beside what each kernel says: kIsHalf (or bfloat16), kMinCtas (CTAs of a multiprocessor that find
+// Constants set at compile time, beside those of each kernel: kIsHalf (or bfloat16), kMinCtas (CTAs of a multiprocessor that find
 // registers), kMaxTurns (0, or after how many a wait that does not end is an error: to find mistakes); and, for an emulation
 // on a CPU, EMULATED with the primitives. The kernel sets kThreads and kConsumers (those that multiply) ahead of them.
 

@@ -1,4 +1,4 @@
-"""What gemm.cu and gemm_row_tiled.cu are compiled for, and what their launches need."""
+"""Compile-time variants of gemm.cu and gemm_row_tiled.cu, and their launch parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ _ROWS = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmConfig:
-    """How a GEMM is cut. tile: weight rows of a CTA; split: CTAs that share K; stages: tiles of the ring; shared: so
-    many CTAs of a cluster read from the L2 cache once (1, 2, 4): rows of x, for neighbouring tiles, or, with row_tile,
-    the tile's weights. row_tile: None, where a CTA has all rows, or those that it has (64, 128)."""
+    """Tiling of a GEMM.
+
+    tile: weight rows of a CTA. split_k: CTAs that share K. stages: tiles of the ring. multicast: CTAs of a cluster that
+    share one read from the L2 cache (1, 2, 4): of rows of x, for neighbouring tiles, or, with row_tile, of the tile's
+    weights. row_tile: rows of x of a CTA (64, 128); None: all rows (small-M).
+    """
 
     tile: int
     split_k: int
@@ -38,7 +41,7 @@ class GemmConfig:
         return self.split_k * self.multicast
 
     def __str__(self) -> str:
-        """tile[:row_tile][xshared]/split/stages."""
+        """tile[:row_tile][xmulticast]/split_k/stages."""
         row_tile = f":{self.row_tile}" if self.row_tile else ""
         multicast = f"x{self.multicast}" if self.multicast > 1 else ""
         return f"{self.tile}{row_tile}{multicast}/{self.split_k}/{self.stages}"
@@ -126,7 +129,7 @@ class Variant(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallM(Variant):
-    """gemm.cu. rows: all of x's; parts: CTAs that share K."""
+    """gemm.cu. rows: all of x's; split_k: CTAs that share K."""
 
     entry: ClassVar[str] = "gemm_sm90"
     source_file: ClassVar[str] = "gemm.cu"
@@ -247,7 +250,7 @@ def variant_of(config: GemmConfig, num_rows: int, is_gated: bool, dtype: torch.d
 
 
 def padded_rows(num_rows: int, multicast: int = 1) -> int:
-    """Each neighbour asks for as many, 8 or a multiple: the swizzle's atom."""
+    """Each neighbour loads as many, 8 or a multiple: the swizzle's atom."""
     return next(rows for rows in _ROWS if rows >= num_rows and rows % (8 * multicast) == 0)
 
 

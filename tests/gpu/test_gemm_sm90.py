@@ -1,4 +1,4 @@
-"""GEMMs that stream their weights against torch, on compute capability 9.0; `bench/gpu/gemm_sm90.py` does more."""
+"""PDL GEMMs against torch, on compute capability 9.0; `bench/gpu/gemm_sm90.py` does more."""
 
 from __future__ import annotations
 

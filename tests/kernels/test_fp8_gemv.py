@@ -1,4 +1,4 @@
-"""GEMMs of few rows with FP8 weights against torch."""
+"""GEMV kernels with FP8 weights against torch."""
 
 from __future__ import annotations
 

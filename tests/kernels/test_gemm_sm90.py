@@ -1,4 +1,4 @@
-"""GEMMs of few rows for Hopper: the kernels' own sources, with their primitives emulated, against torch."""
+"""The sm90 GEMMs: the kernels' own sources, with their primitives emulated, against torch."""
 
 from __future__ import annotations
 

@@ -130,8 +130,8 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
         ("who reads takes a phase for the other", "alone", _READ_PARITY, _READ_PARITY.replace("0;", "1;")),
         ("phases are taken for the same", "alone", "      parity ^= 1;\n", ""),
         ("barriers are not there yet", "alone", "  sync_threads();\n", ""),
-        # The kernels ahead and behind.
-        ("kernels ahead are not waited for", "alone", "  griddepcontrol_wait();\n", ""),
+        # PDL: the previous and the next kernel.
+        ("previous kernels are not waited for", "alone", "  griddepcontrol_wait();\n", ""),
         ("rows come before they are written", "alone", _EARLY_ROWS[0], _EARLY_ROWS[1]),
         (
             "the next kernel begins too early",
@@ -172,7 +172,7 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
             "to",
         ),
         (
-            "a neighbour asks for the other's rows",
+            "a neighbour loads the other's rows",
             "neighbours",
             "column, share.neighbour * kMulticastRows",
             "column, 0",
@@ -243,7 +243,7 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
         ("a phase is not waited for", "row tiles", "barrier_wait(full_barrier(place, stage), parity);", ""),
         ("boxes overwrite what is read", "row tiles", "    barrier_wait(empty_barrier(place, stage), parity);\n", ""),
         ("barriers are not there yet", "row tiles", "  sync_threads();\n", ""),
-        ("kernels ahead are not waited for", "row tiles", "  griddepcontrol_wait();\n", ""),
+        ("previous kernels are not waited for", "row tiles", "  griddepcontrol_wait();\n", ""),
         (
             "rows come before they are written",
             "row tiles",
@@ -264,7 +264,7 @@ def test_cases_without_mistakes_are_right(tmp_path: Path, case: str) -> None:
         ),
         ("a neighbour overwrites what is read", "row tiles of neighbours", "kWarps * kMulticast", "kWarps"),
         ("the neighbour's weights land elsewhere", "row tiles of neighbours", "stage) + first * kTileK * 2", "stage)"),
-        ("a neighbour asks for the other's weights", "row tiles of neighbours", "place.column + first", "place.column"),
+        ("a neighbour loads the other's weights", "row tiles of neighbours", "place.column + first", "place.column"),
         ("neighbours' barriers are not there yet", "row tiles of neighbours", "    cluster_wait();\n", ""),
     ],
 )

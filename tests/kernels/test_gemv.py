@@ -1,4 +1,4 @@
-"""GEMMs of few rows against torch."""
+"""GEMV kernels against torch."""
 
 from __future__ import annotations
 

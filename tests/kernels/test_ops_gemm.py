@@ -1,4 +1,4 @@
-"""Which GEMMs of many rows the fused operations leave to others."""
+"""GEMMs that the fused operations leave to the backend."""
 
 from __future__ import annotations
 

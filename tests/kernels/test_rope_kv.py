@@ -53,14 +53,14 @@ def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.dev
     positions, slots, tables = _places(case.num_rows, device)
     norms = torch.randn(2, d, device=device).to(dtype) if case.has_norm else (None, None)
     # What a row is multiplied by is not near 1, so that a factor left out is seen.
-    unnormed = None if case.num_features is None else _rows(case.num_rows, case.num_features, device).to(dtype)
+    norm_input = None if case.num_features is None else _rows(case.num_rows, case.num_features, device).to(dtype)
     bias = torch.randn(qkv.shape[1], device=device).to(dtype) if case.has_bias else None
     results = []
     for function in (rope_write_kv, rope_write_kv_reference):
         keys, values = torch.zeros(2, *kv_shape, device=device, dtype=dtype)
         q = function(
             qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, keys, values, case.num_heads,
-            case.num_kv_heads, d, norms[0], norms[1], 1e-6, norm_input_TD=unnormed, bias_X=bias,
+            case.num_kv_heads, d, norms[0], norms[1], 1e-6, norm_input_TD=norm_input, bias_X=bias,
         )  # fmt: skip
         results.append((q, keys, values))
     (q, keys, values), (expected_q, expected_keys, expected_values) = results
@@ -104,7 +104,7 @@ def test_a_pool_of_another_dtype_with_longer_rows(dtype, kv_dtype, stored_dim, n
 
 
 def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.device) -> None:
-    qkv, unnormed = torch.randn(5, 8 * 64, device=device), _rows(5, 96, device)
+    qkv, norm_input = torch.randn(5, 8 * 64, device=device), _rows(5, 96, device)
     positions, slots, tables = _places(5, device)
     angles = torch.rand(16, 32, device=device)
     results = []
@@ -112,7 +112,7 @@ def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.de
         keys, values = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, 2, 64, device=device)
         q = rope_write_kv(
             qkv[rows], angles.cos(), angles.sin(), positions[rows], slots[rows], tables, _PAGE_SIZE, keys, values, 4, 2,
-            64, norm_input_TD=unnormed[rows],
+            64, norm_input_TD=norm_input[rows],
         )  # fmt: skip
         places = tables[slots[3].item(), positions[3].item() // _PAGE_SIZE] * _PAGE_SIZE + positions[3] % _PAGE_SIZE
         results.append((q[3 if len(q) > 1 else 0], keys[places], values[places]))

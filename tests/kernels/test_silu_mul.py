@@ -26,22 +26,22 @@ def test_rows_that_were_not_normed_are_scaled_before_the_bias(
     num_rows: int, num_features: int, mlp_size: int, has_bias: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     sizes = 2.0 ** torch.arange(-1, num_rows - 1, device=device)[:, None]
-    unnormed = (torch.randn(num_rows, num_features, device=device) * sizes).to(dtype)
+    norm_input = (torch.randn(num_rows, num_features, device=device) * sizes).to(dtype)
     x = (torch.randn(num_rows, 2 * mlp_size, device=device) * sizes * 2).to(dtype)
     bias = torch.randn(2 * mlp_size, device=device).to(dtype) if has_bias else None
-    actual = silu_mul(x, norm_input_TD=unnormed, bias_2F=bias, eps=1e-5)
-    expected = silu_mul_reference(x, norm_input_TD=unnormed, bias_2F=bias, eps=1e-5)
+    actual = silu_mul(x, norm_input_TD=norm_input, bias_2F=bias, eps=1e-5)
+    expected = silu_mul_reference(x, norm_input_TD=norm_input, bias_2F=bias, eps=1e-5)
     tolerance = _tolerance(expected, num_features)
     torch.testing.assert_close(actual, expected, **tolerance)
-    normed = x.float() / (unnormed.float().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+    normed = x.float() / (norm_input.float().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
     gate, up = (normed if bias is None else normed + bias.float()).chunk(2, dim=-1)
     torch.testing.assert_close(actual.float(), gate * gate.sigmoid() * up, **tolerance)
 
 
 def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.device) -> None:
-    x, unnormed = torch.randn(4, 192, device=device), torch.randn(4, 80, device=device) * 7
-    together = silu_mul(x, norm_input_TD=unnormed)
-    assert torch.equal(together[2:3], silu_mul(x[2:3], norm_input_TD=unnormed[2:3]))
+    x, norm_input = torch.randn(4, 192, device=device), torch.randn(4, 80, device=device) * 7
+    together = silu_mul(x, norm_input_TD=norm_input)
+    assert torch.equal(together[2:3], silu_mul(x[2:3], norm_input_TD=norm_input[2:3]))
 
 
 def _tolerance(expected: torch.Tensor, num_features: int) -> dict[str, float]:

@@ -52,6 +52,36 @@ async def test_a_fence_shuts_the_holder_out_while_a_step_runs_and_its_claim_wait
         assert core._num_in_flight == 0
 
 
+async def test_a_completed_plan_waits_for_no_step_and_neither_does_the_fence_behind_it() -> None:
+    slow = {"simulated_time": ClockKind.REAL, "simulated_base_us": 1_500_000.0, "max_plans_in_flight": 1}
+    async with _worker(**slow) as worker, WorkerClient(worker.address, "b") as b:
+        core = worker.daemon.core
+        async with WorkerClient(worker.address, "a") as a:
+            await a.hold(1)
+            await a.plan(first_plan())
+            while core.ledger.last_received_step < 1:
+                await asyncio.sleep(0.005)
+        while core.ledger.is_holder_connected:
+            await asyncio.sleep(0.005)
+        await b.greet()
+        for step in (2, 3):
+            complete = encode_plan(StepPlan(epoch=1, step_id=step, has_forward=False))
+            await b.send(worker_pb2.ExecuteRequest(complete=complete))
+        assert (await _fence(b, 2)).fenced.epoch == 2
+        assert core._num_in_flight == 3, "step 1 runs on, and the others behind it"
+        assert (await b.claim(2)).claimed.epoch == 2
+        async with WorkerClient(worker.address, "c") as c:
+            await b.plan(first_plan(epoch=2))
+            b.cut()
+            while core.ledger.is_holder_connected:
+                await asyncio.sleep(0.005)
+            await c.greet()
+            for step in (2, 3, 4):
+                complete = encode_plan(StepPlan(epoch=2, step_id=step, has_forward=False))
+                await c.send(worker_pb2.ExecuteRequest(complete=complete))
+            assert (await c.ended()).reason_name == "PROTOCOL_VIOLATION", "no more than a few are kept"
+
+
 async def test_of_two_fences_the_higher_wins_and_a_claim_needs_its_own() -> None:
     async with _worker() as worker, WorkerClient(worker.address, "a") as a, WorkerClient(worker.address, "b") as b:
         await a.greet()

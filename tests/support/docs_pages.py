@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 def pages() -> list[Path]:
     """README, docs/, and the READMEs of folders."""
-    folders = ("clients/python", "clients/node")
+    folders = ("clients/python", "clients/node", "kernels")
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / f / "README.md" for f in folders)]
 
 

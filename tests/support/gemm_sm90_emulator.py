@@ -1,4 +1,4 @@
-"""The kernels of GEMMs of few rows on a CPU: their own sources, built with g++ around emulated primitives."""
+"""The sm90 GEMM kernels on a CPU: their own sources, built with g++ around emulated primitives."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class EmulatedGemmSm90:
         square_sums_out: torch.Tensor | None = None,
         seed: int = 0,
     ) -> torch.Tensor:
-        """[T, N]; raises RuntimeError with what the kernel did wrong. squares: as `GemmSm90` has them."""
+        """[T, N]; raises RuntimeError with what the kernel did wrong. square_sums: as `GemmSm90` has them."""
         (num_rows, num_in), num_out = x_TK.shape, w_NK.shape[0] // (1 + self._is_gated)
         assert num_out % 8 == 0 and num_in % 8 == 0, (num_out, num_in)
         out_TN = torch.full((num_rows, num_out), float("nan"), dtype=x_TK.dtype)

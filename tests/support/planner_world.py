@@ -16,6 +16,7 @@ from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, Rejected
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.runner import ModelRunner
 from radixmesh.daemons.worker.simulated.clock import VirtualClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
@@ -56,14 +57,16 @@ class World:
         runner_class: type[SimulatedRunner] = SimulatedRunner,
         max_tokens_per_row: int = 1,
         row_seed: int = 0,
+        runner: ModelRunner | None = None,
         **choices: object,
     ) -> None:
-        """max_tokens_per_row: above 1 a decode yields 0 to so many tokens a step, at random from `row_seed`."""
+        """max_tokens_per_row: above 1 a decode yields 0 to so many tokens a step, at random from `row_seed`. runner: in
+        place of a simulated one; its sizes count, and nothing is expected of its outputs."""
         self.max_tokens_per_row = max_tokens_per_row
         if max_tokens_per_row > 1:
             runner_class = partial(UnevenRunner, max_tokens_per_row=max_tokens_per_row, row_seed=row_seed)  # type: ignore[assignment]
         self.alphabet = Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=eos_rate)
-        runner = runner_class(
+        runner = runner or runner_class(
             page_size=page_size,
             num_pages=num_pages,
             vocab_size=VOCAB_SIZE,
@@ -74,14 +77,14 @@ class World:
         )
         self.executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
         self.group = GroupInfo(
-            page_size=page_size,
-            num_pages=num_pages,
+            page_size=runner.page_size,
+            num_pages=runner.num_pages,
             num_slots=num_slots,
             max_tokens_per_step=max_tokens_per_step,
             max_plans_in_flight=4,
-            max_tokens_per_row=max_tokens_per_row,
-            vocab_size=VOCAB_SIZE,
-            max_total_len=max_total_len,
+            max_tokens_per_row=runner.max_tokens_per_row,
+            vocab_size=runner.vocab_size,
+            max_total_len=runner.max_total_len,
             eos_ids=(EOS_ID,),
             barrier_ops=frozenset({"flush_cache"}),
             model_name="simulated",

@@ -15,14 +15,14 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig  # Slow to import, and the tests of kernels need none of it.
 
-# Roundings of one element on its way through a layer: norms, products, RoPE, softmax, gate, two additions.
+# Roundings of one element on its way through a layer: norms, GEMMs, RoPE, softmax, gate, two additions.
 _ROUNDINGS_A_LAYER = 12
 # Largest of all sums of random terms, in standard deviations: of some millions, and of those on the way to them.
 _TAIL_OF_SUMS = 6
-# Errors of a product and of a tensor core's together, in units of the first.
+# Errors of a GEMM and of a tensor core's together, in units of the first.
 _TWO_PRODUCTS = 4
-# Products of a layer whose rows are made FP8: QKV, output, gate and up, down.
-_FP8_PRODUCTS_A_LAYER = 4
+# GEMMs of a layer whose rows are made FP8: QKV, output, gate and up, down.
+_FP8_GEMMS_A_LAYER = 4
 # Mean of 1 / m^2 over mantissas m in [1, 2), which are spread evenly by their logarithms (Benford).
 _MANTISSAS = 3 / (8 * math.log(2))
 # Largest of some thousands of normal numbers, in standard deviations.
@@ -52,7 +52,7 @@ def kernel_tolerance(dtype: torch.dtype, num_terms: int, magnitude: float) -> di
 
 
 def random_gemm_tolerance(dtype: torch.dtype, num_terms: int, expected: torch.Tensor) -> dict[str, float]:
-    """rtol and atol of two products of random rows, added in float32, of which intermediate results are of `dtype`.
+    """rtol and atol of two GEMMs of random rows, added in float32, of which intermediate results are of `dtype`.
 
     The magnitudes of n random terms are together sqrt(n) times their sum, and roundings add like a random walk: n x u
     times the largest sum, with room for the tail of it.
@@ -62,8 +62,8 @@ def random_gemm_tolerance(dtype: torch.dtype, num_terms: int, expected: torch.Te
     return {"rtol": 4 * unit, "atol": 6 * num_terms * unit_roundoff(torch.float32) * largest + intermediate}
 
 
-def product_magnitude(x_TK: torch.Tensor, w_NK: torch.Tensor, *, is_random: bool = False) -> torch.Tensor:
-    """[T, N] float64: the largest that sums of each product's terms can get, in whatever order they are added.
+def gemm_magnitude(x_TK: torch.Tensor, w_NK: torch.Tensor, *, is_random: bool = False) -> torch.Tensor:
+    """[T, N] float64: the largest that sums of each dot product's terms can get, in whatever order they are added.
 
     is_random: the terms have random signs, so that their partial sums stay within some standard deviations.
     """
@@ -88,12 +88,12 @@ def gemm_tolerance(
     *,
     is_random: bool = False,
 ) -> torch.Tensor:
-    """[T, N]: largest difference of two products added in float32 in any order, of which one may be a tensor core's.
-    is_random: as `product_magnitude` has it.
+    """[T, N]: largest difference of two GEMMs added in float32 in any order, of which one may be a tensor core's.
+    is_random: as `gemm_magnitude` has it.
 
     Tensor cores cut what others round, sixteen terms and a sum at a time: off by less than 3 u for each term.
     """
-    magnitude_TN = product_magnitude(x_TK, w_NK, is_random=is_random)
+    magnitude_TN = gemm_magnitude(x_TK, w_NK, is_random=is_random)
     if residual_TN is not None:
         magnitude_TN = magnitude_TN + residual_TN.double().abs()
     return rounding_tolerance(expected_TN, _TWO_PRODUCTS * sum_tolerance(x_TK.shape[1] + 1, magnitude_TN))
@@ -107,13 +107,13 @@ def gated_tolerance(
     *,
     is_random: bool = False,
 ) -> torch.Tensor:
-    """[T, F]: largest difference of two silu(gate) x up of float32 products, rounded once at the end.
+    """[T, F]: largest difference of two silu(gate) x up of float32 GEMMs, rounded once at the end.
 
-    factor_T1: what both products are multiplied by, itself of a sum of K numbers of one sign.
+    factor_T1: the inverse RMS that both GEMMs are multiplied by, itself of a sum of K numbers of one sign.
     """
     factor = 1.0 if factor_T1 is None else factor_T1.double()
     gate_TF, up_TF = (x_TK.double() @ w_2FK.double().t() * factor).chunk(2, dim=1)
-    magnitude_T2F = product_magnitude(x_TK, w_2FK, is_random=is_random) * factor
+    magnitude_T2F = gemm_magnitude(x_TK, w_2FK, is_random=is_random) * factor
     # The factor is off, relatively, by half of what its sum is.
     error_T2F = sum_tolerance(x_TK.shape[1], magnitude_T2F + torch.cat((gate_TF, up_TF), dim=1).abs() / 2)
     gate_error_TF, up_error_TF = (_TWO_PRODUCTS * error_T2F).chunk(2, dim=1)
@@ -217,6 +217,6 @@ def typical_chain_error(num_roundings: int, dtype: torch.dtype) -> float:
 
 
 def typical_fp8_error(config: PreTrainedConfig, *, has_fp8_weights: bool = False) -> float:
-    """The same of a model whose rows are made FP8 for each product, and whose weights may have been too."""
-    num_products = _FP8_PRODUCTS_A_LAYER * config.num_hidden_layers
-    return typical_chain_error(num_products * (1 + has_fp8_weights), torch.float8_e4m3fn)
+    """The same of a model whose rows are made FP8 for each GEMM, and whose weights may have been too."""
+    num_gemms = _FP8_GEMMS_A_LAYER * config.num_hidden_layers
+    return typical_chain_error(num_gemms * (1 + has_fp8_weights), torch.float8_e4m3fn)

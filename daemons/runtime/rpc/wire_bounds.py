@@ -3,7 +3,8 @@
 An empty element of a repeated field is two bytes on the wire and a hundred in memory, and parsing holds the event loop:
 30 MiB of them made 1.5 GiB. Every repeated and every string field has a bound here, one that is added tomorrow too; the
 code that reads a field knows the exact one. Messages are walked at all levels; of frames of streams, which have many
-small entries, the first 4 MiB of those are not, and what is in an entry is counted for that entry.
+small entries, the first 4 MiB of those are not, and what is in an entry is counted for that entry, but for the sizes
+of its strings: an error of a peer that says too much is cut, its stream goes on.
 """
 
 from __future__ import annotations
@@ -116,7 +117,8 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
                     length, place = _varint(raw, place - 1, end)
                 if field is not None:
                     # A length beyond the end is the parser's to refuse.
-                    if field.max_bytes and min(length, end - place) > field.max_bytes:
+                    is_sized = field.max_bytes and (is_top or not is_frame)
+                    if is_sized and min(length, end - place) > field.max_bytes:
                         raise _too_many(f"bytes of {field.name}", length, field.max_bytes)
                     if field.inner is not None and length:
                         if length <= _SMALL_ENTRY_BYTES and length <= num_unscanned:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
-from radixmesh.daemons.worker.runner import ModelRunner, Segment, SegmentOutput
+from radixmesh.daemons.worker.runner import ModelRunner, SampleInput, Segment, SegmentOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.sampling.penalties import is_adjusted
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.daemons.worker.tiles import RowTiles
 
+Drafter = Callable[[SampleInput, int], Sequence[int]]
+"""Proposes at most so many tokens that may follow the prompt and output of an input."""
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
 
@@ -49,6 +52,16 @@ class CpuRunner(ModelRunner):
         self._tiles = tiles
         self._hidden_pool = hidden_pool
         self._num_threads = num_threads
+        self._drafter: Drafter | None = None
+
+    def verify(self, drafter: Drafter, *, max_drafts: int) -> None:
+        """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, in one forward, and
+        yield the proposals that sampling confirms and the token after them: the tokens of a runner without proposals.
+
+        To be called before an executor is made of the runner.
+        """
+        self._drafter = drafter
+        self.max_tokens_per_row = 1 + max_drafts
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -57,6 +70,7 @@ class CpuRunner(ModelRunner):
         # The number of threads is a property of the calling thread, and part of what fixes the bits.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
+        segments = [self._with_drafts(segment) for segment in segments]
         hidden_TD = self._model.forward(self._batch(segments))
         tokens, logprobs = self._sample(segments, hidden_TD)
         vectors = {**self._pool_hidden(segments, hidden_TD), **self._score(segments, hidden_TD)}
@@ -67,7 +81,8 @@ class CpuRunner(ModelRunner):
                 prompt_logprobs = self._prompt_logprobs(segment, hidden_TD[row : row + len(segment.ids)])
             outputs.append(
                 SegmentOutput(
-                    token=tokens.get(index),
+                    token=tokens[index][0] if index in tokens else None,
+                    more_tokens=tuple(tokens[index][1:]) if index in tokens else (),
                     logprobs=logprobs.get(index),
                     prompt_logprobs=prompt_logprobs,
                     vector=vectors.get(index),
@@ -114,31 +129,49 @@ class CpuRunner(ModelRunner):
             tiles=self._tiles,
         )
 
+    def _with_drafts(self, segment: Segment) -> Segment:
+        """A decode with the tokens that are proposed to follow its last one."""
+        if self._drafter is None or segment.max_tokens is None or segment.sample is None:
+            return segment
+        most = min(segment.max_tokens, self.max_tokens_per_row) - 1
+        drafts = np.array(list(self._drafter(segment.sample, most))[:most] if most else [], np.int32)
+        return replace(segment, ids=np.concatenate((segment.ids, drafts)))
+
     def _sample(
         self, segments: Sequence[Segment], hidden_TD: torch.Tensor
-    ) -> tuple[dict[int, int], dict[int, TokenLogprobs]]:
-        """Tokens and logprobs by index of the segment."""
-        last_rows = np.cumsum([len(segment.ids) for segment in segments]) - 1
-        sampling = [(index, segment.sample) for index, segment in enumerate(segments) if segment.sample is not None]
-        tokens: dict[int, int] = {}
+    ) -> tuple[dict[int, list[int]], dict[int, TokenLogprobs]]:
+        """Tokens and their logprobs by index of the segment.
+
+        Each drafted position is sampled as if the drafts before it were output, with its own noise; a draft is accepted
+        if it is the token that was sampled there.
+        """
+        ends = np.cumsum([len(segment.ids) for segment in segments])
+        inputs: list[SampleInput] = []
+        rows_of: dict[int, range] = {}
+        chosen: list[int] = []
+        for index, segment in enumerate(segments):
+            if segment.sample is None:
+                continue
+            drafts = segment.ids[1:] if segment.max_tokens is not None else segment.ids[:0]
+            rows_of[index] = range(len(inputs), len(inputs) + 1 + len(drafts))
+            inputs += [_after(segment.sample, drafts[:number]) for number in range(1 + len(drafts))]
+            chosen += range(int(ends[index]) - 1 - len(drafts), int(ends[index]))
+        if not inputs:
+            return {}, {}
+        rows = self._logits(hidden_TD, np.array(chosen, np.int64))
+        sampled = _sample_rows(rows, inputs)
+        tokens: dict[int, list[int]] = {}
         logprobs: dict[int, TokenLogprobs] = {}
-        if not sampling:
-            return tokens, logprobs
-        rows = self._logits(hidden_TD, last_rows[[index for index, _ in sampling]])
-        # NaN would win an argmax; those rows go through the sampler.
-        highest, is_plain = rows.argmax(axis=1).tolist(), np.isfinite(rows.max(axis=1)).tolist()
-        by_sampler = []
-        for row, (index, sample) in enumerate(sampling):
-            if is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids):
-                tokens[index] = highest[row]
-            else:
-                by_sampler.append(row)
-        sampled = sample_tokens(rows[by_sampler], [sampling[row][1] for row in by_sampler]) if by_sampler else []
-        tokens.update((sampling[row][0], token) for row, token in zip(by_sampler, sampled, strict=True))
-        for row, (index, sample) in enumerate(sampling):
-            if sample.sampling.num_top_logprobs is not None:
-                num_top = sample.sampling.num_top_logprobs
-                logprobs[index] = token_logprobs(rows[row : row + 1], [tokens[index]], num_top)
+        for index, of_segment in rows_of.items():
+            drafts = segments[index].ids[1:].tolist() if len(of_segment) > 1 else []
+            accepted = 0
+            while accepted < len(drafts) and sampled[of_segment[accepted]] == drafts[accepted]:
+                accepted += 1
+            first = of_segment.start
+            tokens[index] = sampled[first : first + accepted + 1]
+            num_top = inputs[first].sampling.num_top_logprobs
+            if num_top is not None:
+                logprobs[index] = token_logprobs(rows[first : first + accepted + 1], tokens[index], num_top)
         return tokens, logprobs
 
     def _pool_hidden(self, segments: Sequence[Segment], hidden_TD: torch.Tensor) -> dict[int, FloatArray]:
@@ -192,6 +225,31 @@ class CpuRunner(ModelRunner):
         padded = _padded_to(rows, self._tiles.padded(len(rows)))
         logits: FloatArray = self._model.logits(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()
         return logits[: len(rows)]
+
+
+def _after(sample: SampleInput, drafts: IntArray) -> SampleInput:
+    """The input of the position behind some drafts."""
+    if not len(drafts):
+        return sample
+    output_ids = np.concatenate((sample.output_ids, drafts))
+    return replace(sample, position=sample.position + len(drafts), output_ids=output_ids)
+
+
+def _sample_rows(rows: FloatArray, inputs: Sequence[SampleInput]) -> list[int]:
+    """A token of each row of logits."""
+    # NaN would win an argmax; those rows go through the sampler.
+    tokens: list[int] = rows.argmax(axis=1).tolist()
+    is_plain = np.isfinite(rows.max(axis=1)).tolist()
+    by_sampler = [
+        row
+        for row, sample in enumerate(inputs)
+        if not (is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids))
+    ]
+    if by_sampler:
+        sampled = sample_tokens(rows[by_sampler], [inputs[row] for row in by_sampler])
+        for row, token in zip(by_sampler, sampled, strict=True):
+            tokens[row] = token
+    return tokens
 
 
 def _padded_to(rows: SlotArray, length: int) -> SlotArray:

@@ -39,7 +39,7 @@ class DeviceDecoder:
         check_decoder(config)
         self.config = config
         self.dtype = weights.final_norm_D.dtype
-        # In float16 a GEMM of rows that were not normed may be larger than its numbers go.
+        # A deferred-norm GEMM can overflow in float16.
         self._is_folded = folds_norms and self.dtype != torch.float16
         if self._is_folded:
             fold_norms(weights)
@@ -73,7 +73,7 @@ class DeviceDecoder:
         return self._ops.linear(self._ops.rms_norm(hidden_TD, weights.final_norm_D, eps), head_VD)
 
     def _forward_gemm(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
-        """Through cuBLAS, which adds to the residual; what reads a GEMM of it norms that by the row's factor."""
+        """GEMMs that add to the residual; the norm is deferred to the kernel that reads a GEMM's result."""
         ops = self._ops
         for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, mlp_of(layer)
@@ -87,7 +87,7 @@ class DeviceDecoder:
     def _gemm(
         self, x_TD: torch.Tensor, norm_D: torch.Tensor, w_DN: torch.Tensor, b_N: torch.Tensor | None
     ) -> DeferredNormGemm:
-        """Of the rows normed."""
+        """GEMM of RMSNorm(x); the norm is deferred where it is folded into the weights."""
         ops = self._ops
         if self._is_folded:
             return DeferredNormGemm(ops.linear(x_TD, w_DN.t()), b_N, norm_input_TD=x_TD)
@@ -100,7 +100,7 @@ class DeviceDecoder:
         return self._ops.silu_mul(self._gemm(x_TD, norm_D, mlp.w_gate_up_DF2, mlp.b_gate_up_F2), self.config.norm_eps)
 
     def _forward_gemv(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
-        """Through kernels that read weights at the memory's speed, norms and additions inside."""
+        """GEMV kernels at memory speed, with norms and residual additions fused."""
         ops, eps = self._ops, self.config.norm_eps
         for index, layer in enumerate(self._weights.layers):
             weights, mlp = layer.attention, mlp_of(layer)

@@ -12,7 +12,7 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.cuda.attention.choice import choose_attention
+from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
@@ -89,10 +89,10 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
 
 
 def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -> DeviceRunner:
-    """The same on any device, not warmed up."""
+    """Loads and sizes a runner on any device, without warm-up. Raises as `load_cuda_runner`."""
     dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
-    # A wrong choice is told before the weights are read.
+    # Report wrong flags before reading the weights.
     attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype), where)
     _kernels_name(settings, where)
     _check_rows(settings)
@@ -101,39 +101,23 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         loaded = load_decoder(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
     model = loaded.model
     layout = attention.layout(model.kv_layout)
-    create_attention = attention.creator(settings, model.attention_shape, model.config.windows)
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
+    create_attention = attention.creator(settings, model.attention_shape, model.config.windows)
     _check_tables(settings, length)
-    graph_rows = default_graph_rows(settings.num_slots) if settings.cuda_graphs else ()
-    # Ahead of the sizing, which counts what measuring leaves behind.
-    ops = _ops(settings, loaded, graph_rows, where)
-    fp8_ops = _fp8_ops(settings, loaded, ops, where)
-    prompt_rows = default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else ()
-    memory = MemorySettings(
-        mem_fraction=settings.mem_fraction,
-        num_pages=settings.num_pages,
-        page_size=settings.page_size,
-        num_slots=settings.num_slots,
-        max_tokens_per_step=settings.max_tokens_per_step,
-        max_total_len=length,
-        graph_rows=graph_rows,
-        prompt_rows=prompt_rows,
-        attention_bytes=attention.work_bytes(settings, model.attention_shape, model.config.windows, where),
-    )
-    if where.type == "cuda":
-        num_pages = choose_num_pages(memory, model.config, layout.bytes_per_token(attention.kv_dtype), dtype, where)
-    else:
-        num_pages = settings.num_pages or -(-length // settings.page_size)
-    with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
-        pool = KvPool(layout, num_pages=num_pages, page_size=settings.page_size, dtype=attention.kv_dtype, device=where)
-        decoder = _decoder(loaded, pool, ops, fp8_ops, length)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
-        graph_rows=graph_rows,
-        prompt_rows=prompt_rows,
+        graph_rows=default_graph_rows(settings.num_slots) if settings.cuda_graphs else (),
+        prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else (),
     )
+    # Before the KV pool is sized, which counts the memory that the autotuner leaves in use.
+    ops = _ops(settings, loaded, limits.graph_rows, where)
+    fp8_ops = _fp8_ops(settings, loaded, ops, where)
+    num_pages = _num_pages(settings, limits, attention, model, dtype, where)
+    with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
+        pool = KvPool(layout, num_pages=num_pages, page_size=settings.page_size, dtype=attention.kv_dtype, device=where)
+        decoder = _decoder(loaded, pool, ops, fp8_ops, length)
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
         return DeviceRunner(
             device,
@@ -144,6 +128,32 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
             is_deterministic=settings.deterministic,
             use_pdl=settings.use_pdl and where.type == "cuda",
         )
+
+
+def _num_pages(
+    settings: DeviceSettings,
+    limits: RunnerLimits,
+    attention: AttentionChoice,
+    model: DecoderModel,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Pages of the KV pool: what fits the GPU; without one, the flag's number or one request of the longest length."""
+    memory = MemorySettings(
+        mem_fraction=settings.mem_fraction,
+        num_pages=settings.num_pages,
+        page_size=settings.page_size,
+        num_slots=limits.num_slots,
+        max_tokens_per_step=limits.max_tokens_per_step,
+        max_total_len=limits.max_total_len,
+        graph_rows=limits.graph_rows,
+        prompt_rows=limits.prompt_rows,
+        attention_bytes=attention.work_bytes(settings, model.attention_shape, model.config.windows, device),
+    )
+    if device.type != "cuda":
+        return settings.num_pages or -(-limits.max_total_len // settings.page_size)
+    token_bytes = attention.layout(model.kv_layout).bytes_per_token(attention.kv_dtype)
+    return choose_num_pages(memory, model.config, token_bytes, dtype, device)
 
 
 def _decoder(loaded: LoadedDecoder, kv: KvPool, ops: Ops, fp8_ops: Fp8Ops | None, max_total_len: int) -> DeviceDecoder:

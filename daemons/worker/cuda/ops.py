@@ -50,8 +50,11 @@ class HeadNorms(NamedTuple):
 
 
 class DeferredNormGemm(NamedTuple):
-    """[T, N], not finished: of rows that went into it un-normed where `unnormed` [T, D] holds those, and without the
-    bias [N]. What reads it multiplies by each row's factor, 1 / sqrt(mean(x^2) + eps), then adds the bias."""
+    """Result [T, N] of a GEMM whose norm and bias [N] are left to the kernel that reads it.
+
+    norm_input_TD: the rows [T, D] that went into the GEMM without being normed; None: they were normed before. The
+    reader multiplies each row by its inverse RMS, 1 / sqrt(mean(x^2) + eps), then adds the bias.
+    """
 
     out_TN: torch.Tensor
     bias_N: torch.Tensor | None = None
@@ -62,7 +65,7 @@ class Ops(ABC):
     """Operations on rows, each in the dtype of its input with sums in float32. eps is that of norms."""
 
     max_fused_rows: int = 0
-    """Up to so many rows `linear_fused` and `gate_up_silu` are the fast way."""
+    """Largest number of rows for which `linear_fused` and `gate_up_silu` are used."""
 
     @abstractmethod
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor: ...
@@ -95,7 +98,7 @@ class Ops(ABC):
             residual_TN += b_N
 
     def gate_up_silu_deferred_norm(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
-        """silu(gate) x up of x normed by the rows' factors, the norm's weight being in w; [T, F]."""
+        """silu(gate) x up as a deferred-norm GEMM, [T, F]; the norm's weight is folded into w."""
         return self.silu_mul(DeferredNormGemm(self.linear(x_TD, w_2FD), norm_input_TD=x_TD), eps)
 
     def linear_fused(
@@ -108,14 +111,16 @@ class Ops(ABC):
         norm_K: torch.Tensor | None = None,
         eps: float | None = None,
     ) -> torch.Tensor:
-        """The GEMM, added in place to `add_to`, as given; of few rows. With eps x is first normed, and multiplied by
-        the norm's weight where there is one."""
+        """GEMM for up to max_fused_rows rows, added in place to `add_to` if given.
+
+        With eps, x is first RMS-normalised, and multiplied by the norm's weight if there is one.
+        """
         raise AssertionError("no fused GEMMs here")
 
     def gate_up_silu(
         self, x_TD: torch.Tensor, w_2FD: torch.Tensor, norm_D: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
-        """silu(gate) x up of x normed, [T, F]; of few rows."""
+        """silu(gate) x up of RMSNorm(x), [T, F], for up to max_fused_rows rows."""
         raise AssertionError("no fused GEMMs here")
 
 
@@ -164,11 +169,11 @@ _TILE_ROWS = 64
 
 
 class TritonOps(Ops):
-    """The project's kernels. use_pdl: a kernel may begin before the one ahead of it has ended (Hopper).
+    """The project's kernels. use_pdl: kernels are launched with PDL (Hopper).
 
     is_deterministic: GEMMs are computed in tiles of a fixed number of rows, so that a row's bits do not depend on
     how many others there are.
-    GEMMs: what computes the others, of more than max_fused_rows rows; None: torch.
+    gemm: backend for more than max_fused_rows rows; None: torch.
     """
 
     def __init__(

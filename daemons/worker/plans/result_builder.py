@@ -25,9 +25,9 @@ class ResultBuilder:
         """The result of a forward."""
         counts = np.zeros(batch.num_results, np.int32)
         ids = np.zeros(batch.num_results, np.int32)
-        is_uneven = output.counts is not None
+        is_uneven = output.counts is not None or any(got.more_tokens for got in output.segments)
         counts[batch.row_indexes] = 1 if output.counts is None else output.counts
-        if not is_uneven:
+        if output.counts is None:
             ids[batch.row_indexes] = output.tokens
         for row, got in zip(batch.segment_rows, output.segments, strict=True):
             if got.token is not None:

@@ -18,8 +18,8 @@ from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 
 
 class Fp8Decoder(DeviceDecoder):
-    """Norms stay apart from the projections, whose numbers are those of the checkpoint. Few rows stay in the model's
-    dtype; of more, each is made FP8 by the kernel that norms it or computes its gate.
+    """Norms stay apart from the projections, whose numbers are those of the checkpoint. Up to max_fused_rows rows
+    stay in the model's dtype; more are quantised to FP8 by the kernel that norms them or computes the gate.
 
     weights: all but the projections of the layers, which are in `matrices`.
     """
@@ -41,7 +41,7 @@ class Fp8Decoder(DeviceDecoder):
         self._fp8_ops = fp8_ops
 
     def _forward_gemm(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
-        """What a GEMM adds to the residual is added by the kernel that norms the sum."""
+        """The kernel that norms the residual first adds the previous GEMM's result to it."""
         ops, eps = self._fp8_ops, self.config.norm_eps
         added: DeferredNormGemm | None = None
         for index, (layer, matrices) in enumerate(zip(self._weights.layers, self._matrices, strict=True)):

@@ -1,4 +1,4 @@
-"""What computes GEMMs of FP8 rows with FP8 weights: torch's library, or a kernel of our own.
+"""Backends for GEMMs of FP8 rows with FP8 weights: torch._scaled_mm or the project's Triton kernel.
 
 Legend: T rows, N features out, K features in. Weights are [out, in].
 """
@@ -33,7 +33,7 @@ _TRIED_ROWS, _TRIED_FEATURES, _TRIED_ERROR = (2, 36, 255), 512, 0.01
 
 
 class Fp8Gemm(ABC):
-    """With sums in float32."""
+    """FP8 GEMMs with float32 accumulation."""
 
     @abstractmethod
     def linear(self, rows: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:

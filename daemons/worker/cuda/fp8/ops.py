@@ -1,6 +1,6 @@
 """The seam between the maths of a decoder with FP8 weights and what computes it: fused kernels, or plain torch.
 
-Whatever GEMM is asked for, its matrix says what it takes: one that stayed in the model's dtype takes rows in it.
+The matrix decides the form of the rows: a matrix in the model's dtype takes rows in that dtype.
 
 Legend: T rows, D hidden size, N features out, K features in, F mlp size. Weights are [out, in].
 """
@@ -20,11 +20,11 @@ from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quan
 from radixmesh.kernels.fp8.silu_quantize import silu_quantize, silu_quantize_reference
 
 Rows = torch.Tensor | QuantizedRows
-"""[T, K] as the GEMM that they are for takes them."""
+"""[T, K] in the form that the GEMM takes."""
 
 
 class Fp8Ops(ABC):
-    """plain: for matrices in the model's dtype, and all that is no GEMM. GEMMs: of FP8 rows."""
+    """plain: operations in the model's dtype and everything that is not a GEMM. gemm: backend for FP8 rows."""
 
     def __init__(self, plain: Ops, gemm: Fp8Gemm) -> None:
         self._plain = plain
@@ -32,7 +32,7 @@ class Fp8Ops(ABC):
 
     @property
     def max_fused_rows(self) -> int:
-        """Up to so many rows `linear_fused` and `gate_up_silu` are the fast way."""
+        """Largest number of rows for which `linear_fused` and `gate_up_silu` are used."""
         return self._plain.max_fused_rows
 
     def rows(self, x_TK: torch.Tensor, w: Matrix) -> Rows:

@@ -1,4 +1,4 @@
-"""Chooses by measurement, once at the start, what computes GEMMs with FP8 weights: the library, or which tiles."""
+"""Autotuner of FP8 GEMMs: chooses the library or a tile configuration by measurement at startup."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ from radixmesh.kernels.fp8.quantized import QuantizedMatrix
 
 _log = get_logger(__name__)
 
-# Steps of numbers between take what the next larger one does.
+# Other row counts use the choice for the next larger one.
 _ROWS = (16, 64, 256, 512, 2048)
-# Weights that are read in turn are larger together than any cache.
 _ROUNDS = 3
-# Between kernels of ours, and against the library: less is noise.
+# Smaller gains, between our kernels or over the library, are noise.
 _LEAST_GAIN = 0.02
 
 
@@ -47,7 +46,7 @@ class Fp8Benchmark(ABC):
 
     @abstractmethod
     def candidate(self, candidate: Candidate) -> Callable[[], float] | None:
-        """What it gives takes the time once, in microseconds; None where the candidate does not take the GEMM."""
+        """Returns a function that times the candidate once, in microseconds; None if it does not support the GEMM."""
 
 
 CreateFp8Benchmark = Callable[[int, Sequence[QuantizedMatrix]], Fp8Benchmark]

@@ -111,7 +111,7 @@ class _Maker:
         plain_NK = torch.cat([weight.full().to(self._device, self._dtype) for weight in stored])
         if self._is_online:
             return quantize_matrix(plain_NK, is_grouped=self._is_grouped)
-        # Said to have stayed as it was, at least in part: as one GEMM it cannot be both.
+        # At least one part is not FP8: a fused matrix has one dtype.
         return plain_NK
 
     def _as_it_is(self, stored: Sequence[StoredWeight], scales: Sequence[torch.Tensor]) -> QuantizedMatrix:

@@ -1,4 +1,4 @@
-"""What computes GEMMs of many rows: the library's own choice of an algorithm, or one that was measured.
+"""GEMM backends: cuBLAS with its default algorithm, or cuBLASLt with a measured one.
 
 Legend: T rows, N features out, K features in. Weights are [out, in].
 """
@@ -19,7 +19,7 @@ _log = get_logger(__name__)
 
 
 class GemmBackend(ABC):
-    """In the dtype of the inputs, with sums in float32."""
+    """GEMMs in the dtype of the inputs, with float32 accumulation."""
 
     @abstractmethod
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor: ...
@@ -29,17 +29,19 @@ class GemmBackend(ABC):
         """Adds the GEMM to the residual in place."""
 
     def changed(self, residual_TN: torch.Tensor) -> None:
-        """Told when another one has added to a residual behind `add_linear`."""
+        """Invalidates state about a residual that was modified outside of `add_linear`."""
         return None
 
     def gate_up_silu(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor | None:
-        """silu(gate) x up of both GEMMs times each row's 1 / sqrt(mean(x^2) + eps), [T, F]; None where no one kernel
-        computes it better than a GEMM and what reads it."""
+        """Deferred-norm GEMM with SwiGLU: silu(gate) x up, both scaled by each row's inverse RMS, [T, F].
+
+        None where no fused kernel is faster than a GEMM followed by `silu_mul`.
+        """
         return None
 
 
 class TorchGemm(GemmBackend):
-    """cuBLAS with the first algorithm that it names."""
+    """cuBLAS with its default algorithm."""
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         return torch.mm(x_TK, w_NK.t())
@@ -54,7 +56,7 @@ class ChosenMatmul(NamedTuple):
 
 
 class TunedGemm(TorchGemm):
-    """The chosen algorithm where a GEMM of these shapes has one that runs; torch for the others."""
+    """The measured cuBLASLt algorithm for shapes in the table; torch for all others."""
 
     def __init__(self, table: Mapping[GemmShape, ChosenMatmul]) -> None:
         self._table = dict(table)
@@ -76,7 +78,10 @@ class TunedGemm(TorchGemm):
             super().add_linear(x_TK, w_NK, residual_TN)
 
     def _has_run(self, shape: GemmShape, x_TK: torch.Tensor, w_NK: torch.Tensor, out_TN: torch.Tensor) -> bool:
-        """What the library refuses to launch is not asked for again: an adopted algorithm has not run before."""
+        """Runs the chosen algorithm; drops it from the table if the library refuses it.
+
+        An algorithm adopted from another row count has not run before, so a refusal can show only here.
+        """
         matmul, algorithm = self._table[shape]
         if not matmul.accepts(x_TK, w_NK, out_TN):
             return False
@@ -90,7 +95,7 @@ class TunedGemm(TorchGemm):
 
 
 def nearest_rows(size: int, measured: Iterable[int]) -> int | None:
-    """Whose choice serves steps of `size` rows: the next larger that was measured, of up to twice as many."""
+    """The measured row count whose choice serves `size` rows: the next larger one, up to 2 x size."""
     return min((num_rows for num_rows in measured if size <= num_rows <= 2 * size), default=None)
 
 

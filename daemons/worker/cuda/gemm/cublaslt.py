@@ -1,4 +1,4 @@
-"""GEMMs through cuBLASLt with an algorithm of the caller's choice: torch always takes the library's first.
+"""GEMMs through cuBLASLt with an algorithm chosen by the caller; torch always takes the first one.
 
 Legend: T rows, N features out, K features in. In the library's column-major terms a GEMM is
 D[N, T] = W[K, N]^T x X[K, T] + beta D, all three as torch lays out row-major [N, K], [T, K] and [T, N]. The enums are
@@ -38,7 +38,7 @@ _WORKSPACE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One way to compute a GEMM. order: its place among those that the library named, the likely fastest first."""
+    """A cuBLASLt algorithm. order: its rank in the heuristic's list, expected fastest first."""
 
     order: int
     algo: Algo
@@ -48,7 +48,7 @@ class Algorithm:
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """[T, K] x [N, K]^T -> [T, N], contiguous. is_added: onto what the result holds already."""
+    """[T, K] x [N, K]^T -> [T, N], contiguous. is_added: accumulated onto the output (beta = 1)."""
 
     num_rows: int
     num_out: int
@@ -58,7 +58,7 @@ class GemmShape:
 
 
 class CublasLt:
-    """The library's context on the current CUDA device, and work space that its GEMMs share: one stream at a time.
+    """cuBLASLt handle on the current CUDA device and the workspace its GEMMs share: use one stream at a time.
 
     library: for tests; otherwise the one that torch has loaded. alignment: bytes, of the start of every tensor; what
     torch allocates on a GPU has 512. Raises CublasLtError.
@@ -100,7 +100,7 @@ class CublasLt:
 
 
 class CublasLtMatmul:
-    """One shape's descriptors. Raises CublasLtError where the library refuses the shape."""
+    """cuBLASLt descriptors of one GEMM shape. Raises CublasLtError if the library refuses the shape."""
 
     def __init__(self, lt: CublasLt, shape: GemmShape) -> None:
         if shape.dtype not in _TYPES:
@@ -149,7 +149,7 @@ class CublasLtMatmul:
         ]
 
     def adopt(self, algorithm: Algorithm) -> Algorithm | None:
-        """The same way for this GEMM where it was found for one of other rows; None if it does not fit."""
+        """An algorithm found for another row count, checked for this shape; None if it is not supported."""
         lt, result, algo = self._lt, HeuristicResult(), _copied(algorithm.algo)
         layouts = (self._weight, self._x, self._out, self._out)
         status = lt.library.cublasLtMatmulAlgoCheck(

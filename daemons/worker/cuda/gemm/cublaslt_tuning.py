@@ -1,4 +1,4 @@
-"""Chooses by measurement, once at the start, what computes the GEMMs of captured decode steps."""
+"""Autotuner of cuBLASLt algorithms for the GEMMs of captured decode steps; runs once at startup."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights, MlpW
 
 _log = get_logger(__name__)
 
-# Measured first; those between take what the next larger one does where the time does not suffice for them.
+# Measured first; other row counts use the choice for the next larger one when the budget runs out.
 _USUAL_ROWS = (256, 128, 64, 32, 16, 512)
 _NUM_CANDIDATES = 8
 _FINALISTS, _ROUNDS = 3, 3
-# An algorithm takes the place of torch's only if it saves so much of the time: less does not hold beside other kernels.
+# Least relative gain over torch: smaller gains vanish beside other kernels.
 _LEAST_GAIN = 0.05
 _BUDGET_S = 2.0
-# Weights that are read in turn are larger together than any cache.
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixGroup:
-    """Weights [N, K] of one shape and use, of all layers. is_added: their GEMM goes onto the residual."""
+    """Weights [N, K] of one shape from all layers. is_added: the GEMM adds to the residual."""
 
     weights: Sequence[torch.Tensor]
     is_added: bool
@@ -43,12 +42,14 @@ class MatrixGroup:
 
 
 class Benchmark(ABC):
-    """One GEMM's operands, on which candidates are timed."""
+    """Benchmark of one GEMM shape."""
 
     @abstractmethod
     def candidate(self, algorithm: Algorithm | None) -> Callable[[], float]:
-        """Prepares one, None being torch; what it gives takes the time once, in microseconds. Raises CublasLtError
-        where it does not run."""
+        """Returns a function that times the candidate once, in microseconds; None is the baseline, torch.
+
+        Raises CublasLtError if it does not run.
+        """
 
 
 CreateBenchmark = Callable[[GemmShape, Sequence[torch.Tensor]], Benchmark]
@@ -56,7 +57,7 @@ CreateBenchmark = Callable[[GemmShape, Sequence[torch.Tensor]], Benchmark]
 
 
 def tuned_gemm(weights: DecoderWeights, sizes: Sequence[int], device: torch.device) -> GemmBackend:
-    """For steps of `sizes` rows. Where the library is not what it should be, torch's GEMMs, and a line of log."""
+    """Tuned backend for steps of `sizes` rows; plain torch, with a log line, if cuBLASLt cannot be used."""
     started = time.monotonic()
     try:
         lt = CublasLt(device)
@@ -69,7 +70,7 @@ def tuned_gemm(weights: DecoderWeights, sizes: Sequence[int], device: torch.devi
         _log.warning("gemm_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
         return TorchGemm()
     finally:
-        # What it took counts as used otherwise when the KV is given what is free.
+        # Otherwise this memory counts as used when the KV pool is sized.
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     _log.info(
@@ -86,7 +87,7 @@ def tuned_gemm(weights: DecoderWeights, sizes: Sequence[int], device: torch.devi
 
 
 class CublasLtTuner:
-    """Measures what matters most first, until its time is up. `clock` in seconds."""
+    """Measures shapes by their share of a step until the budget is spent. clock: seconds."""
 
     def __init__(
         self, lt: CublasLt, create_benchmark: CreateBenchmark, clock: Callable[[], float], budget_s: float = _BUDGET_S
@@ -118,7 +119,7 @@ class CublasLtTuner:
         return TunedGemm(spread(self._lt, measured, sizes))
 
     def _best(self, shape: GemmShape, group: MatrixGroup) -> Algorithm | None:
-        """The fastest, or None for torch's."""
+        """Fastest algorithm, or None for torch."""
         benchmark = self._create_benchmark(shape, group.weights)
         takes: dict[int | None, Callable[[], float]] = {None: benchmark.candidate(None)}
         candidates: dict[int | None, Algorithm | None] = {None: None}
@@ -139,7 +140,7 @@ class CublasLtTuner:
 
 
 class GraphBenchmark(Benchmark):
-    """Candidates as they run in a decode step: captured, each launch with the weights of another layer."""
+    """Times candidates in a CUDA graph, each launch with the weights of another layer, as in a decode step."""
 
     def __init__(
         self, lt: CublasLt, stream: torch.cuda.Stream, shape: GemmShape, weights: Sequence[torch.Tensor]
@@ -169,10 +170,11 @@ class GraphBenchmark(Benchmark):
 def fastest(
     takes: Mapping[int | None, Callable[[], float]], least_gain: float = _LEAST_GAIN, allowed_us: float = 0.0
 ) -> tuple[int | None, float]:
-    """The name of the one that takes least, and what it saves against None, torch's, in microseconds. None where that
-    is less than `least_gain` of torch's time; or, with `allowed_us`, where it is so much slower and more.
+    """Name of the fastest candidate and the microseconds saved over the baseline, whose name is None.
 
-    All once, then the best few and torch's in turns, of which the least counts: the device's clock changes.
+    (None, 0.0) if the gain is below `least_gain` of the baseline's time; with `allowed_us`, a candidate may be slower
+    by that much. All are timed once, then the best few and the baseline in turns, taking each one's minimum: the
+    device's clock changes.
     """
     once = {name: take() for name, take in takes.items()}
     finalists = {None, *sorted(once, key=lambda name: once[name])[:_FINALISTS]}

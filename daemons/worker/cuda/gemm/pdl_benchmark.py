@@ -1,4 +1,4 @@
-"""Where candidates for a GEMM that streams its weights are checked and timed."""
+"""Benchmark of PDL GEMM candidates: each is checked against the baseline, then timed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ _NUM_SQUARE_SUMS = 32
 
 
 class PdlBenchmark(ABC):
-    """One GEMM's operands, on which candidates are timed."""
+    """Benchmark of one GEMM shape."""
 
     @abstractmethod
     def candidate(self, config: GemmConfig | None) -> Callable[[], float]:
-        """Prepares one, None being what computes it otherwise; what it gives takes the time once, in microseconds.
-        Raises RuntimeError where it does not run or computes something else."""
+        """Returns a function that times the candidate once, in microseconds; None is the baseline backend.
+
+        Raises RuntimeError if the candidate does not run or its result is wrong.
+        """
 
 
 CreateBenchmark = Callable[[PdlShape, Sequence[torch.Tensor]], PdlBenchmark]
 
 
 class GraphBenchmark(PdlBenchmark):
-    """Candidates captured, each launch with the weights of another layer, and behind one that streams too: in a step
-    attention stands between some of them, which lets the next begin as well."""
+    """Times candidates in a CUDA graph, each launch with the weights of another layer.
+
+    Every launch follows another PDL GEMM. In a step attention lies between some of them; it triggers the dependent
+    launch early too.
+    """
 
     def __init__(
         self,
@@ -49,11 +54,11 @@ class GraphBenchmark(PdlBenchmark):
         self._x_TK = torch.randn(shape.num_rows, shape.num_in, dtype=shape.dtype, device=device)
         num_out = shape.num_out // (1 + (shape.use is GemmEpilogue.GATED))
         self._out_TN = torch.zeros(shape.num_rows, num_out, dtype=shape.dtype, device=device)
-        # As the output projection leaves them.
+        # Split as by the output projection.
         self._square_sums = (
             self._x_TK.float().square().sum(dim=1).div_(_NUM_SQUARE_SUMS).expand(_NUM_SQUARE_SUMS, -1).contiguous()
         )
-        # Those that candidates leave, to which their graphs write.
+        # Outputs of the candidates: their graphs write to these buffers.
         self._left: list[torch.Tensor] = []
         torch.cuda.synchronize(device)
 
@@ -67,7 +72,7 @@ class GraphBenchmark(PdlBenchmark):
         ).micros
 
     def _square_sums_of(self, config: GemmConfig) -> torch.Tensor | None:
-        """Those that it is given, or leaves."""
+        """Partial sums of squares that the GEMM reads (gated) or writes (added)."""
         if self._shape.use is GemmEpilogue.ADDED:
             self._left.append(self._kernel.new_square_sums(self._x_TK, self._weights[0], config))
             return self._left[-1]
@@ -79,7 +84,7 @@ class GraphBenchmark(PdlBenchmark):
             raise RuntimeError("the weights do not lie as the kernel expects")
         with torch.cuda.stream(self._stream):
             expected = self._expected(self._weights[0])
-            # A gated one may have to take squares itself.
+            # A gated GEMM without partial sums of squares computes them itself.
             for given in (square_sums, None) if is_gated else (square_sums,):
                 self._out_TN.fill_(0.0 if use is GemmEpilogue.ADDED else float("nan"))
                 self._launch(config, self._weights[0], given)

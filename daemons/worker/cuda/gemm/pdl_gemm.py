@@ -1,4 +1,4 @@
-"""GEMMs whose weights come while the kernel ahead still runs, where they were measured to be the faster ones.
+"""GEMM backend with weight prefetch under PDL (programmatic dependent launch), for shapes where it measured faster.
 
 Legend: T rows, N features out, K features in, F mlp size. Weights are [out, in].
 """
@@ -17,8 +17,7 @@ from radixmesh.kernels.gemm_sm90.variants import GemmConfig
 
 
 class GemmEpilogue(enum.Enum):
-    """What becomes of a GEMM: it is the result, it is added to the residual, or it is gate and up, and silu(gate) x
-    up is the result."""
+    """Epilogue: store the result, add it to the residual, or compute silu(gate) x up."""
 
     PLAIN = "plain"
     ADDED = "added"
@@ -27,7 +26,7 @@ class GemmEpilogue(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PdlShape:
-    """num_out: rows of the weight, of gate and up together."""
+    """num_out: rows of the weight; gate and up count together."""
 
     num_rows: int
     num_out: int
@@ -41,7 +40,7 @@ class PdlShape:
 
 
 class PdlKernel(ABC):
-    """What computes them; `kernels/gemm_sm90/gemm.py` on a GPU. Tensors are as `accepts` says."""
+    """Kernel with weight prefetch under PDL: `kernels/gemm_sm90/gemm.py` on a GPU. Tensors fit `accepts`."""
 
     @abstractmethod
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
@@ -71,7 +70,7 @@ class PdlKernel(ABC):
 
     @abstractmethod
     def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor:
-        """For `square_sums_out`: float32 [any, T] whose sums are those of the squares of the result's rows."""
+        """Buffer for partial sums of squares: float32 [any, T]; its column sums are sum(y**2) of the result's rows."""
 
     @abstractmethod
     def gate_up_silu(
@@ -84,20 +83,24 @@ class PdlKernel(ABC):
         out: torch.Tensor,
         square_sums: torch.Tensor | None = None,
     ) -> None:
-        """silu(x @ gate^T) x (x @ up^T) to `out`, [T, F], both GEMMs times each row's 1 / sqrt(mean(x^2) + eps); w
-        holds the rows of gate, then those of up. squares: what who computed x left of it. Raises as `linear`."""
+        """silu(x @ gate^T) x (x @ up^T) to `out`, [T, F], both scaled by each row's inverse RMS; w holds the
+        rows of gate, then those of up. square_sums: partial sums of x**2, written by the kernel that produced x.
+        Raises as `linear`."""
 
 
 class PdlGemm(GemmBackend):
-    """Of the shapes in the table by the kernel, others by `others`. What adds to a residual leaves the squares of its
-    rows to the gated GEMM that reads it next."""
+    """The PDL kernel for shapes in the table, `others` for the rest.
+
+    A GEMM that adds to the residual also writes partial sums of squares of its rows, which the gated GEMM behind it
+    needs for the deferred norm.
+    """
 
     def __init__(self, kernel: PdlKernel, table: Mapping[PdlShape, GemmConfig], others: GemmBackend) -> None:
         self._kernel = kernel
         self._table = dict(table)
         self._others = others
         self._gated_sizes = {(shape.num_rows, shape.num_in) for shape in self._table if shape.use is GemmEpilogue.GATED}
-        # The residual that they are of.
+        # Address of the residual and its partial sums of squares.
         self._square_sums: tuple[int, torch.Tensor] | None = None
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""The kernel of GEMMs that stream their weights on a GPU, and a check of it ahead of its use."""
+"""PDL kernel on compute capability 9.0, and a check against torch before its first use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from radixmesh.kernels.gemm_sm90.variants import GemmConfig, variant_of
 
 _EPS = 1e-5
 _MAX_ERROR = 0.01
-# Of small GEMMs: split by rows.
+# split_k by number of rows of the small GEMMs.
 _CHECKED = {5: 1, 37: 2, 64: 3}
 
 
@@ -63,7 +63,7 @@ class Sm90Kernel(PdlKernel):
 
 
 def check_kernel(kernel: PdlKernel, dtype: torch.dtype, device: torch.device) -> None:
-    """Computes small GEMMs, ragged, shared and gated. Raises RuntimeError unless torch agrees."""
+    """Computes small GEMMs (ragged, split-K, gated). Raises RuntimeError unless torch agrees."""
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Chooses by measurement, once at the start, which GEMMs of decode steps stream their weights."""
+"""Autotuner of PDL GEMMs: chooses by measurement which GEMMs of decode steps use them; runs once at startup."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from radixmesh.kernels.gemm_sm90.variants import GemmConfig
 _log = get_logger(__name__)
 
 _USUAL_ROWS = (64, 256, 128, 32, 16, 8)
-# To measure, behind the compiling, of which a second start has none.
+# For measuring only: compiling comes before, and a second start finds kernels in the cache.
 _BUDGET_S = 10.0
-# A GEMM that streams may be so much slower alone: it begins beside the kernel ahead and lets the one behind it begin
-# early, which a chain of one GEMM does not show.
+# A PDL GEMM may be this much slower alone: it overlaps with the kernels before and after it, which timing one GEMM
+# does not show.
 _ALLOWED_US = 2.0
-# What is read from the L2 cache costs power, and power is what bounds a step under load: of two configurations that
-# take as long alone, the one that reads more is the slower one then.
+# Reads from the L2 cache cost power, and power bounds a step under load: of two configurations that are equally fast
+# alone, the one that reads more is slower then.
 _CACHE_US_BYTE = 2e-8
 
 
@@ -76,7 +76,7 @@ def create_pdl_gemm(
 
 
 class PdlTuner:
-    """Measures what matters most first, until its time is up. `clock` in seconds."""
+    """Measures shapes by their share of a step until the budget is spent. clock: seconds."""
 
     def __init__(
         self, create_benchmark: CreateBenchmark, clock: Callable[[], float], budget_s: float = _BUDGET_S
@@ -186,7 +186,7 @@ def _later(take: Callable[[], float], micros: float) -> float:
 def _uses(weights: DecoderWeights) -> list[tuple[MatrixGroup, GemmEpilogue]]:
     """A dense decoder's matrices, largest share of a step first; the first are gate and up."""
     groups = matrix_groups(weights)
-    # In float16 norms are not folded into the weights, and a kernel of their own stands ahead.
+    # In float16 norms are not folded into the weights: a kernel of its own computes them.
     has_gated = weights.final_norm_D.dtype != torch.float16 and all(
         getattr(layer.mlp, "b_gate_up_F2", None) is None for layer in weights.layers
     )
