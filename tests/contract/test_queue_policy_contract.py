@@ -119,7 +119,7 @@ def test_everyone_comes_out_once_whatever_happens(policy: str, max_overtake_fact
 
 
 @pytest.mark.parametrize("policy", ALL)
-def test_lanes_of_one_priority_take_turns(policy: str) -> None:
+def test_sub_queues_of_one_priority_take_turns(policy: str) -> None:
     queue, probes = WaitingQueue(QueueSettings(policy=policy, max_overtake_factor=ENDLESS)), Probes()
     for number in range(1, 61):
         request = make(number, router="flood", max_tokens=40)

@@ -1,4 +1,4 @@
-"""Who gets in, when, and who has to give way: priorities, limits, deadlines, the estimate of growth."""
+"""Who gets in, when, and who has to give way: priorities, limits, deadlines, the decode reserve."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_deadlines_far_away_do_not_keep_what_has_ended() -> None:
     assert len(deadlines) <= 64
 
 
-def test_growth_doubles_once_a_shortage_and_decays() -> None:
+def test_the_reserve_doubles_once_a_shortage_and_decays() -> None:
     decode_reserve = DecodeReserve(64)
     for _ in range(20):  # Retracted in one plan.
         decode_reserve.retracted()
@@ -160,7 +160,7 @@ def test_growth_doubles_once_a_shortage_and_decays() -> None:
     assert decode_reserve.num_tokens == 1.0
 
 
-def test_the_estimate_of_growth_ends_thrashing() -> None:
+def test_the_decode_reserve_ends_thrashing() -> None:
     world = World(num_pages=200, num_slots=16, eos_rate=0.0, decode_reserve_tokens=1, max_total_len=120)
     records = [world.submit([2 + i, 3, 4], stop=Stop(max_tokens=60)) for i in range(40)]
     world.run(2)

@@ -161,7 +161,7 @@ class AgedSubQueue(SubQueue):
 
     def __init__(self, inner: SubQueue, *, max_overtake_factor: float) -> None:
         self._inner = inner
-        self._overtaking = max_overtake_factor
+        self._max_overtake_factor = max_overtake_factor
         self._due: dict[Sequence, int] = {}
         self._by_due = SortedSubQueue(lambda sequence: self._due[sequence])
         self._num_admitted = 0
@@ -174,7 +174,7 @@ class AgedSubQueue(SubQueue):
         self._last_arrival = max(self._last_arrival, sequence.arrival)
         self._longest = max(self._longest, num_before)
         line = max(self._longest if is_new else 0, _SHORTEST_LINE)
-        self._due[sequence] = self._num_admitted + num_before + int(self._overtaking * line)
+        self._due[sequence] = self._num_admitted + num_before + int(self._max_overtake_factor * line)
         self._by_due.push(sequence)
         self._inner.push(sequence)
 
