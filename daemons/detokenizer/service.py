@@ -76,12 +76,14 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
             return
         ours = self._maker.hello()
         _check_first(first, ours)
-        log.info("stream_opened", peer=first.hello.instance_id, daemon=first.hello.daemon)
+        peer = first.hello.instance_id
+        log.info("stream_opened", peer=peer, daemon=first.hello.daemon)
         self._num_streams += 1
         table = self._maker.new_table()
         outbox = Outbox(self._max_pending_bytes)
         traces = EntryTraces(self._tracer, table)
         reader = asyncio.create_task(self._read(first, request_iterator, table, outbox, traces))
+        del first  # A stream that is idle holds no frame: one may be megabytes.
         # An error that nobody is left to be told of is no asyncio warning.
         reader.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -92,7 +94,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         finally:
             # No await from here on: a call that is cancelled twice would leave the entries behind.
             reader.cancel()
-            log.info("stream_closed", peer=first.hello.instance_id, num_entries=len(table))
+            log.info("stream_closed", peer=peer, num_entries=len(table))
             traces.cleared()
             table.clear()
             self._num_streams -= 1
@@ -107,11 +109,13 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
     ) -> None:
         try:
             await self._apply(first, table, outbox, traces)
+            del first
             async for request in requests:
                 if request.HasField("hello"):
                     message = "hello belongs into the first frame of a stream only"
                     raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
                 await self._apply(request, table, outbox, traces)
+                del request
                 self._progress.completed()
         finally:
             outbox.close()
