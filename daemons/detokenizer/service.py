@@ -29,8 +29,10 @@ log = get_logger(__name__)
 
 _Request = detokenizer_pb2.DetokenizeRequest
 _Response = detokenizer_pb2.DetokenizeResponse
-# Replayed tokens after which other streams get a turn: about 5 ms.
+# Replayed tokens, or closed handles, after which other streams get a turn: about 5 ms.
 _TURN_TOKENS = 50_000
+# An entry takes as long to open as that many tokens to replay.
+_OPEN_TOKENS = 100
 
 
 class TableMaker(Protocol):
@@ -140,7 +142,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
                 failures.append(outcome)
                 traces.closed((entry.handle,))
                 log.info("open_refused", request_id=entry.request_id, error=str(outcome.error))
-            num_replayed += len(entry.output_ids)
+            num_replayed += len(entry.output_ids) + _OPEN_TOKENS
             if num_replayed >= _TURN_TOKENS:
                 num_replayed = 0
                 await asyncio.sleep(0)
@@ -151,9 +153,12 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
             self._metrics.detokenized_tokens.inc(len(batch.ids))
             deltas += new_deltas
             failures += new_failures
-        if close_handles:
-            traces.closed(close_handles)
-            table.close(close_handles)
+        for start in range(0, len(close_handles), _TURN_TOKENS):
+            if start:
+                await asyncio.sleep(0)
+            some = close_handles[start : start + _TURN_TOKENS]
+            traces.closed(some)
+            table.close(some)
         if opens or has_tokens:
             outbox.put(deltas, failures)
 
