@@ -44,7 +44,7 @@ class HealthGenerateEndpoint:
 
 
 class ModelInfoEndpoint:
-    """GET: the first served model, with the default sampling of its folder as JSON text. Raises NO_REPLICA without one."""
+    """GET: the first served model; its default sampling is JSON text. Raises NO_REPLICA while none is served."""
 
     def __init__(self, context: HttpContext) -> None:
         self._context = context
