@@ -81,7 +81,7 @@ def description() -> JsonObject:
 
 
 def _path_item(path: str, operation: Operation) -> JsonObject:
-    content = {operation.media_type: {}}
+    content: JsonObject = {operation.media_type: {}}
     described: JsonObject = {
         "summary": operation.summary,
         # {}: without a key too, where the router was given none.
