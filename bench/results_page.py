@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "gpu-results.md"
 _WIDTH = 150
+# As bench/gpu/attention.py has it.
+_ATTENTION_POOL_TOKENS = 1 << 21
 _WORKLOADS = {
     "single_stream": "one stream, 128 in, 256 out",
     "decode_256": "256 streams, 128 in, 512 out",
@@ -56,7 +58,8 @@ def page() -> str:
         "",
         _wrapped(
             f"One GPU ({dense['machine']}; {versions}), Llama-3.2-3B's shape with random weights in bf16, if not "
-            f"said otherwise. `{dense['command']}` measures it anew. The roofline is the least time that "
+            f"said otherwise. `{dense['command']} --out FOLDER` measures it anew, "
+            "file by file, and `bench/gpu/mesh.py --runs 3` the first table alone. The roofline is the least time that "
             "4.3 TB/s and 770 TFLOP/s allow. How the worker reaches these figures: [gpu-design.md](gpu-design.md)."
         ),
         "",
@@ -221,6 +224,12 @@ def _gemm(_: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _cell(row: Mapping[str, Any]) -> str:
+    # Rows beyond the pool share pages, which the L2 cache serves: no figure of memory.
+    is_shared = row["case"]["batch"] * row["case"]["context"] > _ATTENTION_POOL_TOKENS
+    return "-" if is_shared else f"{row['us']:.0f} us, {row['tb_s']:.1f} TB/s"
+
+
 def _attention(_: Mapping[str, Any]) -> list[str]:
     decode = [
         row
@@ -230,10 +239,7 @@ def _attention(_: Mapping[str, Any]) -> list[str]:
     contexts = sorted({row["case"]["context"] for row in decode})
     batches = sorted({row["case"]["batch"] for row in decode})
     by_case = {(row["case"]["batch"], row["case"]["context"]): row for row in decode}
-    rows = [
-        [str(batch), *(f"{by_case[batch, c]['us']:.0f} us, {by_case[batch, c]['tb_s']:.1f} TB/s" for c in contexts)]
-        for batch in batches
-    ]
+    rows = [[str(batch), *(_cell(by_case[batch, context]) for context in contexts)] for batch in batches]
     others = _read("h200-attention.json")["defaults"]
     shared = [
         [f"{case['groups']} x {case['rows']}", f"{case['prefix']:,}", f"{row['us']:.0f}", f"{row['plain_us']:,.0f}"]

@@ -71,6 +71,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-total-len", type=int, metavar="TOKENS", help="longest prompt and output together")
     parser.add_argument("--dtype", help="of weights and KV (default: float32 on a CPU if it fits, bfloat16 on a GPU)")
     parser.add_argument("--mem-fraction", type=float, help="share of the GPU's memory to use (default 0.88)")
+    parser.add_argument(
+        "--no-generation-config",
+        action="store_true",
+        help="requests that set no sampling get OpenAI's defaults, not those of the folder's generation_config.json",
+    )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs of one model; only 1 is supported yet")
     parser.add_argument("--api-keys-file", type=Path, help="keys that clients must send: docs/security.md")
     parser.add_argument("-p", "--project", help="name of this cluster (default radixmesh-serve)")
@@ -88,6 +93,8 @@ def _worker_flags(options: argparse.Namespace, folder: Path, name: str, model: C
     if options.gpu == "cuda" and gpus == 0:
         raise ModelCheckError("--gpu cuda: the driver shows no NVIDIA GPU here; leave it out, or say --gpu cpu")
     flags = ["--model", str(folder), "--served-model-name", name, "--backend", "cuda" if gpus else "cpu"]
+    if options.no_generation_config:
+        flags.append("--no-generation-config")
     dtype = options.dtype
     if not gpus and dtype is None:
         dtype = choose_cpu_dtype(model, available_memory())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from radixmesh.daemons.router.placement.policies import POLICIES
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.memory import share
@@ -20,8 +21,7 @@ class RouterSettings(CommonSettings):
     tokenizers: tuple[str, ...] = setting((), "addresses of tokenizers: host:port or unix:/path, comma-separated")
     detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")
     schedulers: tuple[str, ...] = setting((), "addresses of schedulers, comma-separated; more can be added at run time")
-    policy: str = setting("cache_aware", "how a scheduler is chosen: cache_aware, cache_threshold, least_load, "
-        "power_of_two, prefix_hash, random or round_robin")  # fmt: skip
+    policy: str = setting("cache_aware", f"how a scheduler is chosen: {', '.join(sorted(POLICIES))}")
     view_bytes: int = setting(
         share(16, 128 << 20),
         "bytes of what is known of all schedulers' prefix caches; what is beyond is guessed; by default a 16th of the "

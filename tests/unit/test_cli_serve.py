@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from radixmesh.cli import serve
 from radixmesh.cli.model_check import CheckedModel, ModelCheckError, check_model, choose_cpu_dtype
 from radixmesh.cli.model_source import ModelSourceError, find_model_folder, served_name
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
+from radixmesh.daemons.runtime.settings import load_settings
+from radixmesh.daemons.worker.config import WorkerSettings
 
 TINY = Path(__file__).parents[2] / "compose/models/tiny-llama"
 GIB = 1 << 30
@@ -82,6 +85,20 @@ def test_what_this_machine_cannot_do_is_usage(
     monkeypatch.setattr(serve, "count_gpus", lambda: 0)
     assert serve.run([str(TINY), *flags]) == 2
     assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_the_models_own_sampling_is_left_by_flag(
+    is_read: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker that the compose file names takes the flag as its own."""
+    for name in ("FOLDER", "WORKER", "ROUTER", "PORT", "GRPC_PORT"):
+        monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "")
+    monkeypatch.setattr(serve.up, "run", lambda *args, **kwargs: 0)
+    assert serve.run([str(TINY), "--gpu", "cpu", *([] if is_read else ["--no-generation-config"])]) == 0
+    command = shlex.split(os.environ["RADIXMESH_SERVE_WORKER"])
+    assert command[:2] == ["radixmesh", "worker"]
+    assert load_settings(WorkerSettings, command[2:], "radixmesh worker", {}).generation_config is is_read
 
 
 def test_a_model_of_the_hub_is_fetched_and_then_cached(tmp_path: Path) -> None:

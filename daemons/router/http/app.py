@@ -19,8 +19,15 @@ from radixmesh.daemons.router.http.endpoints.embeddings import EmbeddingEndpoint
 from radixmesh.daemons.router.http.endpoints.models import ModelsEndpoint
 from radixmesh.daemons.router.http.endpoints.native import NativeEndpoint
 from radixmesh.daemons.router.http.endpoints.probes import HealthEndpoint, MetricsEndpoint
+from radixmesh.daemons.router.http.endpoints.server_info import (
+    HealthGenerateEndpoint,
+    ModelInfoEndpoint,
+    ServerInfoEndpoint,
+    VersionEndpoint,
+)
 from radixmesh.daemons.router.http.endpoints.texts import DetokenizeEndpoint, TokenizeEndpoint
 from radixmesh.daemons.router.http.errors import CLIENT_CLOSED, ErrorResponse, Linger, RefusedBody, plain_error
+from radixmesh.daemons.router.http.openapi import OpenApiEndpoint
 from radixmesh.daemons.runtime.errors import MeshError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -45,7 +52,14 @@ def make_app(context: HttpContext) -> Starlette:
         "/v1/models": ModelsEndpoint(context),
         "/v1/models/{name:path}": ModelsEndpoint(context),
         "/health": HealthEndpoint(context),
+        "/ping": HealthEndpoint(context),
+        "/health_generate": HealthGenerateEndpoint(context),
+        "/version": VersionEndpoint(context),
+        "/get_model_info": ModelInfoEndpoint(context),
+        "/server_info": ServerInfoEndpoint(context),
+        "/get_server_info": ServerInfoEndpoint(context),
         "/metrics": MetricsEndpoint(context),
+        "/openapi.json": OpenApiEndpoint(),
     }
     routes = [Route(path, _as_function(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, _as_function(endpoint), methods=["GET"]) for path, endpoint in gets.items()]

@@ -48,7 +48,7 @@ class _Replica:
 class Replicas:
     """Rows by number. A row that was removed is used again by the next one added.
 
-    A load comes once a second. What this router knows better, since it sent the output and sees its tokens, counts at
+    A load comes twice a second. What this router knows better, since it sent the output and sees its tokens, counts at
     once; of a load only what others have there is believed.
     """
 

@@ -1,4 +1,4 @@
-"""Moves pages between pool, slots and prefix cache: the only place where page ownership changes."""
+"""Moves pages between pool, slots and prefix cache: the only place where page ownership changes, but for quarantine."""
 
 from __future__ import annotations
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from radixmesh.daemons.router.http.errors import Linger, RefusedBody
+from radixmesh.daemons.router.http.openapi import OPEN_PATHS
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.caller import set_caller
 from radixmesh.daemons.runtime.security.key_guard import KeyGuard
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
-# Load balancers have no key, and learn nothing here but a state.
-_OPEN_PATHS = frozenset({"/health"})
 # What a client may still send of a body that nobody wants before it is cut off.
 _LINGER = Linger(seconds=1.0, max_bytes=1 << 20)
 
@@ -25,7 +24,7 @@ class KeyCheck:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             try:
                 set_caller(self._guard.check(_authorization_in(scope), scope["path"]))
             except MeshError as error:

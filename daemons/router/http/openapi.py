@@ -1,0 +1,112 @@
+"""/openapi.json: a description of every path, its body's fields taken from the types that parse them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from typing import NamedTuple, get_type_hints
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+import radixmesh
+from radixmesh.daemons.router.http.bodies.body import Body
+from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
+from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
+from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
+from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
+from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
+
+JsonObject = dict[str, object]
+
+# Paths that no key is asked for: load balancers have none, and learn a state and a version.
+OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+
+
+class Operation(NamedTuple):
+    """One path with one method. body: the type of its body, None for GET. media_type: of the answer."""
+
+    summary: str
+    body: type[Body] | None = None
+    media_type: str = "application/json"
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    "/v1/chat/completions": Operation("A chat through the model's template", ChatRequest),
+    "/v1/completions": Operation("A text, a list of texts, ids, or a list of id lists", CompletionRequest),
+    "/v1/embeddings": Operation("One vector for each text or list of ids", EmbeddingRequest),
+    "/generate": Operation("The native form of SGLang", NativeRequest),
+    "/tokenize": Operation("The ids of texts, or of a chat", TokenizeRequest),
+    "/detokenize": Operation("The texts of ids", DetokenizeRequest),
+    "/v1/models": Operation("Every model that is served"),
+    "/v1/models/{name}": Operation("One model"),
+    "/health": Operation("200 while the router serves, else 503"),
+    "/ping": Operation("The same as /health"),
+    "/health_generate": Operation("200 while a scheduler's workers make progress, else 503; no forward pass"),
+    "/version": Operation("The version of radixmesh"),
+    "/get_model_info": Operation("The first served model, in SGLang's form"),
+    "/server_info": Operation("Version, limits and load, in SGLang's form"),
+    "/get_server_info": Operation("The same as /server_info"),
+    "/metrics": Operation("The router's metrics for Prometheus", media_type="text/plain"),
+    "/openapi.json": Operation("This description"),
+}
+
+
+class OpenApiEndpoint:
+    """GET: the description, made at the first request and kept as bytes."""
+
+    def __init__(self) -> None:
+        self._whole = b""
+
+    async def __call__(self, request: Request) -> Response:
+        self._whole = self._whole or json.dumps(description()).encode()
+        return Response(self._whole, media_type="application/json")
+
+
+def description() -> JsonObject:
+    """The paths of OPERATIONS as an OpenAPI 3.1 document."""
+    bodies = {op.body for op in OPERATIONS.values() if op.body is not None}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "radixmesh", "version": radixmesh.__version__},
+        "paths": {path: _path_item(path, operation) for path, operation in OPERATIONS.items()},
+        "components": {
+            "schemas": {body.__name__: _schema_of(body) for body in sorted(bodies, key=lambda body: body.__name__)},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _path_item(path: str, operation: Operation) -> JsonObject:
+    content: JsonObject = {operation.media_type: {}}
+    described: JsonObject = {
+        "summary": operation.summary,
+        # {}: without a key too, where the router was given none.
+        "security": [] if path in OPEN_PATHS else [{"key": []}, {}],
+        "responses": {"200": {"description": "the answer", "content": content}, "default": {"description": "an error"}},
+    }
+    if "{name}" in path:
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if operation.body is None:
+        return {"get": described}
+    schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
+    described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return {"post": described}
+
+
+def _schema_of(body: type[Body]) -> JsonObject:
+    """The fields that clients set. Those that are kept as bytes have no type of their own: docs/http.md says more."""
+    hints, decoders = get_type_hints(body, include_extras=True), decoders_of(body)
+    properties: JsonObject = {}
+    required = []
+    for field in fields(body):
+        if field.name in body.OWN_FIELDS:
+            continue
+        is_bytes = decoders[field.name] is None
+        properties[field.name] = {} if is_bytes else msgspec.json.schema(hints[field.name])
+        if field.default is MISSING and field.default_factory is MISSING:
+            required.append(field.name)
+    return {"type": "object", "properties": properties, "required": required}
