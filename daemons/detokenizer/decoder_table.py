@@ -179,7 +179,7 @@ class DecoderTable:
 
 
 def _failure_of(handle: int, error: MeshError) -> EntryFailure:
-    """Without the frames that the error went through: they hold what was sent, a million ids maybe, until it is read."""
+    """Without the frames that the error went through: until it is read they hold what was sent, maybe a million ids."""
     return EntryFailure(handle, False, error.with_traceback(None))
 
 

@@ -38,7 +38,7 @@ class _Slow(Detokenizer):
     async def Detokenize(self, request_iterator, context):  # type: ignore[no-untyped-def, override]
         async for request in request_iterator:
             handle = request.opens[0].handle
-            is_large = request.ByteSize() > 64 << 10
+            is_large = request.ByteSize() > 16 << 10
             self.num_large += is_large
             self.most_large = max(self.most_large, self.num_large)
             self.num_begun[handle] = self.num_begun.get(handle, 0) + 1
