@@ -355,7 +355,9 @@ async def test_as_many_embeddings_as_openai_takes(http: httpx.AsyncClient) -> No
     vectors = np.stack([np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in data])
     size = float(np.abs(vectors).max())
     for start in range(3):
-        np.testing.assert_allclose(vectors[start::3], vectors[[start]].repeat(len(vectors[start::3]), 0), atol=1e-3 * size)
+        np.testing.assert_allclose(
+            vectors[start::3], vectors[[start]].repeat(len(vectors[start::3]), 0), atol=1e-3 * size
+        )
         assert np.abs(vectors[start] - vectors[(start + 1) % 3]).max() > 1e-2 * size
     refused = await http.post("/v1/embeddings", json={"input": [*given, "e"]})
     error = refused.json()["error"]
