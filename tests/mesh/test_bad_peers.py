@@ -446,7 +446,7 @@ async def test_a_usurper_that_sends_garbage_and_leaves_costs_no_request(mesh: Me
         hello = await usurper.greet()
         assert (await usurper.claim(hello.highest_epoch + 1)).HasField("claimed")
         plan = worker_pb2.StepPlan(header=worker_pb2.PlanHeader(epoch=hello.highest_epoch + 1, step_id=1))
-        plan.ranks[0].release_slots = b"123"
+        plan.ranks.add(release_slots=b"123")
         await usurper.send(worker_pb2.ExecuteRequest(plan=plan))
         response = await usurper.read()
         assert response is not None and response.HasField("refusal"), response
