@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from radixmesh.daemons.detokenizer.config import DetokenizerSettings
 from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
 from radixmesh.daemons.runtime.lifecycle import Runtime, run_daemon
+from radixmesh.daemons.runtime.rpc.frames import MAX_OPEN_FRAME_BYTES
+from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.settings import load_settings
 
 
@@ -17,7 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def build(runtime: Runtime) -> DetokenizerDaemon:
         return DetokenizerDaemon(runtime, settings)
 
-    return run_daemon("detokenizer", settings, build)
+    limits = StreamLimits(max_message_bytes=MAX_OPEN_FRAME_BYTES)
+    return run_daemon("detokenizer", settings, build, stream_limits=limits)
 
 
 if __name__ == "__main__":

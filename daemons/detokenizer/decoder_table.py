@@ -75,7 +75,7 @@ class DecoderTable:
             decoder = self._new_decoder(entry)
             text = decoder.resume(entry.output_ids, entry.emitted_text_bytes)
         except MeshError as error:
-            return EntryFailure(entry.handle, False, error)
+            return _failure_of(entry.handle, error)
         self._budget.take()
         self._entries[entry.handle] = decoder
         return _delta_of(entry.handle, decoder, text) if entry.output_ids else None
@@ -112,7 +112,7 @@ class DecoderTable:
                 text = decoder.push(ids, bool(is_last))
             except MeshError as error:
                 self._drop(handle)
-                failures.append(EntryFailure(handle, False, error))
+                failures.append(_failure_of(handle, error))
                 continue
             deltas.append(_delta_of(handle, decoder, text))
         return deltas, failures
@@ -176,6 +176,11 @@ class DecoderTable:
     def _drop(self, handle: int) -> None:
         if self._entries.pop(handle, None) is not None:
             self._budget.give_back()
+
+
+def _failure_of(handle: int, error: MeshError) -> EntryFailure:
+    """Without the frames that the error went through: until it is read they hold what was sent, maybe a million ids."""
+    return EntryFailure(handle, False, error.with_traceback(None))
 
 
 def _delta_of(handle: int, decoder: OutputDecoder, text: str) -> TextDelta:

@@ -29,8 +29,10 @@ log = get_logger(__name__)
 
 _Request = detokenizer_pb2.DetokenizeRequest
 _Response = detokenizer_pb2.DetokenizeResponse
-# Replayed tokens after which other streams get a turn: about 5 ms.
+# Replayed tokens, or closed handles, after which other streams get a turn: about 5 ms.
 _TURN_TOKENS = 50_000
+# An entry takes as long to open as that many tokens to replay.
+_OPEN_TOKENS = 100
 
 
 class TableMaker(Protocol):
@@ -76,12 +78,14 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
             return
         ours = self._maker.hello()
         _check_first(first, ours)
-        log.info("stream_opened", peer=first.hello.instance_id, daemon=first.hello.daemon)
+        peer = first.hello.instance_id
+        log.info("stream_opened", peer=peer, daemon=first.hello.daemon)
         self._num_streams += 1
         table = self._maker.new_table()
         outbox = Outbox(self._max_pending_bytes)
         traces = EntryTraces(self._tracer, table)
         reader = asyncio.create_task(self._read(first, request_iterator, table, outbox, traces))
+        del first  # A stream that is idle holds no frame: one may be megabytes.
         # An error that nobody is left to be told of is no asyncio warning.
         reader.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -92,7 +96,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         finally:
             # No await from here on: a call that is cancelled twice would leave the entries behind.
             reader.cancel()
-            log.info("stream_closed", peer=first.hello.instance_id, num_entries=len(table))
+            log.info("stream_closed", peer=peer, num_entries=len(table))
             traces.cleared()
             table.clear()
             self._num_streams -= 1
@@ -107,11 +111,13 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
     ) -> None:
         try:
             await self._apply(first, table, outbox, traces)
+            del first
             async for request in requests:
                 if request.HasField("hello"):
                     message = "hello belongs into the first frame of a stream only"
                     raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
                 await self._apply(request, table, outbox, traces)
+                del request
                 self._progress.completed()
         finally:
             outbox.close()
@@ -136,7 +142,7 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
                 failures.append(outcome)
                 traces.closed((entry.handle,))
                 log.info("open_refused", request_id=entry.request_id, error=str(outcome.error))
-            num_replayed += len(entry.output_ids)
+            num_replayed += len(entry.output_ids) + _OPEN_TOKENS
             if num_replayed >= _TURN_TOKENS:
                 num_replayed = 0
                 await asyncio.sleep(0)
@@ -147,9 +153,12 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
             self._metrics.detokenized_tokens.inc(len(batch.ids))
             deltas += new_deltas
             failures += new_failures
-        if close_handles:
-            traces.closed(close_handles)
-            table.close(close_handles)
+        for start in range(0, len(close_handles), _TURN_TOKENS):
+            if start:
+                await asyncio.sleep(0)
+            some = close_handles[start : start + _TURN_TOKENS]
+            traces.closed(some)
+            table.close(some)
         if opens or has_tokens:
             outbox.put(deltas, failures)
 

@@ -29,6 +29,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health import HealthService
 from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.rpc.server import MeshServer
+from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.telemetry.logs import configure_logging, get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
@@ -110,17 +111,18 @@ def run_daemon(
     settings: CommonSettings,
     build: Callable[[Runtime], Awaitable[Daemon]],
     unary_limits: UnaryLimits | None = None,
+    stream_limits: StreamLimits | None = None,
 ) -> int:
     """Runs a daemon until it is told to leave. Returns the exit code for sys.exit().
 
-    build makes the daemon and registers its services (runtime.server.add); it does nothing slow. unary_limits: of its
-    server.
+    build makes the daemon and registers its services (runtime.server.add); it does nothing slow. unary_limits,
+    stream_limits: of its server.
     """
     instance_id = uuid4().hex
     configure_logging(settings.log_level, name, instance_id)
     assert_upb()
     try:
-        return int(uvloop.run(_live(name, instance_id, settings, build, unary_limits)))
+        return int(uvloop.run(_live(name, instance_id, settings, build, unary_limits, stream_limits)))
     except KeyboardInterrupt:
         return int(ExitCode.SECOND_SIGNAL)
 
@@ -139,6 +141,7 @@ async def _live(
     settings: CommonSettings,
     build: Callable[[Runtime], Awaitable[Daemon]],
     unary_limits: UnaryLimits | None,
+    stream_limits: StreamLimits | None,
 ) -> ExitCode:
     asked_to_leave = _leave_on_signals()
     try:
@@ -161,6 +164,7 @@ async def _live(
             settings.tls,
             follows_traces=tracer.is_on,
             unary_limits=unary_limits,
+            stream_limits=stream_limits,
         ),
         tracer=tracer,
         _failed=asyncio.get_running_loop().create_future(),

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
+from radixmesh.daemons.runtime.rpc.frames import MAX_SERVE_FRAME_BYTES
+from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.group_client import GroupClient, GroupState
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def build_daemon(runtime: Runtime) -> Daemon:
         return await build(runtime, settings)
 
-    return run_daemon("scheduler", settings, build_daemon)
+    limits = StreamLimits(max_message_bytes=MAX_SERVE_FRAME_BYTES)
+    return run_daemon("scheduler", settings, build_daemon, stream_limits=limits)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             raise _too_many("routers are connected", MAX_ROUTER_STREAMS)
         stream = loop.streams.open(first.hello.instance_id)
         reading = asyncio.ensure_future(self._read(stream, first, request_iterator))
+        del first  # A stream that is idle holds no frame: one may be megabytes.
         reading.add_done_callback(lambda _: stream.outbox.push_load())
         try:
             yield scheduler_pb2.ServeResponse(hello=ours, load=load_of(loop))
@@ -136,12 +137,14 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         requests: AsyncIterator[scheduler_pb2.ServeRequest],
     ) -> None:
         self._apply(stream, first)
+        del first
         async for request in requests:
             if request.HasField("hello"):
                 raise MeshError(
                     ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, "a hello belongs into the first frame only"
                 )
             self._apply(stream, request)
+            del request
 
     def _apply(self, stream: RouterStream, request: scheduler_pb2.ServeRequest) -> None:
         """One frame, in the order of its fields."""

@@ -7,6 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime, run_daemon
+from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
+from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
+from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.backends import check_backend, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
@@ -77,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_backend(settings)
         return WorkerDaemon(runtime, settings)
 
-    return run_daemon("worker", settings, build)
+    # Blobs, of half that size at most, are what its unary calls carry.
+    unary_limits = UnaryLimits(max_message_bytes=MAX_PLAN_BYTES, max_bytes=4 * MAX_PLAN_BYTES)
+    return run_daemon("worker", settings, build, unary_limits, StreamLimits(max_message_bytes=MAX_PLAN_BYTES))
 
 
 if __name__ == "__main__":

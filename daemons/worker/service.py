@@ -117,6 +117,7 @@ async def _read_all(requests: AsyncIterator[worker_pb2.ExecuteRequest], session:
     try:
         async for request in requests:
             await session.receive(request)
+            del request  # A stream that is idle holds no plan: one may be megabytes.
     except Exception as error:
         session.fail(error)
     else:

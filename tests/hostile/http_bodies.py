@@ -61,7 +61,7 @@ EDGES: Mapping[str, Edge] = {
     **dict.fromkeys(("request_id", "rid"), Edge(None, "r" * 300, "INVALID_ARGUMENT")),
     "prompt": _TEXTS,
     "text": _TEXTS,
-    "input": _TEXTS,
+    "input": Edge(["a"] * 2048, ["a"] * 2049, "INVALID_ARGUMENT"),
     "input_ids": _IDS,
     "stop": _STOPS,
     "stop_token_ids": _STOP_IDS,

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 import pytest_asyncio
+import yaml
 from google.protobuf.descriptor import FieldDescriptor
 from hostile.bounds import BOUNDS
 from hostile.fields import Place, places, rpcs
 from support.bystander import Seen, watched
-from support.mesh import Mesh, running_mesh
+from support.mesh import SERVICES, Mesh, running_mesh
 from support.wire import raw_channel
 
 from radixmesh.daemons.runtime.rpc.channel import open_channel
@@ -29,8 +31,7 @@ from radixmesh.worker.v1 import worker_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _DETAILS = "grpc-status-details-bin"
-# compose/local.yml: what a container of any daemon but the worker may have.
-MAX_RSS_MIB = 512.0
+_COMPOSE = Path(__file__).parents[2] / "compose" / "local.yml"
 # What a router takes for itself in such a container: daemons/router/config.py.
 IN_512_MIB = {
     "journal_bytes": 128 << 20,
@@ -136,15 +137,32 @@ async def attack(mesh: Mesh, chosen: list[Place], *, at_once: int) -> list[str]:
     return wrong
 
 
+def container_mib() -> dict[str, int]:
+    """What the container of each daemon may have, MiB, by its service."""
+    units = {"M": 1, "G": 1024}
+    limits = {}
+    for name, service in yaml.safe_load(_COMPOSE.read_text())["services"].items():
+        memory = service["deploy"]["resources"]["limits"]["memory"]
+        limits[name] = int(memory[:-1]) * units[memory[-1]]
+    return limits
+
+
+async def test_the_containers_are_as_small_as_is_said() -> None:
+    assert set(SERVICES) <= container_mib().keys()
+    assert {name: mib for name, mib in container_mib().items() if mib != 512} == {"worker": 2048}
+
+
 def unharmed(mesh: Mesh, pids: dict[str, int], quiet: Seen, seen: Seen, *, factor: float) -> None:
     assert mesh.cluster.pids == pids, "a daemon died"
     assert not seen.errors
+    # Memory before stalls: of the two it is the one that ends a daemon.
+    limits = container_mib()
+    too_large = {name: mib for name, mib in seen.rss_mib.items() if mib > limits[name.rpartition("-")[0]]}
+    assert not too_large, limits
     slack_s = seen.lag_s + _BUSY * max(quiet.stall_s, quiet.lag_s, *quiet.silence_s.values())
     assert seen.stall_s <= factor * MAX_STALL_S + slack_s, seen
     for name, silence_s in seen.silence_s.items():
         assert silence_s <= factor * MAX_SILENCE_S + slack_s, (name, seen)
-    too_large = {name: mib for name, mib in seen.rss_mib.items() if mib > MAX_RSS_MIB}
-    assert not too_large
 
 
 async def test_each_field_at_its_bound_and_beyond_it(mesh: Mesh, quiet: Seen) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 from collections.abc import AsyncIterator
 
@@ -341,6 +342,26 @@ async def test_embeddings_equal_transformers(sdk: AsyncOpenAI, http: httpx.Async
     np.testing.assert_array_equal(np.float32(as_floats.data[0].embedding), np.float32(as_base64))
     empty = await http.post("/v1/embeddings", json={"input": []})
     assert (empty.status_code, empty.json()["error"]["code"]) == (400, "EMPTY_PROMPT")
+
+
+async def test_as_many_embeddings_as_openai_takes(http: httpx.AsyncClient) -> None:
+    """Each vector in its place: equal inputs have the same, but for rounding."""
+    texts = ["a", "b c", "d"]
+    given = [texts[i % 3] for i in range(2048)]
+    body = {"input": given, "encoding_format": "base64"}
+    answer = await http.post("/v1/embeddings", json=body, timeout=120)
+    data = answer.json()["data"]
+    assert [entry["index"] for entry in data] == list(range(2048))
+    vectors = np.stack([np.frombuffer(base64.b64decode(entry["embedding"]), "<f4") for entry in data])
+    size = float(np.abs(vectors).max())
+    for start in range(3):
+        np.testing.assert_allclose(
+            vectors[start::3], vectors[[start]].repeat(len(vectors[start::3]), 0), atol=1e-3 * size
+        )
+        assert np.abs(vectors[start] - vectors[(start + 1) % 3]).max() > 1e-2 * size
+    refused = await http.post("/v1/embeddings", json={"input": [*given, "e"]})
+    error = refused.json()["error"]
+    assert (refused.status_code, error["code"], error["param"]) == (400, "INVALID_ARGUMENT", "input")
 
 
 async def test_unknown_fields_are_named_in_a_header(http: httpx.AsyncClient) -> None:

@@ -12,6 +12,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.health import HealthService
 from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.rpc.server import MeshServer
+from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import current_request
@@ -98,15 +99,17 @@ async def serving(
     stall_s: float = 10.0,
     tls: TlsFiles | None = None,
     unary_limits: UnaryLimits | None = None,
+    stream_limits: StreamLimits | None = None,
     tokenizer: Tokenizer | None = None,
+    detokenizer: Detokenizer | None = None,
 ) -> AsyncIterator[Bench]:
     """A server with both servicers, loaded."""
     progress = Progress(stall_s=stall_s)
     progress.loaded()
     errors: list[MeshError] = []
     health = HealthService(progress)
-    server = MeshServer(health, errors.append, tls, unary_limits=unary_limits)
-    tokenizer, detokenizer = tokenizer or Tokenizer(), Detokenizer()
+    server = MeshServer(health, errors.append, tls, unary_limits=unary_limits, stream_limits=stream_limits)
+    tokenizer, detokenizer = tokenizer or Tokenizer(), detokenizer or Detokenizer()
     server.add(tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server, tokenizer)
     server.add(detokenizer_pb2_grpc.add_DetokenizerServiceServicer_to_server, detokenizer)
     addresses = await server.start(listen or ("127.0.0.1:0",))

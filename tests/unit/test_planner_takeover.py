@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from support.planner_world import Record, World
 
-from radixmesh.daemons.runtime.rpc.server import MAX_MESSAGE_BYTES
+from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome
@@ -175,4 +175,4 @@ def test_plans_stay_messages_that_a_worker_takes() -> None:
         world.process()
     plans = world.log[num_planned:]
     assert sum(len(plan.admits) for plan in plans) == len(records)
-    assert max(len(encode_plan(plan)) for plan in plans) < MAX_MESSAGE_BYTES / 2
+    assert max(len(encode_plan(plan)) for plan in plans) < MAX_PLAN_BYTES

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from radixmesh.cli.bench.load_turn import LoadTurn, first_of, load_turns, paced, time_scaled
 from radixmesh.cli.bench.sharegpt import read_sharegpt
-from radixmesh.cli.bench.workloads import WORKLOADS, Turn, make_workload, random_lengths, shared_prefix
+from radixmesh.cli.bench.workloads import PER_GROUP, WORKLOADS, Turn, make_workload, random_lengths, shared_prefix
 
 _PACE_SEED = 1_000_003
 # Flags that shape only some workloads, and what the workload calls them.
@@ -44,6 +44,15 @@ def plain_turns(options: argparse.Namespace) -> list[Turn]:
         raise ValueError("--oracle needs a workload of ids: sharegpt has texts")
     turns = _made(options, _shape_of(options))
     return turns if options.num_requests is None else turns[: options.num_requests]
+
+
+def why_fewer(options: argparse.Namespace) -> str:
+    """The reason why a workload has fewer turns than --num-requests asks for."""
+    if options.dataset == "shared-prefix":
+        return f"requests come in whole groups of {options.per_group or PER_GROUP} with one prefix (--per-group)"
+    if options.dataset == "sharegpt":
+        return "the file holds no more"
+    return f"{options.dataset} is made of whole conversations, and its parts are rounded"
 
 
 def _shape_of(options: argparse.Namespace) -> dict[str, int]:

@@ -28,10 +28,15 @@ class GrpcTarget(Target):
             raise TargetError(str(error)) from error
         self._options = options
         self._model = options.model
+        self._context: int | None = None
 
     @property
     def model(self) -> str:
         return self._model
+
+    @property
+    def context(self) -> int | None:
+        return self._context
 
     async def prepare(self) -> int | None:
         try:
@@ -41,6 +46,7 @@ class GrpcTarget(Target):
         for model in models:
             if self._options.model in ("", model.name):
                 self._model = model.name
+                self._context = model.max_total_len or None
                 return model.vocab_size or None
         names = ", ".join(model.name for model in models) or "none yet"
         raise TargetError(f"there is no model {self._options.model!r}; served: {names}")

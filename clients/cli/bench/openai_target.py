@@ -31,6 +31,7 @@ class OpenAITarget(Target):
         self._base = base.rstrip("/")
         self._options = options
         self._model = options.model
+        self._context: int | None = None
         headers = {"authorization": f"Bearer {options.api_key}"} if options.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -45,6 +46,10 @@ class OpenAITarget(Target):
     def model(self) -> str:
         return self._model
 
+    @property
+    def context(self) -> int | None:
+        return self._context
+
     async def prepare(self) -> int | None:
         try:
             async with self._session.get(f"{self._base}/models") as response:
@@ -54,15 +59,16 @@ class OpenAITarget(Target):
             raise TargetError(f"{self._base} does not answer: {_describe(error)}") from error
         if content is None:
             raise TargetError(f"{self._base}/models answers {status}: the target ends in /v1, is that right?")
-        sizes = {str(m.get("id", "")): m.get("vocab_size") for m in content.get("data", ()) if isinstance(m, dict)}
-        names = list(sizes)
+        models = {str(m.get("id", "")): m for m in content.get("data", ()) if isinstance(m, dict)}
+        names = list(models)
         if self._model and self._model not in names:
             raise TargetError(f"there is no model {self._model!r}; served: {', '.join(names) or 'none'}")
         if not names:
             raise TargetError(f"{self._base} serves no model")
         self._model = self._model or names[0]
-        # Ours tells it, others don't.
-        size = sizes[self._model]
+        # vLLM and SGLang tell the context too; the vocabulary ours alone.
+        context, size = (models[self._model].get(name) for name in ("max_model_len", "vocab_size"))
+        self._context = context if isinstance(context, int) and context > 0 else None
         return size if isinstance(size, int) else None
 
     async def send(self, prompt: Prompt, out_len: int, record: RequestRecord) -> None:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from radixmesh.cli.access import Access, access_of
-from radixmesh.cli.bench.datasets import make_turns, plain_turns
+from radixmesh.cli.bench.context_fit import fitting_share, longest_of, scaled_plain, scaled_turns
+from radixmesh.cli.bench.datasets import make_turns, plain_turns, why_fewer
 from radixmesh.cli.bench.load_generator import LoadGenerator
 from radixmesh.cli.bench.load_turn import LoadTurn, Prompt, load_turns
 from radixmesh.cli.bench.oracle import oracle_of
@@ -41,27 +42,67 @@ def run(arguments: list[str]) -> int:
 
 
 async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    _check_folders(options)
     address = options.target or "grpc://" + ",".join(find_routers([], options.project, access_of(options)))
     plot_load = _plotter() if options.plot is not None else None
-    best = oracle_of(plain_turns(options)).hit_rate if options.oracle else None
+    plain = plain_turns(options) if options.oracle else None
+    terminal = Terminal()
     async with open_target(address, _target_options(options, address)) as target:
         vocab_size = await target.prepare()
         vocab_size = options.vocab_size or vocab_size
-        turns = make_turns(options, vocab_size)
+        turns, share = _fitting_turns(options, vocab_size, target.context, terminal)
+        best = oracle_of(scaled_plain(plain, share)).hit_rate if plain is not None else None
         await _warm_up(target, _warm_up_turns(turns[:1], options.warmup, vocab_size))
         load = LoadGenerator(target, turns, concurrency=options.concurrency, vocab_size=vocab_size)
         is_whole = await _run_load(load, shows_progress=not options.no_progress)
         model = target.model
     summary = summarise(load.records)
-    _show(summary, load, best, Terminal())
+    if not is_whole:
+        terminal.line(_interrupted(load))
+    _show(summary, load, best, terminal)
     if options.json is not None:
         report = _report(options, arguments, address, model, load, summary, best)
+        report |= {"is_interrupted": not is_whole, "length_share": share}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
     if plot_load is not None:
         options.plot.write_text(plot_load(load.records, f"{options.dataset}, {model} at {address}"))
     if not is_whole:
         return 130
     return 0 if summary.num_done == len(turns) else 1
+
+
+def _check_folders(options: argparse.Namespace) -> None:
+    """Raises ValueError for a file that could not be written after the load."""
+    for flag in ("json", "plot"):
+        path = getattr(options, flag)
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"--{flag} {path}: there is no folder {path.parent}")
+
+
+def _fitting_turns(
+    options: argparse.Namespace, vocab_size: int | None, context: int | None, terminal: Terminal
+) -> tuple[list[LoadTurn], float]:
+    """The turns, and the share of their lengths with which the model's context holds them; says what is changed."""
+    turns = make_turns(options, vocab_size)
+    if options.num_requests is not None and len(turns) < options.num_requests:
+        terminal.line(f"{len(turns)} requests, not {options.num_requests}: {why_fewer(options)}")
+    share = fitting_share(turns, context)
+    if share < 1:
+        terminal.line(
+            f"all lengths times {share:.2f}: the longest prompt and output are {longest_of(turns)} tokens together, "
+            f"the model's context is {context}"
+        )
+        turns = scaled_turns(turns, share)
+    return turns, share
+
+
+def _interrupted(load: LoadGenerator) -> str:
+    num_ended = sum(record.ended > 0 for record in load.records)
+    num_running, num_planned = len(load.records) - num_ended, load.num_turns
+    return (
+        f"interrupted: of {num_planned} planned requests {num_ended} had ended, {num_running} were running, "
+        f"{num_planned - len(load.records)} were not sent"
+    )
 
 
 def _plotter() -> Callable[[Sequence[RequestRecord], str], str]:
@@ -144,7 +185,8 @@ def _show(summary: Summary, load: LoadGenerator, best: float | None, terminal: T
         terminal.line(f"{load.num_made_up} turns continue made-up answers: the server tells no ids, its hits are fewer")
     if best is not None:
         terminal.line(f"an infinite cache would hit {100 * best:.1f}%")
-    terminal.table(("", "mean", "p50", "p90", "p95", "p99", "max"), summary_rows(summary))
+    if summary.num_done:
+        terminal.table(("", "mean", "p50", "p90", "p95", "p99", "max"), summary_rows(summary))
 
 
 def _report(

@@ -22,7 +22,8 @@ def serve_parser() -> argparse.ArgumentParser:
     """All flags; what they mean together is checked where they are used."""
     parser = argparse.ArgumentParser(
         prog="radixmesh bench serve",
-        description="Send a workload to a running mesh, or to any OpenAI server, and measure what its clients see.",
+        description="Send a workload to a running mesh, or to any OpenAI server, and measure what its clients see. "
+        "Workloads of ids whose longest request exceeds the served context are scaled down to it.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -111,13 +111,19 @@ def summary_rows(summary: Summary) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in ("ttft", "itl", "tpot", "e2e", "delay"):
         d: Distribution = getattr(summary, f"{name}_ms")
-        rows.append((f"{name} (ms)", *(f"{value:.1f}" for value in (d.mean, d.p50, d.p90, d.p95, d.p99, d.max))))
+        values = (d.mean, d.p50, d.p90, d.p95, d.p99, d.max)
+        # Of nothing, where no answer had two tokens, say: no zeros.
+        has_some = name == "delay" or d.max > 0
+        rows.append((f"{name} (ms)", *(f"{value:.1f}" if has_some else "-" for value in values)))
     return rows
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """The figures that are no distributions, in sentences."""
+    """The figures that are no distributions, in sentences; where no request ended well, only that and the reasons."""
     s = summary
+    failures = [f"{number} failed: {error}" for error, number in s.errors.items()]
+    if not s.num_done:
+        return [f"none of {s.num_requests} requests ended well: there is nothing to measure", *failures]
     about = "" if s.is_exact else " (about: the server counted no tokens)"
     lines = [
         f"{s.num_done} of {s.num_requests} requests in {s.duration_s:.2f} s: {s.requests_per_s:.2f} requests/s, "
@@ -129,8 +135,7 @@ def summary_lines(summary: Summary) -> list[str]:
     ]
     if s.num_resumptions:
         lines.append(f"{s.num_resumptions} streams were resumed")
-    lines += [f"{number} failed: {error}" for error, number in s.errors.items()]
-    return lines
+    return lines + failures
 
 
 def _max_running(records: Sequence[RequestRecord]) -> int:

@@ -47,6 +47,11 @@ class Target(ABC):
     def model(self) -> str:
         """Name of the model that answers."""
 
+    @property
+    def context(self) -> int | None:
+        """Tokens of prompt and output together that the model takes; None if the server does not tell."""
+        return None
+
     @abstractmethod
     async def send(self, prompt: Prompt, out_len: int, record: RequestRecord) -> None:
         """Runs one request to its end and writes all that it sees into `record`, failures included."""

@@ -17,6 +17,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 
 VOCAB_SIZE = 100_000
+PER_GROUP = 16
+"""Requests with one prefix, of shared_prefix."""
 _FIRST_ID = 10
 """Ids below are left to special tokens."""
 
@@ -143,7 +145,7 @@ def shared_prefix(
     seed: int,
     num_requests: int | None = None,
     *,
-    per_group: int = 16,
+    per_group: int = PER_GROUP,
     prefix: int = 2048,
     question: int = 128,
     out: int = 128,

@@ -14,7 +14,7 @@ from radixmesh.daemons.router.peers.peer_link import PeerLink
 from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, FrameBudget, too_large
+from radixmesh.daemons.runtime.rpc.frames import MAX_OPEN_BYTES, FrameBudget, too_large
 from radixmesh.daemons.runtime.rpc.hello import SHARING_VERSION, check_hello
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.detokenizer.v1 import detokenizer_pb2
@@ -179,8 +179,8 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
             entry = next(iter(self._opens.values()))
             message = _open_of(entry, shared.get(entry.output.request) if self._can_share else None)
             size = message.ByteSize()
-            if size > MAX_ENTRY_BYTES:
-                refused.append((entry, too_large(f"output {entry.output.index} of the request", size)))
+            if size > MAX_OPEN_BYTES:
+                refused.append((entry, too_large(f"output {entry.output.index} of the request", size, MAX_OPEN_BYTES)))
             elif budget.take(size):
                 frame.opens.append(message)
                 shared.setdefault(entry.output.request, entry.handle)

@@ -1,7 +1,7 @@
 """The size of one frame of a stream: bytes as serialised, and entries.
 
-Transports refuse messages of more than 64 MiB, and a stream that carried one is over. So every sender counts what it
-puts into a frame, and begins another long before that.
+Servers refuse messages of more than is named below, and a stream that carried one is over. So every sender counts what
+it puts into a frame, and begins another long before that.
 """
 
 from __future__ import annotations
@@ -13,6 +13,13 @@ MAX_FRAME_BYTES = 4 << 20
 MAX_FRAME_ENTRIES = 4096
 # One entry may be larger than a frame, and has one for itself: a prompt of a million tokens is 4 MiB of ids.
 MAX_ENTRY_BYTES = 32 << 20
+# An output that a detokenizer is told of: a million ids, as many as it takes, and its stops.
+MAX_OPEN_BYTES = 8 << 20
+# What a server takes: the largest frame, and tags, lengths and a hello around it. A plan holds what one frame does and
+# then one entry more, with the pages that are granted.
+MAX_OPEN_FRAME_BYTES = MAX_OPEN_BYTES + (1 << 20)
+MAX_SERVE_FRAME_BYTES = MAX_ENTRY_BYTES + MAX_FRAME_BYTES
+MAX_PLAN_BYTES = MAX_ENTRY_BYTES + 2 * MAX_FRAME_BYTES
 # Tag and length of an entry.
 _FRAMING_BYTES = 8
 

@@ -16,6 +16,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.auth_interceptor import AuthInterceptor
 from radixmesh.daemons.runtime.rpc.health import HealthService
 from radixmesh.daemons.runtime.rpc.rpc_errors import ErrorInterceptor
+from radixmesh.daemons.runtime.rpc.stream_gate import StreamGate, StreamLimits
 from radixmesh.daemons.runtime.rpc.trace_interceptor import TraceInterceptor
 from radixmesh.daemons.runtime.rpc.unary_gate import UnaryGate, UnaryLimits
 from radixmesh.daemons.runtime.security.key_guard import KeyGuard
@@ -57,6 +58,7 @@ class MeshServer:
     health: its service is registered here, and closed first on stop. on_error: told of every typed error that leaves.
     tls: what every address is served under; None or without a certificate = plain. follows_traces: handlers learn the
     trace that their caller names. unary_limits: of a daemon whose unary calls would take too much memory together.
+    stream_limits: of a daemon whose clients send streams.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class MeshServer:
         *,
         follows_traces: bool = False,
         unary_limits: UnaryLimits | None = None,
+        stream_limits: StreamLimits | None = None,
     ) -> None:
         self._health = health
         self._tls = tls
@@ -80,6 +83,10 @@ class MeshServer:
             options["grpc.max_receive_message_length"] = unary_limits.max_message_bytes
             # Else windows grow to MiBs, which arrive of a message that nobody has asked for yet.
             options["grpc.http2.bdp_probe"] = 0
+        if stream_limits is not None:
+            interceptors.append(StreamGate(stream_limits))
+            options["grpc.max_receive_message_length"] = stream_limits.max_message_bytes
+            options["grpc.http2.bdp_probe"] = 0  # As above: of streams that wait to be read.
         self._server = grpc.aio.server(interceptors=interceptors, options=tuple(options.items()))
         self._service_names: list[str] = []
         self._addresses: tuple[str, ...] = ()

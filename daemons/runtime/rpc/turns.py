@@ -29,14 +29,26 @@ class Turns:
     @asynccontextmanager
     async def place(self, peer: str) -> AsyncIterator[None]:
         """Within it the caller holds a place. Raises MeshError OVERLOADED where too many wait already."""
+        await self.take(peer)
+        try:
+            yield
+        finally:
+            self.give_back(peer)
+
+    async def take(self, peer: str) -> None:
+        """A place that the caller gives back itself, once. Raises MeshError OVERLOADED as place() does."""
         if self._num_free and self._held[peer] < self._max_per_peer:
             self._take(peer)
         else:
             await self._wait(peer)
-        try:
-            yield
-        finally:
-            self._give_back(peer)
+
+    def give_back(self, peer: str) -> None:
+        """Ends what take() began."""
+        self._num_free += 1
+        self._held[peer] -= 1
+        if not self._held[peer]:
+            del self._held[peer]
+        self._wake()
 
     async def _wait(self, peer: str) -> None:
         if self._num_waiting >= self._max_waiting:
@@ -48,7 +60,7 @@ class Turns:
             await turn
         except asyncio.CancelledError:
             if not turn.cancelled():  # It got the place in the same moment.
-                self._give_back(peer)
+                self.give_back(peer)
             elif peer in self._waiting and turn in self._waiting[peer]:
                 self._forget(peer, turn)
             raise
@@ -68,13 +80,6 @@ class Turns:
     def _take(self, peer: str) -> None:
         self._num_free -= 1
         self._held[peer] += 1
-
-    def _give_back(self, peer: str) -> None:
-        self._num_free += 1
-        self._held[peer] -= 1
-        if not self._held[peer]:
-            del self._held[peer]
-        self._wake()
 
     def _wake(self) -> None:
         while self._num_free:

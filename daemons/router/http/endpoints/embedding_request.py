@@ -13,6 +13,9 @@ from radixmesh.daemons.router.http.endpoints.options import Int32, Name, Request
 from radixmesh.daemons.router.http.endpoints.prompts import context_of, requests_of, split_prompts
 from radixmesh.router.v1 import router_pb2
 
+# As OpenAI's API takes.
+MAX_INPUTS = 2048
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingRequest(Body):
@@ -39,6 +42,6 @@ class EmbeddingRequest(Body):
             tenant=self.tenant or "",
         )
         assert self.input is not None
-        inputs = split_prompts(self.input, "input")
+        inputs = split_prompts(self.input, "input", MAX_INPUTS)
         max_ids = context_of(contexts, self.model)
         yield from requests_of(template, inputs.decoded(max_ids), len(inputs.entries))
