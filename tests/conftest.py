@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:
     """Writes what failed and what was skipped where run_tests.py asked for it."""
-    if not (path := os.environ.get("RADIXMESH_TEST_REPORT")):
+    if not (path := os.environ.get("TESTS_REPORT")):
         return
     failed = [*terminalreporter.getreports("failed"), *terminalreporter.getreports("error")]
     failures = [

@@ -35,7 +35,7 @@ COMPUTING = (
 )
 RERUN_FOLDERS = ("tests/mesh/", "tests/compose/")
 MOST_RERUN = 2
-REPORT = "RADIXMESH_TEST_REPORT"
+REPORT = "TESTS_REPORT"
 # What a skip's reason says is missing; programs are looked for besides, since some tests are not even collected.
 WANTS = {
     "tmux": ("tmux",),

@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_message_bytes=settings.grpc_message_bytes,
         max_bytes=4 * settings.grpc_message_bytes,
         patience_s=settings.grpc_message_s,
+        num_receiving=max(3, settings.grpc_receiving_bytes // settings.grpc_message_bytes),
         num_sending=2,
+        # Strangers' calls that send nothing hold a place for so long.
+        quick_s=0.25,
     )
     return run_daemon("router", settings, build, limits)
 

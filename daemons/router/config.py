@@ -38,6 +38,11 @@ class RouterSettings(CommonSettings):
         "bytes of one gRPC message of a client; by default a 32nd of the memory that the process may have, "
         "64 MiB at most",
     )
+    grpc_receiving_bytes: int = setting(
+        share(16, 4 << 30),
+        "bytes of gRPC messages of clients that may arrive at once, three messages at least; by default a 16th of the "
+        "memory that the process may have, 4 GiB at most",
+    )
     grpc_message_s: float = setting(60.0, "seconds that a gRPC message of a client may take to arrive")
     client_stall_s: float = setting(30.0, "seconds without progress after which a client's request is aborted")
     peer_timeout_s: float = setting(
@@ -92,6 +97,7 @@ class RouterSettings(CommonSettings):
             raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
         for name in (
             "grpc_message_bytes",
+            "grpc_receiving_bytes",
             "grpc_message_s",
             "http_body_bytes",
             "http_bodies_bytes",

@@ -11,11 +11,10 @@ import asyncio
 from collections.abc import Callable
 from enum import Enum, auto
 
-from google.protobuf.message import DecodeError
-
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer
+from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.daemons.runtime.steps.result_codec import refusal_to_proto
 from radixmesh.daemons.runtime.steps.step import Refusal
 from radixmesh.daemons.runtime.steps.step_codec import missing_field
@@ -110,10 +109,10 @@ class ExecuteSession:
 
     async def _complete(self, data: bytes) -> None:
         try:
-            request = worker_pb2.ExecuteRequest.FromString(data)
-        except DecodeError as error:
-            message = f"complete holds {len(data)} bytes that are no ExecuteRequest ({error})"
-            raise MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": "complete"}) from error
+            # Bytes within a message: the scan of the frame has not looked into them.
+            request = parse_frame(data, worker_pb2.ExecuteRequest)
+        except MeshError as error:
+            raise MeshError(error.reason, f"complete: {error}", {"field": "complete"}) from error
         if not request.HasField("plan"):
             raise missing_field("complete.plan")
         await self._core.submit(None, request.plan)

@@ -164,9 +164,31 @@ async def test_turns_go_to_the_peer_that_holds_least() -> None:
     calls = [asyncio.ensure_future(call(peer)) for peer in ("a", "a", "a", "b", "a", "b")]
     await asyncio.sleep(0)
     with pytest.raises(MeshError, match="wait already"):
-        await call("c")
+        await call("a")
     calls[2].cancel()
     go.set()
     await asyncio.gather(*calls, return_exceptions=True)
     assert order == ["a", "a", "b", "a", "b"]
     await call("c")
+
+
+async def test_where_too_many_wait_the_peer_with_most_of_them_gives_way() -> None:
+    turns, order, go = Turns(1, max_per_peer=1, max_waiting=4), list[str](), asyncio.Event()
+
+    async def call(name: str) -> None:
+        async with turns.place(name[0]):
+            order.append(name)
+            await go.wait()
+
+    held = asyncio.ensure_future(call("a0"))
+    waiting = [asyncio.ensure_future(call(name)) for name in ("a1", "a2", "a3", "a4")]
+    await asyncio.sleep(0)
+    others = [asyncio.ensure_future(call(name)) for name in ("b1", "c1")]
+    with pytest.raises(MeshError, match="wait already"):
+        await waiting[3]
+    with pytest.raises(MeshError, match="wait already"):
+        await waiting[2]
+    go.set()
+    await asyncio.gather(held, *waiting[:2], *others)
+    assert sorted(order) == ["a0", "a1", "a2", "b1", "c1"]
+    assert order.index("b1") < order.index("a2") and order.index("c1") < order.index("a2")

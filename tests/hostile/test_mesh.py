@@ -38,6 +38,7 @@ IN_512_MIB = {
     "http_bodies_bytes": 64 << 20,
     "view_bytes": 32 << 20,
     "grpc_message_bytes": 16 << 20,
+    "grpc_receiving_bytes": 32 << 20,
 }
 MAX_SILENCE_S, MAX_STALL_S = 1.0, 2.0
 # The daily form runs on two busy cores, with its attacker in the same process; what it is there to see takes 8 s.

@@ -71,6 +71,18 @@ async def test_all_ranks_compute_every_step_and_one_output_comes(num_ranks: int)
         assert daemon.daemon.loop.epoch == 1
 
 
+@pytest.mark.parametrize("num_left", [1, 2])
+async def test_a_group_whose_forming_was_cut_off_is_formed_again(num_left: int) -> None:
+    """Ranks that have left report no generation, and still refuse those they have seen."""
+    async with rank_group(2) as group:
+        async with scheduler(group, "s1") as daemon, serve_client(daemon.address) as client:
+            check(await client.over(await client.submit(PROMPT[:5], max_tokens=60), timeout_s=TIMEOUT_S))
+        for rank in range(num_left):
+            group.ranks[rank].daemon.core.ledger.formed(0)
+        async with scheduler(group, "s2") as daemon, serve_client(daemon.address) as client:
+            check(await client.over(await client.submit(PROMPT[:5], max_tokens=60), timeout_s=TIMEOUT_S))
+
+
 async def refuse(group: RankGroup, rank: int) -> None:
     """Its next plan; the other ranks wait for it in a collective."""
     core = group.ranks[rank].daemon.core

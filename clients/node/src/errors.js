@@ -92,7 +92,7 @@ const BY_REASON = {
   ...classOf(UnavailableError, "NO_REPLICA NOT_SERVING GROUP_LOST"),
   ...classOf(DeadlineExceededError, "DEADLINE_EXCEEDED STEP_TIMEOUT"),
   ...classOf(ClientStalledError, "CLIENT_STALLED"),
-  ...classOf(AbortedError, "ABORTED SUPERSEDED"),
+  ...classOf(AbortedError, "ABORTED SUPERSEDED TRANSFER_FAILED"),
 };
 
 /**

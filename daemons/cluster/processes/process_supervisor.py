@@ -7,6 +7,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,14 +123,16 @@ class ProcessSupervisor:
             await self._keep_running()
         except Exception as error:
             # Of the supervision itself. What nobody watches is not left running, and why is said.
-            for line in traceback.format_exc().splitlines():
-                self._take_line(line)
-            if self._child is not None:
-                await self._child.kill()
-                self._child = None
             self.gave_up = (
                 f"{self.spec.name} is not supervised any more ({type(error).__name__}: {error}): start it anew"
             )
+            told = traceback.format_exc()
+            if self._child is not None:
+                await self._child.kill()
+                self._child = None
+            with suppress(Exception):  # It may be what those who listen do with a line that has failed.
+                for line in told.splitlines():
+                    self._take_line(line)
             self._enter(ProcessState.ENDED, "its supervision failed; gave up", pid=None)
 
     async def _keep_running(self) -> None:

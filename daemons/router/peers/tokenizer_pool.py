@@ -203,7 +203,9 @@ async def _is_any_working(asked: Mapping[asyncio.Future[_T], TokenizerReplica]) 
 
 
 def _can_retry(error: MeshError) -> bool:
-    return error.status in _RETRIED_STATUSES and error.reason not in _FINAL_REASONS
+    # The router's own message came too slowly there: that is no fault of the user's.
+    is_stalled = error.reason == ErrorReason.ERROR_REASON_CLIENT_STALLED
+    return (error.status in _RETRIED_STATUSES or is_stalled) and error.reason not in _FINAL_REASONS
 
 
 async def _close_later(replica: TokenizerReplica) -> None:

@@ -12,7 +12,10 @@ from radixmesh.daemons.runtime.errors import MeshError
 
 
 class Turns:
-    """num_places: held at once. max_per_peer: of them by one peer. max_waiting: calls that wait, of all peers."""
+    """num_places: held at once. max_per_peer: of them by one peer. max_waiting: calls that wait, of all peers.
+
+    Where too many wait, the peer that has most of them gives way.
+    """
 
     def __init__(self, num_places: int, *, max_per_peer: int, max_waiting: int) -> None:
         self._num_free = num_places
@@ -49,8 +52,7 @@ class Turns:
 
     async def _wait(self, peer: str) -> None:
         if self._num_waiting >= self._max_waiting:
-            message = f"no place is free and {self._num_waiting} calls wait already: retry later, or on another replica"
-            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+            self._make_room(peer)
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(peer, deque()).append(turn)
         self._num_waiting += 1
@@ -62,6 +64,18 @@ class Turns:
             elif peer in self._waiting and turn in self._waiting[peer]:
                 self._forget(peer, turn)
             raise
+
+    def _make_room(self, peer: str) -> None:
+        """Refuses the last one that waits of the peer with most; raises OVERLOADED where that is the caller itself."""
+        message = f"no place is free and {self._num_waiting} calls wait already: retry later, or on another replica"
+        error = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "100"})
+        fullest = max(self._waiting, key=lambda name: len(self._waiting[name]), default=peer)
+        if len(self._waiting.get(fullest, ())) <= len(self._waiting.get(peer, ())) + 1:
+            raise error
+        turn = self._waiting[fullest][-1]
+        self._forget(fullest, turn)
+        if not turn.done():
+            turn.set_exception(error)
 
     def _take(self, peer: str) -> None:
         self._num_free -= 1

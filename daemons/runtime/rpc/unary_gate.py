@@ -34,11 +34,6 @@ _Call = Callable[[object, _Context], Awaitable[None]]
 
 # Answered at once, whatever else there is to do.
 _OPEN = ("/grpc.health.v1.Health/",)
-# Messages that arrive at once; of one connection, which leaves a place to everybody else.
-_NUM_RECEIVING, _NUM_RECEIVING_OF_ONE = 3, 2
-# A message that takes longer makes room for others, and goes on arriving where this many may.
-_QUICK_S = 1.0
-_NUM_SLOW, _NUM_SLOW_OF_ONE = 4, 2
 # Calls that wait for a place to arrive or to leave: each has a window's bytes here.
 _MAX_WAITING = 1024
 # Requests of no more always find room: their number has a bound elsewhere.
@@ -49,13 +44,21 @@ _LARGE_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnaryLimits:
-    """max_message_bytes: of a request. max_bytes: see Room. patience_s: for one message to arrive, or one large answer
-    to leave; answers of streams are not looked at. num_sending: large answers that leave at once, one of a connection.
+    """max_message_bytes: of a request. max_bytes: see Room.
+
+    num_receiving: messages that arrive at once, each of which may be as large as one can be; one connection has less
+    than all of them. A message that takes longer than quick_s makes room for others, and goes on arriving where that
+    many and one more may. patience_s: for one message to arrive.
+    num_sending: large answers that leave at once, one of a connection. send_patience_s: for one of them to leave;
+    answers of streams are not looked at.
     """
 
     max_message_bytes: int
     max_bytes: int
     patience_s: float = 5.0
+    send_patience_s: float = 5.0
+    quick_s: float = 1.0
+    num_receiving: int = 3
     num_sending: int = 1
 
 
@@ -96,8 +99,10 @@ class UnaryGate(grpc.aio.ServerInterceptor):
 
     def __init__(self, limits: UnaryLimits) -> None:
         self._limits = limits
-        self._receiving = Turns(_NUM_RECEIVING, max_per_peer=_NUM_RECEIVING_OF_ONE, max_waiting=_MAX_WAITING)
-        self._slow = Turns(_NUM_SLOW, max_per_peer=_NUM_SLOW_OF_ONE, max_waiting=0)
+        num = limits.num_receiving
+        self._receiving = Turns(num, max_per_peer=num - max(1, num // 4), max_waiting=_MAX_WAITING)
+        # Its calls hold bytes already, so that none can wait for a place.
+        self._slow = Turns(num + 1, max_per_peer=max(2, num // 2), max_waiting=0)
         self._sending = Turns(limits.num_sending, max_per_peer=1, max_waiting=_MAX_WAITING)
         self._room = Room(limits.max_bytes)
 
@@ -153,7 +158,7 @@ class UnaryGate(grpc.aio.ServerInterceptor):
             return
         async with self._sending.place(context.peer()):
             try:
-                async with asyncio.timeout(self._limits.patience_s):
+                async with asyncio.timeout(self._limits.send_patience_s):
                     await context.write(answer)  # Until flow control has let the last byte go.
             except grpc.aio.InternalError:
                 raise asyncio.CancelledError from None  # The client went away.
@@ -168,7 +173,7 @@ class UnaryGate(grpc.aio.ServerInterceptor):
             # Not by iteration: grpc's iterator holds the bytes that it gave last for as long as the call is there.
             reading = asyncio.ensure_future(context.read())
             try:
-                await asyncio.wait((reading,), timeout=min(_QUICK_S, self._limits.patience_s))
+                await asyncio.wait((reading,), timeout=min(self._limits.quick_s, self._limits.patience_s))
             except asyncio.CancelledError:
                 reading.cancel()
                 raise

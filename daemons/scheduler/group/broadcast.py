@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from google.protobuf.message import DecodeError
-
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.worker.v1 import worker_pb2
 
 
@@ -47,8 +45,9 @@ def missing_plans(hellos: Sequence[worker_pb2.WorkerHello]) -> MissingPlans:
 
 def _step_of(data: bytes) -> int:
     try:
-        step_id: int = worker_pb2.ExecuteRequest.FromString(data).plan.header.step_id
-    except DecodeError as error:
-        message = "a worker retained something that is no plan: check the versions of both ends"
-        raise MeshError(ErrorReason.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": "retained_plans"}) from error
+        # Bytes within a message: the scan of the frame has not looked into them.
+        step_id: int = parse_frame(data, worker_pb2.ExecuteRequest).plan.header.step_id
+    except MeshError as error:
+        message = f"a worker retained something that is no plan: check the versions of both ends ({error})"
+        raise MeshError(error.reason, message, {"field": "retained_plans"}) from error
     return step_id

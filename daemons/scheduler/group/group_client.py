@@ -142,7 +142,7 @@ class GroupClient:
         may_differ = not is_whole or (self._last_stream is not None and self._last_stream.must_form)
         if len(hellos) > 1 and (generation == 0 or may_differ):
             async with asyncio.timeout(_FORM_TIMEOUT_S):
-                generation = await stream.form(hellos)
+                generation = await stream.form(hellos, epoch)
             self._last_stream = None
             info = replace(info, group_generation=generation)
         try:

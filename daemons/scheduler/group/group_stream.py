@@ -62,9 +62,11 @@ class GroupStream:
         await together([stream.fence(epoch) for stream in self._streams if stream not in lacking])
         return missing.is_whole
 
-    async def form(self, hellos: Sequence[worker_pb2.WorkerHello]) -> int:
-        """Makes the fenced ranks a new group without KV; its generation."""
-        generation = 1 + max(hello.capabilities.group_generation for hello in hellos)
+    async def form(self, hellos: Sequence[worker_pb2.WorkerHello], epoch: int) -> int:
+        """Makes the ranks, fenced by `epoch`, a new group without KV; its generation."""
+        # The epoch is above every rank's highest one. What ranks report is not enough: one that has left a group, or
+        # whose forming was cut off, reports none and still refuses the generations that it has seen.
+        generation = epoch
         # All leave before any forms: a rank that waits for one of the old group would wait for ever.
         await together([stream.leave_group() for stream in self._streams])
         rendezvous = hellos[0].capabilities.rendezvous
@@ -118,6 +120,10 @@ class GroupStream:
                 await asyncio.wait(tasks, timeout=_REFUSALS_S)
                 self.must_form = len(_refusals(tasks)) < len(tasks)
                 raise refusals[0]
+            # A rank that was lost, before the ranks that wait for it in a collective.
+            for task in tasks:
+                if task.done() and (error := task.exception()) is not None:
+                    raise error
             return [task.result() for task in tasks]
         finally:
             await _dropped(tasks)

@@ -45,7 +45,11 @@ def merged(results: Sequence[StepResult]) -> StepResult:
     for other in results[1:]:
         if not (np.array_equal(ours.counts, other.counts) and np.array_equal(ours.ids, other.ids)):
             raise _diverged(first)
-    return replace(ours, slot_errors=tuple(errors.values())) if errors else ours
+    if not errors:
+        return ours
+    # A failed row has no token on any rank, and so no logprobs.
+    logprobs = tuple(entry for entry in ours.logprobs if (entry.slot, entry.generation) not in errors)
+    return replace(ours, slot_errors=tuple(errors.values()), logprobs=logprobs)
 
 
 def _without_rows(result: StepResult, failed: _BoolArray) -> StepResult:
