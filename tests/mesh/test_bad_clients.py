@@ -144,8 +144,8 @@ async def test_streams_that_send_no_hello_wait_and_cost_nobody(mesh: Mesh, daemo
         await asyncio.sleep(0.2)
         await serves_on(mesh, known_job())
         assert (await mesh.scheduler_state()).num_routers == 1
-        # One that closes without a word: only the scheduler insists on a hello. On a connection of its own: a connection
-        # has eight streams that are read, the others of it wait and are refused.
+        # One that closes without a word: only the scheduler insists on a hello. It has a connection of its own: eight
+        # streams of a connection are read, the others wait and are refused.
         async with raw_channel(mesh.cluster.address(daemon)) as other:
             silent = other.stream_stream(SILENT_STREAMS[daemon])()
             await silent.done_writing()
