@@ -83,7 +83,7 @@ async def _drive(compose: Path, folder: Path) -> tuple[Window, list[Window]]:
     async with LocalCluster(compose, environment=dict.fromkeys(DAEMONS, recorder), publish=False) as cluster:
         await cluster.wait_healthy(120)
         address = cluster.address("router", container_port=8000)
-        # What runs once only (imports, channels, estimates of step times) is none of a prompt's trip.
+        # Functions that run once only (imports, channels, estimates of step times) are not part of a prompt's trip.
         for number in range(3):
             await asyncio.to_thread(_time_to_first_token, address, f"{number} times before")
         await asyncio.sleep(_PAUSE_S)
@@ -116,7 +116,7 @@ def _time_to_first_token(address: str, prompt: str) -> Window:
 
 
 def _visits(folder: Path, idle: Window, trips: list[Window]) -> list[Visit]:
-    """What the recorders saw, in the order of first entries."""
+    """The files that the recorders saw, in the order of first entries."""
     visits = []
     for record in sorted(folder.glob("*.json")):
         process = json.loads(record.read_text())

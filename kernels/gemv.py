@@ -34,7 +34,7 @@ _LOAD_BYTES = 16
 
 
 class Shape(NamedTuple):
-    """What a tuned configuration is for: `num_out` rows of the weight a GEMM (of gate or up alone if gated)."""
+    """Key of a tuned configuration: `num_out` rows of the weight a GEMM (of gate or up alone if gated)."""
 
     num_out: int
     num_in: int
@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemvConfig:
-    """How a GEMM is cut. A program takes `rows` outputs with `num_warps` warps side by side along K."""
+    """Tiling of a GEMM. A program takes `rows` outputs with `num_warps` warps side by side along K."""
 
     rows: int
     num_warps: int

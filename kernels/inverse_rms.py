@@ -24,7 +24,7 @@ def inverse_rms(x_ptr, row, eps, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 def inverse_rms_reference(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
-    """What `inverse_rms` computes, of all rows, in torch: [T, 1] float32."""
+    """Reference of `inverse_rms` for all rows, in torch: [T, 1] float32."""
     return torch.rsqrt(x_TD.float().pow(2).mean(-1, keepdim=True) + eps)
 
 

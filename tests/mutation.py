@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ("tests/unit", "tests/contract")
-# What needs a GPU, and flags: a default or a help text has no behaviour to test.
+# Code that needs a GPU, and flags: a default or a help text has no behaviour to test.
 LEFT_OUT = ("daemons/worker/cuda/", "/__main__.py", "/config.py")
 _MOST = 3  # Test files run for one mutant.
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {
@@ -134,7 +134,7 @@ def _is_text(node: ast.BinOp) -> bool:
 
 
 class TestMap:
-    """Which test files import a module, and how far away it is from the others."""
+    """Test files by the modules that they import, with the distance of each."""
 
     __test__ = False
 
@@ -163,7 +163,7 @@ class TestMap:
         return sorted(distance, key=lambda name: (distance[name], len(self._of_tests[name])))
 
     def _own(self, modules: set[str]) -> set[str]:
-        """What a test imports, with what its support modules import in its place."""
+        """Imports of a test, with those of its support modules in their place."""
         support = {module for module in modules if module.startswith("support")}
         while support:
             modules = (modules - support).union(*(self._imports.get(module, set()) for module in support))

@@ -156,7 +156,7 @@ def _library(rows: QuantizedRows, layers: Sequence[QuantizedMatrix], num_rows: i
 
 
 def _around(num_rows: int) -> dict[str, object]:
-    """What is launched between the GEMMs."""
+    """The kernels that are launched between the GEMMs."""
     x, delta, norm = _random(num_rows, 3072), _random(num_rows, 3072), _random(3072)
     gate_up = _random(num_rows, 16384)
     found: dict[str, object] = {"rows": num_rows}

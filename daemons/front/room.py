@@ -1,4 +1,4 @@
-"""How many connections the front may have at once."""
+"""The bound on connections that the front has open at once."""
 
 from __future__ import annotations
 

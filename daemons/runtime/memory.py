@@ -1,4 +1,4 @@
-"""How much memory this process may have: its container's limit, else the machine's."""
+"""The memory that this process may use: its container's limit, else the machine's."""
 
 from __future__ import annotations
 

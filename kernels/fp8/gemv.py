@@ -225,7 +225,7 @@ def fp8_gemv_reference(
     norm_weight_K: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """What `fp8_gemv` computes, in torch, before it is rounded: float32."""
+    """Reference of `fp8_gemv` in torch, before it is rounded: float32."""
     normed_TK = x_TK.float() if norm_weight_K is None else x_TK.float() * norm_weight_K
     result_TN = normed_TK @ w.dequantized().t()
     if eps is not None:

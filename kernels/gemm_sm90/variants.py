@@ -232,7 +232,7 @@ class RowTiled(Variant):
 
 
 def variant_of(config: GemmConfig, num_rows: int, is_gated: bool, dtype: torch.dtype) -> Variant:
-    """What computes GEMMs of 1 to 256 rows that are cut so; gated ones have no tiles of rows."""
+    """The kernel for GEMMs of 1 to 256 rows with this configuration; gated GEMMs have no row tiles."""
     tile, stages, multicast, is_half = config.tile, config.stages, config.multicast, dtype == torch.float16
     if config.row_tile is not None:
         assert config.split_k == 1 and not is_gated, config

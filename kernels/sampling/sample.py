@@ -62,7 +62,7 @@ class SampleScratch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTarget:
-    """Where tokens go, all int32: the token of row t to ring_RT[ring_index_1[0], t] and last_tokens_S[slot of t].
+    """Destinations of sampled tokens, all int32: for row t ring_RT[ring_index_1[0], t] and last_tokens_S[its slot].
 
     ring_index_1 is on the device, so that each replay of a captured step writes to another row of the ring.
     """

@@ -1,4 +1,4 @@
-"""What every attention of the CPU worker promises, against attention written out in float64.
+"""The contract of every attention backend of the CPU worker, against attention written out in float64.
 
 Attention of a device has a seam of its own (cuda/attention/backend.py): tests/kernels holds its kernels against their
 definition, and test_device_contract.py there and under tests/gpu holds it in a runner against the same promises.

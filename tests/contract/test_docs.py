@@ -75,7 +75,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def help_of(*verb: str) -> str:
-    """What `radixmesh VERB --help` prints."""
+    """Output of `radixmesh VERB --help`."""
     printed = io.StringIO()
     argv, sys.argv = sys.argv, ["radixmesh", *verb, "--help"]
     try:

@@ -82,7 +82,7 @@ def _serve_requests(version: int) -> list[bytes]:
 
 
 def _execute_meaning(frames: list[bytes]) -> list[object]:
-    """What the answers say, without times, and without what a later version may add."""
+    """The answers without times and without fields that a later version may add."""
     found: list[object] = []
     for frame in frames:
         message = worker_pb2.ExecuteResponse.FromString(frame)

@@ -32,7 +32,7 @@ from radixmesh.worker.v1 import worker_pb2
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _DETAILS = "grpc-status-details-bin"
 _COMPOSE = Path(__file__).parents[2] / "compose" / "local.yml"
-# What a router takes for itself in such a container: daemons/router/config.py.
+# The router's own defaults in such a container: daemons/router/config.py.
 IN_512_MIB = {
     "journal_bytes": 128 << 20,
     "http_bodies_bytes": 64 << 20,
@@ -138,7 +138,7 @@ async def attack(mesh: Mesh, chosen: list[Place], *, at_once: int) -> list[str]:
 
 
 def container_mib() -> dict[str, int]:
-    """What the container of each daemon may have, MiB, by its service."""
+    """Memory limit of each daemon's container in MiB, by service."""
     units = {"M": 1, "G": 1024}
     limits = {}
     for name, service in yaml.safe_load(_COMPOSE.read_text())["services"].items():

@@ -41,7 +41,7 @@ def _compiles_anew() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a row's GEMM is finished with."""
+    """Epilogue of a row's GEMM."""
 
     is_unnormed: bool
     has_bias: bool

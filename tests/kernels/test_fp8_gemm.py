@@ -1,4 +1,4 @@
-"""What computes GEMMs of FP8 rows with FP8 weights: when the library does, and which tiles are taken."""
+"""The choice of FP8 GEMMs: when the library computes them, and the tiles that our kernel takes."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _random(shape, dtype: torch.dtype, device) -> torch.Tensor:
 
 def _assert_same(got: QuantizedRows, want: QuantizedRows) -> None:
     """But for what lies between two FP8 numbers, where the last bits of what was rounded decide."""
-    # What is rounded has a norm's factor, of a sum of squares, or a gate's exp; all terms are of one sign.
+    # The rounded numbers have a norm's factor (a sum of squares) or a gate's exp; all terms have one sign.
     error = 2 * sum_tolerance(got.data_TK.shape[1] + _LARGEST_GATE, 1.0)
     assert got.data_TK.dtype == FP8 and got.data_PK.is_contiguous() and got.is_grouped == want.is_grouped
     torch.testing.assert_close(got.scales_TG, want.scales_TG, rtol=error, atol=0)

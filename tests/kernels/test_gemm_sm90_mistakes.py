@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not is_there(), reason="the emulation is built w
 
 @dataclass(frozen=True)
 class _Case:
-    """What a mistake is looked for in. eps: of a gated GEMM's norm; what is not gated leaves its squares."""
+    """A GEMM in which a mistake is looked for. eps: of a gated GEMM's norm; others leave partial sums of squares."""
 
     tile: int = 128
     split_k: int = 2

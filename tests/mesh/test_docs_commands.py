@@ -74,7 +74,7 @@ async def start(command: str, folder: Path, added: Mapping[str, str] | None = No
 
 
 async def run(command: str, folder: Path, text: str = "", added: Mapping[str, str] | None = None) -> str:
-    """What the command prints. Fails unless it ends with 0."""
+    """Output of the command. Fails unless it exits with 0."""
     process = await start(command, folder, added)
     try:
         output, _ = await asyncio.wait_for(process.communicate(text.encode()), TIMEOUT_S)

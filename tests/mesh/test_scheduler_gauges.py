@@ -10,7 +10,7 @@ from support.mesh import running_mesh
 from support.wire import metrics_of
 
 METRICS_PORT = 9100
-# What a step changes: no two steps in a row leave it as it was.
+# Files that a step changes: no two steps in a row leave them as they were.
 GAUGES = ("radixmesh_tokens_per_second", "radixmesh_cache_hit_ratio", 'radixmesh_pages{state="cached"}')
 
 

@@ -1,4 +1,4 @@
-"""How much an object keeps alive: for tests that nothing is left behind, whatever it is kept in."""
+"""Objects that an object keeps alive: for tests that nothing is left behind, whatever holds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every ModelRunner promises, driven as the worker drives it: plans, through a StepExecutor.
+"""The contract of every ModelRunner, driven as the worker drives it: plans, through a StepExecutor.
 
 A subclass gives the fixture `runner`, over the tiny model or what passes for it, with NUM_PAGES pages of PAGE_SIZE.
 """

@@ -1,4 +1,4 @@
-"""What is depended on is imported, pinned and explained: nothing is shipped that nobody uses."""
+"""Dependencies are imported, pinned and explained: nothing is shipped that nobody uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a refused entry leaves behind: its error, and nothing of what was sent."""
+"""A refused entry leaves its error behind, and nothing of the ids that were sent."""
 
 from __future__ import annotations
 

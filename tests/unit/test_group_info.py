@@ -1,4 +1,4 @@
-"""What a worker says of itself, at its bounds."""
+"""Hellos of workers, at the bounds of every number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory a process may have, and what the router makes of it."""
+"""The memory that a process may use, and the router's defaults that follow from it."""
 
 from __future__ import annotations
 

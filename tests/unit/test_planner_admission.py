@@ -1,4 +1,4 @@
-"""Who gets in, when, and who has to give way: priorities, limits, deadlines, the decode reserve."""
+"""Admission: priorities, limits, deadlines, preemption, the decode reserve."""
 
 from __future__ import annotations
 

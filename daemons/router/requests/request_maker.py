@@ -208,7 +208,7 @@ class RequestMaker:
         return self._clock() + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000
 
     def _require_time(self, deadline: float | None) -> None:
-        # What follows may not have to wait for anything, and would then not notice.
+        # The steps below may never wait, and then would not notice that the deadline has passed.
         if deadline is not None and deadline <= self._clock():
             raise _too_late()
 

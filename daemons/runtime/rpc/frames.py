@@ -15,8 +15,8 @@ MAX_FRAME_ENTRIES = 4096
 MAX_ENTRY_BYTES = 32 << 20
 # An output that a detokenizer is told of: a million ids, as many as it takes, and its stops.
 MAX_OPEN_BYTES = 8 << 20
-# What a server takes: the largest frame, and tags, lengths and a hello around it. A plan holds what one frame does and
-# then one entry more, with the pages that are granted.
+# Receive limits of servers: the largest frame, and tags, lengths and a hello around it. A plan holds as much as one
+# frame and then one entry more, with the pages that are granted.
 MAX_OPEN_FRAME_BYTES = MAX_OPEN_BYTES + (1 << 20)
 MAX_SERVE_FRAME_BYTES = MAX_ENTRY_BYTES + MAX_FRAME_BYTES
 MAX_PLAN_BYTES = MAX_ENTRY_BYTES + 2 * MAX_FRAME_BYTES

@@ -212,7 +212,7 @@ class SlotError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step computed: `counts` int32 [rows], `ids` int32 [sum(counts)]; times on the worker's monotonic clock.
+    """The result of a step: `counts` int32 [rows], `ids` int32 [sum(counts)]; times on the worker's monotonic clock.
 
     `no_token_reasons` (of NoToken), `drafted` and `accepted` are int32 [rows] or empty: all rows of count 0 had no
     room, and nothing was drafted.

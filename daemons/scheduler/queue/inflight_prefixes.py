@@ -123,7 +123,7 @@ class InflightPrefixes:
         for follower in due:
             self._queue.unpark(follower.sequence)
         leader.followers = [follower for follower in leader.followers if follower.until > computed]
-        # Who comes now finds that much in the cache.
+        # Requests that are admitted from now on find that much in the cache.
         shared = computed // state.group.page_size * state.group.page_size
         del self._by_front[leader.front]
         leader.front = self._front_of(state, sequence, leader.ids, shared)

@@ -160,7 +160,7 @@ class ResultReader:
         if is_running:
             table.total_len[slot] += taken
         if is_running and is_decode:
-            # What follows an end is no token of the request: its KV is not the request's either.
+            # Tokens behind an end do not belong to the request, and neither does their KV.
             table.computed_len[slot] += taken
             if table.max_tokens_per_row == 1:  # Planned as one token.
                 table.planned_len[slot] += taken - 1

@@ -39,7 +39,7 @@ class DecodeViews:
     ring_index_1: torch.Tensor
 
     def attention(self, page_tables: torch.Tensor) -> DeviceStep:
-        """What attention needs."""
+        """Inputs of attention."""
         nothing = self.slots[:0]
         return DeviceStep(
             page_tables=page_tables,

@@ -133,7 +133,7 @@ class PromptViews:
         return torch.where(self._ids < 0, last_tokens.index_select(0, self.slots), self._ids)
 
     def attention(self, page_tables: torch.Tensor, max_chunk_len: int) -> DeviceStep:
-        """What attention needs."""
+        """Inputs of attention."""
         chunk_slots, chunk_row_starts, chunk_kv_lens = self._chunks
         return DeviceStep(
             page_tables=page_tables,

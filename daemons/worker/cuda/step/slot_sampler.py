@@ -20,7 +20,7 @@ _INT32_MAX = 2**31 - 1
 
 
 class Needs(IntFlag):
-    """What sampling for a slot takes beyond an argmax."""
+    """Sampling options of a slot beyond an argmax."""
 
     NOTHING = 0
     NOISE = 1
@@ -181,7 +181,7 @@ class SlotSampler:
 
 
 def needs_of(admit: Admit) -> Needs:
-    """What sampling for the request takes."""
+    """Sampling options of a request."""
     sampling, needs = admit.sampling, Needs.NOTHING
     if not sampling.is_greedy:
         needs |= Needs.NOISE
