@@ -1,4 +1,4 @@
-"""Where a chat's lines come from: a terminal with line editing and history, or a pipe."""
+"""Input of a chat: a terminal with line editing and history, or a pipe."""
 
 from __future__ import annotations
 

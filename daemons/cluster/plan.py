@@ -37,7 +37,7 @@ class ProcessSpec:
 
     @property
     def address(self) -> str | None:
-        """Where it serves gRPC: the address that its health check asks, else its only or lowest one."""
+        """Its gRPC address: the one that its health check asks, else its only or lowest one."""
         if self.health is not None:
             return self.addresses[self.health.container_port]
         return next((self.addresses[port] for port in sorted(self.addresses)), None)

@@ -34,7 +34,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """How peers are reached, by address."""
+    """Dials of peers, by address."""
 
     dial_scheduler: Dial[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]
     dial_detokenizer: Dial[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]

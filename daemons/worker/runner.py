@@ -133,7 +133,7 @@ class RunningStep(ABC):
 
     @abstractmethod
     def output(self) -> StepOutput:
-        """What the step computed; waits for it. To be called once, on the thread that launched."""
+        """Result of the step; waits for it. To be called once, on the thread that launched."""
 
 
 class DoneStep(RunningStep):
@@ -191,7 +191,7 @@ class ModelRunner(ABC):
         return time.monotonic_ns()
 
     def can_batch(self, sampling: Sampling) -> bool:
-        """Whether decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
+        """True if decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
         return False
 
     def admitted(self, admit: Admit) -> None:

@@ -22,6 +22,7 @@ from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group import rank_hellos
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
+from radixmesh.daemons.scheduler.group_service import grpc_connect
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
 
@@ -193,7 +194,7 @@ class Hand:
     """A scheduler by hand: claims the group, and writes plans to single ranks."""
 
     def __init__(self, group: RankGroup, name: str) -> None:
-        self.client = GroupClient(group.addresses, name, lambda _: None)
+        self.client = GroupClient(group.addresses, name, lambda _: None, grpc_connect())
         self.claimed: ClaimedGroup | None = None
 
     async def claim(self) -> ClaimedGroup:

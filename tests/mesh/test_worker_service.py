@@ -20,6 +20,7 @@ from radixmesh.daemons.runtime.steps.result_codec import records_from_proto
 from radixmesh.daemons.runtime.steps.step import Release, StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
+from radixmesh.daemons.scheduler.group_service import GrpcRank
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.session import ExecuteSession
@@ -560,7 +561,7 @@ async def test_more_namespaces_than_a_message_holds_are_listed_in_several(tmp_pa
             weights_version=1,
         )
         async with open_channel(worker.address) as channel:
-            stream = WorkerStream(channel, make_hello("a", "scheduler"))
+            stream = WorkerStream(GrpcRank(channel), make_hello("a", "scheduler"))
             stream.epoch = 1
             snapshot = await stream.snapshot(num)
         assert set(names) <= set(snapshot.names)

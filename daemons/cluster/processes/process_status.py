@@ -1,4 +1,4 @@
-"""What the supervisor knows about one process at one moment."""
+"""Status of one process at one moment, as the supervisor knows it."""
 
 import enum
 from dataclasses import dataclass

@@ -141,7 +141,7 @@ class Prefill:
         if not self._has_pages(state, sequence, probe.num_pages):
             return False
         match = pages.match(sequence, probe)
-        # What it found is locked now, and cannot be evicted for it any more.
+        # The prefix that was found is locked now, and cannot be evicted for it any more.
         if not self._has_pages(state, sequence, len(match.pages)):
             pages.cache.unlock(match)
             return False

@@ -29,7 +29,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupant:
-    """What of an admit stays as it was."""
+    """The part of an admit that never changes."""
 
     request_id: str
     index: int
@@ -165,7 +165,7 @@ class SlotTable:
         return clipped
 
     def has_room(self, slots: IntArray) -> BoolArray:
-        """Which of `slots` can take one more token: their last one has a page, and max_total_len is not reached."""
+        """Those of `slots` that can take a token more: their last one has a page, and max_total_len is not reached."""
         total_len = self.total_len[slots]
         has_page: BoolArray = self.num_pages[slots].astype(np.int64) * self._page_size >= total_len
         return has_page & (total_len < self.max_total_len[slots])
