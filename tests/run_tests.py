@@ -36,7 +36,7 @@ COMPUTING = (
 RERUN_FOLDERS = ("tests/mesh/", "tests/compose/")
 MOST_RERUN = 2
 REPORT = "TESTS_REPORT"
-# What a skip's reason says is missing; programs are looked for besides, since some tests are not even collected.
+# Missing things by the reasons of skips; programs are looked for besides, since some tests are not even collected.
 WANTS = {
     "tmux": ("tmux",),
     "prometheus": ("prometheus", "promtool"),

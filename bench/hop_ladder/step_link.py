@@ -1,4 +1,4 @@
-"""Where a planner's steps run: on a thread of this process, or in a worker process behind Execute."""
+"""Links from a planner to its steps: on a thread of this process, or in a worker process behind Execute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.step_queue import DoneJob, StepQueue
 
-# What worker and scheduler agree on by default over gRPC.
+# The default that worker and scheduler agree on over gRPC.
 _PLANS_IN_FLIGHT = 4
 
 

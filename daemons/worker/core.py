@@ -123,7 +123,7 @@ class WorkerCore:
         return self._hello
 
     def worker_hello(self) -> worker_pb2.WorkerHello:
-        """What a scheduler learns before it claims."""
+        """Hello that a scheduler reads before it claims."""
         ledger = self.ledger
         epoch = ledger.highest_epoch
         return worker_pb2.WorkerHello(
@@ -141,7 +141,7 @@ class WorkerCore:
         )
 
     def capabilities(self) -> worker_pb2.Capabilities:
-        """What the worker is and has; sizes are 0 while it loads."""
+        """State, backend and sizes of the worker; sizes are 0 while it loads."""
         capabilities = worker_pb2.Capabilities(
             state=self._state,
             backend=self.config.backend,

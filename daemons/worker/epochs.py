@@ -65,7 +65,7 @@ class EpochLedger:
         return int((self._clock() - self._heard_at) * 1000.0) if self.is_holder_connected else 0
 
     def may_complete(self, *, has_unfinished: bool) -> bool:
-        """Whether somebody else may complete the holder's broadcast: it is gone, or silent past the timeout.
+        """True if others may complete the holder's broadcast: it is gone, or silent past the timeout.
 
         has_unfinished: the holder waits for the worker.
         """
@@ -123,7 +123,7 @@ class EpochLedger:
             raise self.fenced()
 
     def fenced(self) -> MeshError:
-        """What everybody but the holder is told."""
+        """Error for everybody but the holder."""
         holder = self.holder_instance_id or "nobody"
         return MeshError(
             ErrorReason.ERROR_REASON_EPOCH_FENCED,

@@ -390,7 +390,7 @@ async def test_a_loading_worker_says_so_and_takes_no_claim(tmp_path):
 async def test_a_step_that_dies_dumps_its_plan_and_ends_the_process(tmp_path):
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
         await client.hold(1)
-        worker.daemon.core._executor.runner.forward = None  # What a bug or a lost device looks like from above.
+        worker.daemon.core._executor.runner.forward = None  # A bug or a lost device looks like this from above.
         await client.plan(_first_plan())
         refusal = await client.refusal()
         error = MeshError.from_proto(refusal.error)
