@@ -27,8 +27,8 @@ from radixmesh.daemons.worker.cpu.attention.backend import (
     AttentionBatch,
     AttentionPlacement,
     AttentionShape,
-    SlotArray,
     BatchAttention,
+    SlotArray,
 )
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors, agreeing_sizes
 
