@@ -130,7 +130,7 @@ class ModelRunner(ABC):
     """Most tokens that a decode yields in a step. 1: exactly one. Otherwise it may yield any number from 0 on, which is
     known when the step is done: such a runner cannot be asynchronous yet."""
     suppresses_rows: bool = False
-    """Whether decode rows may come while ids are suppressed (min_tokens), not only segments."""
+    """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 
     page_size: int
     num_pages: int
@@ -159,7 +159,7 @@ class ModelRunner(ABC):
         return time.monotonic_ns()
 
     def can_batch(self, sampling: Sampling) -> bool:
-        """Whether decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
+        """True if decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
         return False
 
     def admitted(self, admit: Admit) -> None:

@@ -20,7 +20,7 @@ class DeviceEvent(ABC):
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether all work before it has run. True also where the device has failed: wait() raises then."""
+        """True if all work before it has run, and also if the device has failed: wait() raises then."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -60,7 +60,7 @@ class StepHandle(Generic[T_co]):
 
     @property
     def is_done(self) -> bool:
-        """Whether result() will not wait."""
+        """True if result() will not wait."""
         return self._collect is None or self.event.is_done
 
     def wait(self) -> None:

@@ -80,7 +80,7 @@ class StepQueue:
 
     def _wait(self) -> None:
         while (step := self._waits.get()) is not None:
-            # What it raises, result() raises again where it is expected.
+            # An error here is raised again by result(), where it is expected.
             with contextlib.suppress(Exception):
                 step.wait()
             self._jobs.put(self._finish_done)
