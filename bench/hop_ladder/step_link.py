@@ -1,4 +1,4 @@
-"""Where a planner's steps run: on a thread of this process, or in a worker process behind Execute."""
+"""Links from a planner to its steps: on a thread of this process, or in a worker process behind Execute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.group_service import grpc_connect
 from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.step_queue import DoneJob, StepQueue
 
-# What worker and scheduler agree on by default over gRPC.
+# The default that worker and scheduler agree on over gRPC.
 _PLANS_IN_FLIGHT = 4
 
 
@@ -90,7 +91,7 @@ class ExecuteLink(StepLink):
     """The scheduler's own client of a worker process."""
 
     def __init__(self, address: str, instance_id: str) -> None:
-        self._client = GroupClient((address,), instance_id, lambda _: None)
+        self._client = GroupClient((address,), instance_id, lambda _: None, grpc_connect())
         self._claimed: ClaimedGroup | None = None
         self._reading: asyncio.Task[None] | None = None
 

@@ -12,7 +12,7 @@ from radixmesh.daemons.runtime.settings import required, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerSettings(CommonSettings):
-    """Which vocabulary and template, and how much work at once."""
+    """Flags: vocabulary, chat template, and how much is worked on at once."""
 
     model: Path = field(metadata=required("folder of the model, in Hugging Face format"))
     max_items: int = setting(4096, "items of one batch")

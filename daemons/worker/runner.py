@@ -122,7 +122,7 @@ class RunningStep(ABC):
     """A forward that was launched."""
 
     is_done: bool
-    """Whether wait() returned, or nothing has to be waited for."""
+    """True if wait() returned, or nothing has to be waited for."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -133,7 +133,7 @@ class RunningStep(ABC):
 
     @abstractmethod
     def output(self) -> StepOutput:
-        """What the step computed; waits for it. To be called once, on the thread that launched."""
+        """Result of the step; waits for it. To be called once, on the thread that launched."""
 
 
 class DoneStep(RunningStep):
@@ -162,7 +162,7 @@ class ModelRunner(ABC):
     """Most tokens that a decode yields in a step. 1: exactly one. Otherwise it may yield any number from 0 on, which is
     known when the step is done: such a runner cannot be asynchronous yet."""
     suppresses_rows: bool = False
-    """Whether decode rows may come while ids are suppressed (min_tokens), not only segments."""
+    """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 
     page_size: int
     num_pages: int
@@ -191,7 +191,7 @@ class ModelRunner(ABC):
         return time.monotonic_ns()
 
     def can_batch(self, sampling: Sampling) -> bool:
-        """Whether decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
+        """True if decodes of a slot with this sampling may come as DecodeRows. Default: all come as segments."""
         return False
 
     def admitted(self, admit: Admit) -> None:

@@ -25,7 +25,7 @@ class RunningJob(ABC, Generic[T_co]):
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether finish() will not wait."""
+        """True if finish() will not wait."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -112,7 +112,7 @@ class StepQueue:
 
     def _wait(self) -> None:
         while (job := self._waits.get()) is not None:
-            # What it raises, finish() raises again where it is expected.
+            # An error here is raised again by finish(), where it is expected.
             with contextlib.suppress(Exception):
                 job.wait()
             self._jobs.put(self._finish_done)

@@ -90,7 +90,7 @@ def prompts_of(name: str) -> list[list[int]]:
 
 @torch.inference_mode()
 def greedy_ids(model: torch.nn.Module, prompt: Sequence[int], num_out: int) -> tuple[list[int], float]:
-    """What transformers gives, and by how many standard deviations of all logits each id's is ahead at least."""
+    """Ids that transformers gives, and by how many standard deviations of all logits each is ahead at least."""
     ids, least = list(prompt), float("inf")
     for _ in range(num_out):
         logits = model(torch.tensor([ids])).logits[0, -1]
@@ -102,7 +102,7 @@ def greedy_ids(model: torch.nn.Module, prompt: Sequence[int], num_out: int) -> t
 
 @torch.inference_mode()
 def sure_len(model: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int], lead: float) -> int:
-    """How many of the first `ids` after the prompt are ahead of all others by `lead` standard deviations."""
+    """Number of the first `ids` after the prompt that are ahead of all others by `lead` standard deviations."""
     logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
     first, second = logits.topk(2).values.unbind(-1)
     is_sure = ((first - second) / logits.std(-1) > lead).tolist()

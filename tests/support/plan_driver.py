@@ -27,7 +27,7 @@ OPTIONS = [
     Sampling(temperature=0.7, seed=3, min_p=0.05, frequency_penalty=0.5, presence_penalty=0.2),
     Sampling(temperature=0.0, num_top_logprobs=3, prompt_logprobs=True),
 ]
-# What takes little of Triton's interpreter.
+# Sizes that take little of Triton's interpreter.
 PLAIN_OPTIONS = [OPTIONS[0], OPTIONS[2], OPTIONS[5]]
 # Those whose tokens are the largest logits: where a little rounding decides nothing.
 GREEDY_OPTIONS = [OPTIONS[0], OPTIONS[5], OPTIONS[0], OPTIONS[0], OPTIONS[5]]

@@ -49,7 +49,7 @@ def test_tokens_and_records_are_those_of_a_worker_that_waits(lag, page_size):
             assert record.rejected is None and record.finished is not None
             assert record.tokens == world.expected(record.submission)
         world.check_clean()
-        # What is adopted here is hit by the next round, and the worker compares every page that is named with its
+        # Pages adopted here are hit by the next round, and the worker compares every page that is named with its
         # record: one that was written down wrongly refuses the plan.
         world.begin_epoch()
         assert world.planner.state.pages.pool.num_cached > 0

@@ -282,7 +282,7 @@ async def test_jobs_start_while_earlier_ones_run_and_finish_in_order():
     while len(ran) < 2:
         await asyncio.sleep(0.001)
     assert ran == ["a", "b"]
-    # What has to come after everything waits for c.
+    # A job that has to come after everything waits for c.
     after = asyncio.ensure_future(queue.run(lambda: list(ran)))
     await asyncio.sleep(0.02)
     assert not after.done()

@@ -27,7 +27,7 @@ class OtherTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTargets:
-    """Where the tensors of a checkpoint go.
+    """Destinations of the tensors of a checkpoint.
 
     tensors: name in the checkpoint -> the tensor to fill, of the checkpoint's shape; often a view (a transposed slice
     of a fused weight). is_ignored: names that may be there and mean nothing to this model. others: names of other

@@ -23,7 +23,7 @@ class DeviceEvent(ABC):
     @property
     @abstractmethod
     def is_done(self) -> bool:
-        """Whether all work before it has run. True also where the device has failed: wait() raises then."""
+        """True if all work before it has run, and also if the device has failed: wait() raises then."""
 
     @abstractmethod
     def wait(self) -> None:

@@ -98,7 +98,7 @@ class DeviceRunner(ModelRunner):
         self._device = device
         self._decoder = decoder
         self.pool = pool
-        # What plans may grant at most: `Limits.max_pages_per_slot`. A column less, and the last page of one slot would
+        # Plans may grant `Limits.max_pages_per_slot` at most. With a column less, the last page of one slot would
         # be written to the next one's table.
         max_pages = limits.max_total_len // pool.page_size + 1
         with device.in_order(), torch.inference_mode():
@@ -280,5 +280,5 @@ class DeviceRunner(ModelRunner):
 
 
 def _is_host_sampled(sample: SampleInput) -> bool:
-    """Whether the token's logprobs are wanted: it is then sampled on the host, from logits that are copied there."""
+    """True if the token's logprobs are wanted: it is then sampled on the host, from logits that are copied there."""
     return sample.sampling.num_top_logprobs is not None

@@ -19,7 +19,7 @@ from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where a model lives: device, dtype of weights and KV, and the ranks that share it.
+    """Placement of a model: device, dtype of weights and KV, and the ranks that share it.
 
     is_out_first: projections lie in memory as [out, in], whichever way round the model sees them. has_projections:
     False leaves those of a decoder's layers without memory (meta tensors), for who holds them in another form.

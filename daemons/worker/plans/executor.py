@@ -31,7 +31,7 @@ from radixmesh.daemons.worker.runner import ModelRunner, RunningStep, StepOutput
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. With what tells whether slots and pages
+    """Places where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. Also tells if slots and pages
     are still those of the launch. segment_ids: copies of the segments' ids; None where the step is done by now."""
 
     pages: IntArray
@@ -73,7 +73,7 @@ class LaunchedStep:
 
     @property
     def is_done(self) -> bool:
-        """Whether finish() will not wait."""
+        """True if finish() will not wait."""
         if self._forward is None or self._result is not None or self._error is not None:
             return True
         return self._forward.running.is_done
@@ -241,12 +241,12 @@ class StepExecutor:
         self.table.append_pages(slots, counts, pages)
 
     def _needs_tokens(self, batch: ForwardBatch) -> bool:
-        """Whether a segment begins with a token, or is sampled after tokens, that the host does not know yet."""
+        """True if a segment begins with a token, or is sampled after tokens, that the host does not know yet."""
         slots = [segment.slot for segment in batch.segments]
         return bool((self.table.known_len[slots] < self.table.total_len[slots]).any())
 
     def _written(self, batch: ForwardBatch) -> Written:
-        """Where the step's tokens go: segments first, rows after them. Their ids are known once it is done."""
+        """Places of the step's tokens: segments first, rows after them. Their ids are known once it is done."""
         size, rows = self.limits.page_size, batch.rows
         pages, positions = [], []
         for segment in batch.segments:

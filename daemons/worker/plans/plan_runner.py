@@ -25,7 +25,7 @@ _NAMES_A_MESSAGE = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What came of a plan: a result, a refusal, or neither (its epoch had ended). `died`: why the step died."""
+    """Outcome of a plan: a result, a refusal, or neither (its epoch had ended). `died`: why the step died."""
 
     step_id: int
     response: worker_pb2.ExecuteResponse | None = None
@@ -153,7 +153,7 @@ class PlanRunner:
         ]
 
     def _has_one_died(self) -> bool:
-        """Whether one of the steps that still run died: it may be what made the launch behind it fail.
+        """True if one of the steps that still run died: it may be what made the launch behind it fail.
 
         Waits for them all; those that did not die answer as ever.
         """

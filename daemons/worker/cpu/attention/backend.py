@@ -15,7 +15,7 @@ SlotArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What is the same for all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share)."""
+    """Shape shared by all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share)."""
 
     num_heads: int
     num_kv_heads: int
@@ -81,7 +81,7 @@ class AttentionBackend(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlacement:
-    """Where and how a backend runs; `is_deterministic` asks for batch invariance where the backend can give it."""
+    """Settings of a backend; `is_deterministic` asks for batch invariance where the backend can give it."""
 
     device: torch.device
     dtype: torch.dtype

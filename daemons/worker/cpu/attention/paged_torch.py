@@ -133,7 +133,7 @@ class _PagedTorchStep(StepAttention):
             first = last
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if window is not None:
-            # Which tiles are skipped depends on the batch, and a tile of which a row sees nothing turns -0 to 0.
+            # The tiles that are skipped depend on the batch, and a tile of which a row sees nothing turns -0 to 0.
             out = out + 0.0
         out = out.view(-1, shape.num_kv_heads, tile, shape.group_size, shape.head_dim).transpose(1, 2)
         out_THD = out.reshape(-1, shape.num_heads, shape.head_dim).index_select(0, plan.row_to_place)

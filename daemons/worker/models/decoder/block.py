@@ -35,7 +35,7 @@ class Block(ABC):
 
     @abstractmethod
     def row_probes(self, hidden: RowInput, heads: RowInput) -> tuple[RowProbe, ...]:
-        """What `finish` gives to `RowTiles.map`; rows of x and o are like `hidden` and `heads`."""
+        """Probes of all that `finish` gives to `RowTiles.map`; rows of x and o are like `hidden` and `heads`."""
 
     def _normed(self, x_TD: torch.Tensor) -> torch.Tensor:
         return rms_norm(x_TD, self._mlp_norm_D, self._config.norm_eps)

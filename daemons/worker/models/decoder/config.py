@@ -63,7 +63,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDefaults:
-    """What a family takes where its config.json says nothing; None: as many KV heads as heads, hidden / heads."""
+    """A family's defaults for a config.json that says nothing; None: as many KV heads as heads, hidden / heads."""
 
     num_kv_heads: int | None = None
     head_dim: int | None = None
