@@ -48,7 +48,7 @@ class GuidedVocabulary:
 
 
 class GrammarMatcher(ABC):
-    """How far one output has come in its grammar. One thread at a time."""
+    """One output on its way through its grammar. One thread at a time."""
 
     @abstractmethod
     def fill(self, words: MaskWords) -> None:
@@ -69,7 +69,7 @@ class GrammarMatcher(ABC):
 
     @abstractmethod
     def forced_text(self) -> bytes:
-        """What the grammar forces to come next, as far as it has no choice; b"" where it has one."""
+        """The text that must come next; b"" where the grammar has a choice."""
 
 
 class CompiledGrammar(ABC):
