@@ -11,7 +11,7 @@ from support.plans import Steps, admit, chunk, grant, simulated_executor
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
-from radixmesh.daemons.worker.cuda.device import DeviceClock, TimedEvent, HostDevice, HostEvent
+from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
