@@ -1,4 +1,4 @@
-"""What a worker takes at most: the numbers that plans are checked against."""
+"""Limits of a worker: the numbers that plans are checked against."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class ConfigReader:
         return self._values.get(key) is not None
 
     def is_null(self, key: str) -> bool:
-        """Whether the key is there with the value null, for the few keys where that is not the same as absent."""
+        """True if the key is there with the value null, for the few keys where that is not the same as absent."""
         return key in self._values and self._values[key] is None
 
     def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:

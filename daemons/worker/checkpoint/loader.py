@@ -27,7 +27,7 @@ class OtherTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorTargets:
-    """Where the tensors of a checkpoint go.
+    """Destinations of the tensors of a checkpoint.
 
     tensors: name in the checkpoint -> the tensor to fill, of the checkpoint's shape; often a view (a transposed slice
     of a fused weight). One of more than two dims may have neighbouring dims that are one in the checkpoint, as those of
@@ -102,7 +102,7 @@ def check_tensors(
 
 
 def _is_merged(shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
-    """Whether `stored` is `shape`, or that with some neighbouring dims as one."""
+    """True if `stored` is `shape`, or that with some neighbouring dims as one."""
     if len(stored) >= len(shape):
         return shape == stored
     if not stored:

@@ -47,7 +47,7 @@ _MAX_ROWS = 65_535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """What the worker's flags of the same names say; num_pages None = as many as fit."""
+    """Settings from the worker's flags of the same names; num_pages None = as many as fit."""
 
     dtype: str
     attention_backend: str

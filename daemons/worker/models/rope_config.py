@@ -1,4 +1,4 @@
-"""Which rotary embedding a config.json asks for."""
+"""The rotary embedding (RoPE) that a config.json asks for."""
 
 from __future__ import annotations
 

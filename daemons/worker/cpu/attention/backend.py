@@ -15,7 +15,7 @@ SlotArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What is the same for all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share).
+    """Shape shared by all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share).
 
     softcap: scaled scores become cap x tanh(score / cap), before keys are hidden; None = they stay.
     """
@@ -56,7 +56,7 @@ class AttentionBatch:
     zero_slot: int
 
 
-class StepAttention(ABC):
+class BatchAttention(ABC):
     """Attention of one step, for any of its layers."""
 
     @abstractmethod
@@ -85,13 +85,13 @@ class AttentionBackend(ABC):
     is_batch_invariant: bool
 
     @abstractmethod
-    def begin(self, batch: AttentionBatch) -> StepAttention:
+    def begin(self, batch: AttentionBatch) -> BatchAttention:
         """Prepares a step: whatever does not depend on the layer. The result is valid while the pages are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionPlacement:
-    """Where and how a backend runs; `is_deterministic` asks for batch invariance where the backend can give it."""
+    """Settings of a backend; `is_deterministic` asks for batch invariance where the backend can give it."""
 
     device: torch.device
     dtype: torch.dtype

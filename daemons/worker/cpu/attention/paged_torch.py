@@ -27,8 +27,8 @@ from radixmesh.daemons.worker.cpu.attention.backend import (
     AttentionBatch,
     AttentionPlacement,
     AttentionShape,
+    BatchAttention,
     SlotArray,
-    StepAttention,
 )
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors, agreeing_sizes
 
@@ -53,7 +53,7 @@ class PagedTorchAttention(AttentionBackend):
         self._unit_tiles = RowTiles(self._verified_unit_counts() if placement.is_deterministic else _UNIT_COUNTS)
         self.is_batch_invariant = placement.is_deterministic
 
-    def begin(self, batch: AttentionBatch) -> StepAttention:
+    def begin(self, batch: AttentionBatch) -> BatchAttention:
         return _PagedTorchStep(self._shape, partial(_plan, batch, self._query_tile, self._unit_tiles), self._device)
 
     def _verified_unit_counts(self) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class _Plan(NamedTuple):
     groups: list[_UnitGroup]
 
 
-class _PagedTorchStep(StepAttention):
+class _PagedTorchStep(BatchAttention):
     """A plan for each window that the model's layers have, made when the first of them asks."""
 
     def __init__(
@@ -139,7 +139,7 @@ class _PagedTorchStep(StepAttention):
             first = last
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if window is not None:
-            # Which tiles are skipped depends on the batch, and a tile of which a row sees nothing turns -0 to 0.
+            # The tiles that are skipped depend on the batch, and a tile of which a row sees nothing turns -0 to 0.
             out = out + 0.0
         out = out.view(-1, shape.num_kv_heads, tile, shape.group_size, shape.head_dim).transpose(1, 2)
         out_THD = out.reshape(-1, shape.num_heads, shape.head_dim).index_select(0, plan.row_to_place)

@@ -38,7 +38,7 @@ class Block(ABC):
 
     @abstractmethod
     def row_probes(self, hidden: RowInput, heads: RowInput) -> tuple[RowProbe, ...]:
-        """What `finish` gives to `RowTiles.map`; rows of x and o are like `hidden` and `heads`."""
+        """Probes of all that `finish` gives to `RowTiles.map`; rows of x and o are like `hidden` and `heads`."""
 
     def _attend(self, x_TD: torch.Tensor, o_THd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x with the attention's output added, and the normed rows that the MLP or the experts read."""

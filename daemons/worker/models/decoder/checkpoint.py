@@ -22,7 +22,7 @@ from radixmesh.daemons.worker.models.expert_checkpoint import ExpertNames, exper
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedLayout:
-    """What a family calls the block of router and experts, and the experts' projections.
+    """A family's names for the block of router and experts, and for the experts' projections.
 
     other_block: the block's name in checkpoints that hold all experts of a layer in two tensors.
     """

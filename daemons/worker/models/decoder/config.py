@@ -125,9 +125,9 @@ class DecoderConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderDefaults:
-    """What a family takes where its config.json says nothing; None: as many KV heads as heads, hidden / heads.
+    """A family's defaults for a config.json that says nothing; None: as many KV heads as heads, hidden / heads.
 
-    activation_key: what its config calls the activation.
+    activation_key: the config's name of the activation. rotary_share: of each head that RoPE turns.
     """
 
     num_kv_heads: int | None = None

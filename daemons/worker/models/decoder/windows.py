@@ -1,4 +1,4 @@
-"""Which layers of a decoder see a sliding window only, as the config files of the families say it."""
+"""Sliding windows of a decoder's layers, as the config files of the families give them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def read_window(reader: ConfigReader, default: int | None) -> int | None:
 
 
 def read_late_windows(reader: ConfigReader, num_layers: int) -> Windows:
-    """Where use_sliding_window is set: a window in the layers from max_window_layers on, or those of layer_types."""
+    """Windows by use_sliding_window: in the layers from max_window_layers on, or those of layer_types."""
     window = read_window(reader, 4096) if reader.boolean("use_sliding_window", False) else None
     if reader.has("layer_types"):
         return _of_layer_types(reader, window, num_layers)

@@ -11,7 +11,7 @@ from radixmesh.daemons.worker.models.yarn import YarnScaling
 
 
 class TopkMethod(Enum):
-    """How a router picks experts. The values are those of config.json."""
+    """Scoring of a router's experts. The values are those of config.json."""
 
     GREEDY = "greedy"
     """Softmax scores; the highest."""

@@ -1,4 +1,4 @@
-"""What Gemma config.json files say beyond the sizes of a decoder."""
+"""Config.json files of Gemma 1, 2 and 3, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _read_first(reader: ConfigReader) -> DecoderConfig:
 
 
 def _read_second(reader: ConfigReader, theta: float) -> DecoderConfig:
-    """What Gemma 2 and 3 share."""
+    """The parts that Gemma 2 and 3 share."""
     decoder = _read_common(
         reader,
         DecoderDefaults(

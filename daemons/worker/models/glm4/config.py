@@ -1,4 +1,4 @@
-"""What a GLM-4 config.json says beyond the sizes of a decoder."""
+"""A GLM-4 config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

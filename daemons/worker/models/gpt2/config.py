@@ -1,4 +1,4 @@
-"""What a GPT-2 config.json says; most of its keys have names of their own."""
+"""A GPT-2 config.json; most of its keys have names of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPT-NeoX config.json says beyond the sizes of a decoder."""
+"""A GPT-NeoX config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Granite config.json says beyond the sizes of a decoder."""
+"""A Granite config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

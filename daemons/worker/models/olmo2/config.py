@@ -1,4 +1,4 @@
-"""What an OLMo 2 config.json says beyond the sizes of a decoder."""
+"""An OLMo 2 config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Phi-3 config.json says beyond the sizes of a decoder."""
+"""A Phi-3 config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

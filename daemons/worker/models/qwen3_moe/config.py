@@ -1,4 +1,4 @@
-"""What a Qwen3-MoE config.json says beyond the sizes of a decoder."""
+"""A Qwen3-MoE config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

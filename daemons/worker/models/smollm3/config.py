@@ -1,4 +1,4 @@
-"""What a SmolLM 3 config.json says beyond the sizes of a decoder."""
+"""A SmolLM 3 config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 
