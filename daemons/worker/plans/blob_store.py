@@ -115,7 +115,7 @@ class BlobStore:
             blob.num_pins -= 1
 
     def begin_epoch(self) -> None:
-        """What was put in an earlier epoch is kept for nobody any more, unless a slot names it."""
+        """Ends the TTLs of the epoch before; slots keep their pins."""
         with self._lock:
             for blob in self._blobs.values():
                 blob.kept_until = 0.0
