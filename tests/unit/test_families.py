@@ -94,7 +94,7 @@ def test_greedy_ids_equal_those_of_transformers_with_a_cached_prefix(load: Calla
     pages[1][:3] = pages[0][:3]
     streams = [Stream(slot, prompt.tolist(), pages[slot]) for slot, prompt in enumerate((first, second))]
     generate(runner, streams[:1], 4, chunk=11)
-    # What the first has computed of the prefix is the second's too.
+    # The second begins behind the prefix that the first has computed.
     streams[1].computed = shared
     generate(runner, streams, 64, chunk=11)
     for stream in streams:
