@@ -1,4 +1,4 @@
-"""What the containers of a topology cost: image sizes, `up` to the first token, memory at rest. Writes JSON.
+"""Cost of a topology's containers: image sizes, `up` to the first token, memory at rest. Writes JSON.
 
     python bench/compose_start.py compose/local.yml bench/results/compose-local.json
 

@@ -1,4 +1,4 @@
-"""What detokenisation costs: the decode table alone, and the daemon over gRPC.
+"""Cost of detokenisation: the decode table alone, and the daemon over gRPC.
 
     python bench/detokenizer.py [--model FOLDER] [--entries 256] [--tokens 200] [--json FILE]
 

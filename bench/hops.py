@@ -1,4 +1,4 @@
-"""What every hop of the mesh costs, and the whole mesh, over the same objects in one process. CPU only.
+"""Cost of every hop of the mesh, and of the whole mesh, over the same objects in one process. CPU only.
 
     python bench/hops.py [--step-ms 8 2.5] [--rounds 7] [--concurrency 64 16] [--tokens 128] [--json FILE] [--quick]
 

@@ -178,7 +178,7 @@ def main() -> None:
         # One router per body: what one leaves in the allocator is not the next one's.
         router = RouterProcess()
         try:
-            router.post(path, b'{"x":"' + b" " * (1 << 20) + b'"}')  # What is started lazily is there.
+            router.post(path, b'{"x":"' + b" " * (1 << 20) + b'"}')  # Starts all that starts lazily.
             results[name] = measured(router, path, body)
         except OSError as error:
             results[name] = {"failed": repr(error)}

@@ -1,4 +1,4 @@
-"""What one router and one detokenizer process sustain over HTTP, and over gRPC beside it: a whole mesh on the simulated
+"""Streams that one router and one detokenizer process sustain over HTTP, and over gRPC: a whole mesh on the simulated
 worker, many streaming clients in one process of their own, tokens offered at a fixed rate.
 
 Clients do as little as clients can: they count bytes and events as they arrive. CPU comes from /proc, tokens from the
@@ -47,7 +47,7 @@ MAX_TOKENS = 7000
 
 @dataclass(slots=True)
 class Arrivals:
-    """What came at the clients between `begin` and `end` (monotonic)."""
+    """Events that reached the clients between `begin` and `end` (monotonic)."""
 
     begin: float = float("inf")
     end: float = float("inf")

@@ -39,7 +39,7 @@ _WORKER = {"RADIXMESH_SIMULATED_BASE_US": "8000", "RADIXMESH_MAX_TOTAL_LEN": "81
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What Prometheus said to one query. series: labels, times, values; None where there is no number."""
+    """Prometheus's answer to one query. series: labels, times, values; None where there is no number."""
 
     panel_id: int
     panel: str

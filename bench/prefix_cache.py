@@ -1,4 +1,4 @@
-"""What a prefix cache costs: match, lock, insert and evict on trees of 10k to 4M tokens, adoption of 1M, and memory.
+"""Cost of a prefix cache: match, lock, insert and evict on trees of 10k to 4M tokens, adoption of 1M, and memory.
 
     python bench/prefix_cache.py --caches radix trie --tokens 10000 100000 1000000 4000000 > result.json
 

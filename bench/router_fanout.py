@@ -1,4 +1,4 @@
-"""What one router and one detokenizer process cost per token: many text streams, tokens offered at a fixed rate.
+"""Cost per token of one router and one detokenizer process: many text streams, tokens offered at a fixed rate.
 
 A made-up scheduler (this file, --role scheduler) sends one TokenBatch a step for all rows; clients just
 read raw messages. Router and detokenizer are the real daemons. CPU comes from /proc: neighbours on the machine change

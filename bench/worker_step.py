@@ -1,4 +1,4 @@
-"""What the worker's half of a step costs: decode the plan, execute it on the simulated model, encode the result.
+"""Cost of the worker's half of a step: decode the plan, execute it on the simulated model, encode the result.
 
 In process, virtual time, one thread: process CPU time, so neighbours on the machine hardly matter.
 

@@ -235,7 +235,7 @@ def linear_reference(
     norm_weight_K: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """What `linear` computes, in torch."""
+    """Reference of `linear`, in torch."""
     if eps is not None and norm_weight_K is None:
         result_TN = functional.linear(x_TK.float(), w_NK.float()) * inverse_rms_reference(x_TK, eps)
         result_TN = (result_TN if bias_N is None else result_TN + bias_N).to(x_TK.dtype)
@@ -248,7 +248,7 @@ def linear_reference(
 def gate_up_silu_reference(
     x_TK: torch.Tensor, w_2FK: torch.Tensor, norm_weight_K: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """What `gate_up_silu` computes, in torch."""
+    """Reference of `gate_up_silu`, in torch."""
     gate_TF, up_TF = linear_reference(x_TK, w_2FK, None, None, norm_weight_K, eps).chunk(2, dim=-1)
     return functional.silu(gate_TF) * up_TF
 

@@ -1,4 +1,4 @@
-"""What a device can do that came with Hopper."""
+"""Features of a device that came with Hopper."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import torch
 
 @functools.cache
 def has_gdc(device: torch.device) -> bool:
-    """Whether kernels may use griddepcontrol and bulk copies (compute capability 9.0 and later)."""
+    """True if kernels may use griddepcontrol and bulk copies (compute capability 9.0 and later)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -56,7 +56,7 @@ def rms_norm(
 
 
 def rms_norm_reference(x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """What `rms_norm` computes, in torch."""
+    """Reference of `rms_norm`, in torch."""
     return w_D * (x_TD * inverse_rms_reference(x_TD, eps)).to(x_TD.dtype)
 
 

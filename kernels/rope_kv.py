@@ -194,7 +194,7 @@ def rope_write_kv_reference(
     norm_input_TD: torch.Tensor | None = None,
     bias_X: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `rope_write_kv` computes, in torch."""
+    """Reference of `rope_write_kv`, in torch."""
     positions, dtype = positions_T.long(), qkv_TX.dtype
     qkv_TX = qkv_TX.float() if norm_input_TD is None else qkv_TX * inverse_rms_reference(norm_input_TD, eps)
     qkv_TX = qkv_TX if bias_X is None else qkv_TX + bias_X

@@ -83,7 +83,7 @@ def silu_mul_reference(
     bias_2F: torch.Tensor | None = None,
     eps: float = 1e-6,
 ) -> torch.Tensor:
-    """What `silu_mul` computes, in torch."""
+    """Reference of `silu_mul`, in torch."""
     x_T2F = gate_up_T2F.float() if norm_input_TD is None else gate_up_T2F * inverse_rms_reference(norm_input_TD, eps)
     gate_TF, up_TF = (x_T2F if bias_2F is None else x_T2F + bias_2F).chunk(2, dim=-1)
     return (functional.silu(gate_TF) * up_TF).to(gate_up_T2F.dtype)

@@ -50,7 +50,7 @@ class Tick(TypedDict):
 
 @dataclass(slots=True)
 class Reading:
-    """What has come of one request."""
+    """Outcome of one request."""
 
     job: Job
     ids: list[array[int]]
@@ -74,7 +74,7 @@ class Reading:
             self.reasons.append(chunk.finish.reason)
 
     def fault(self, vocab_size: int) -> str:
-        """What is wrong with a request that came to its end by itself; empty = nothing."""
+        """Faults of a request that came to its end by itself; empty = none."""
         if not all(self.is_ended) or set(self.reasons) != {"length"}:
             return f"ended with {self.reasons}"
         lengths = [len(ids) for ids in self.ids]
@@ -154,7 +154,7 @@ class Clients:
                 self._fail(job, stream, fault)
 
     async def _run(self, job: Job, stream: AsyncStream, reading: Reading) -> str:
-        """What was wrong; empty = nothing."""
+        """Faults that were found; empty = none."""
         try:
             async with asyncio.timeout(job.leave_after if job.ending is Ending.HANG_UP else None):
                 return await self._read(job, stream, reading)

@@ -96,7 +96,7 @@ class Crowd:
         return round(max(lengths, default=0.0), 3)
 
     async def ended(self, timeout_s: float) -> bool:
-        """Whether every process came to its end within that time."""
+        """True if every process came to its end within that time."""
         _, late = await asyncio.wait(self._reading, timeout=timeout_s)
         return not late
 

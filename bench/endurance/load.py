@@ -1,4 +1,4 @@
-"""What the clients of an endurance run ask for: random requests of every kind, reproducible from a seed."""
+"""Requests of an endurance run: random ones of every kind, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_ID = 300
 
 
 class Ending(Enum):
-    """How a client means to leave a request."""
+    """Way in which a client leaves a request."""
 
     LENGTH = "length"
     """It reads all of it."""

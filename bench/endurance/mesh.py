@@ -35,7 +35,7 @@ _KILL_IS_OVER_S = 30.0
 
 @dataclass(slots=True, kw_only=True)
 class LogBook:
-    """What the daemons logged above info. Errors, uncaught exceptions and what is no log line at all are kept; warnings
+    """Log lines above info. Errors, uncaught exceptions and what is no log line at all are kept; warnings
     are counted, those apart that come within 30 s of a kill and say that a peer is lost."""
 
     errors: list[str] = field(default_factory=list)

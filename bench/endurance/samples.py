@@ -1,4 +1,4 @@
-"""What a run looked like over time: memory, open files, steps; and whether any of it crept."""
+"""Samples of a run over time: memory, open files, steps; and if any of them crept up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from endurance.mesh import EnduranceMesh
 
 _Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 _MIB = 1 << 20
-# What a process needs in its first minute is not yet what it needs for good.
+# The needs of a process in its first minute are not those for good.
 _WARM_S = 60.0
 _LEAST_STEPS = 5
 

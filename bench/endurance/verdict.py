@@ -1,4 +1,4 @@
-"""What was wrong with a run, in words. Nothing = it passed."""
+"""Judgement of a run: its faults in words. None = it passed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class AtRest:
 def request_faults(
     counts: Counter[str], failures: Sequence[str], num_open: int, oldest: Sequence[str] = ()
 ) -> list[str]:
-    """What clients saw. oldest: some of the open ones, in words."""
+    """Observations of the clients. oldest: some of the open requests, in words."""
     faults = [f"a request failed: {failure}" for failure in failures[:10]]
     if counts["failed"] or len(failures) > 10:
         faults.append(f"{max(counts['failed'], len(failures))} failures in all")
@@ -102,7 +102,7 @@ def kill_faults(kills: Sequence[Kill]) -> list[str]:
 
 
 def mesh_faults(mesh: EnduranceMesh) -> list[str]:
-    """What the daemons said, and whether one of them ended by itself."""
+    """Errors that the daemons logged, and daemons that ended by themselves."""
     faults = [f"logged: {line}" for line in mesh.logs.errors[:5]]
     if len(mesh.logs.errors) > 5:
         faults.append(f"{len(mesh.logs.errors)} errors logged")

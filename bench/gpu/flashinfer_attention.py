@@ -1,4 +1,4 @@
-"""How close FlashInfer's kernels come to the memory and the tensor cores: decode in TB/s, extend in TFLOP/s.
+"""FlashInfer's kernels beside the bounds of memory and tensor cores: decode in TB/s, extend in TFLOP/s.
 
 Decode runs as in a step: a CUDA graph of as many layers as it takes to flush the L2, planned anew by the host. Extend
 runs eagerly, layer after layer. Bytes are those of the keys and values that rows have to see, operations those of the

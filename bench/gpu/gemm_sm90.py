@@ -172,7 +172,7 @@ class _Chain:
         """From the input to the output, which are its own."""
         ops = TritonOps(use_pdl=True, gemm=gemm)
         decoder = DeviceDecoder(self.config, self.weights, self.kv, ops, max_total_len=_CONTEXT + 1)
-        # What the graph reads of it must stay.
+        # Tensors that the graph reads must stay alive.
         self._decoders.append(decoder)
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):

@@ -143,7 +143,7 @@ class Soak:
             factor *= 2
 
     async def _kill_all(self, until: float) -> None:
-        """What is to die by _kill_moments, and what came of it."""
+        """The daemons that die by _kill_moments, and how that went."""
         args, back = self._args, self._began
         for moment, service in _kill_moments(until - self._began, args.kill_s, args.seed, with_worker=args.kill_worker):
             # A worker that took long to come back needs KV that its next scheduler can take over.
@@ -151,7 +151,7 @@ class Soak:
             if at > until - _LAST_KILL_S:
                 break
             await asyncio.sleep(at - time.monotonic())
-            with suppress(Exception):  # What is away at that moment cannot be asked; nobody has counted then either.
+            with suppress(Exception):  # A daemon may be away at that moment; nobody has counted then either.
                 self._page_violations += (await self.mesh.state()).num_page_violations
             try:
                 kill = asdict(await self.mesh.kill(service))

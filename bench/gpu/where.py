@@ -1,4 +1,4 @@
-"""Where the time of each workload goes: the GPU's kernels by what they do, from profiler traces of the run itself.
+"""Time of each workload by kind of GPU kernel, from profiler traces of the run itself.
 
     python bench/gpu/where.py --workloads single-stream decode-256 random shared-prefix > where.json
 

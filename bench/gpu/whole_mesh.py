@@ -70,7 +70,7 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
 async def read_streams(
     address: str, first: int, count: int, prompt: int, out: int, start_at: float
 ) -> dict[str, object]:
-    """What `count` clients saw, who begin at `start_at`; times on the monotonic clock, which processes share."""
+    """Results of `count` clients, who begin at `start_at`; times on the monotonic clock, which processes share."""
     firsts: list[float] = []
     gaps: list[float] = []
     totals = {"tokens": 0, "messages": 0, "text_bytes": 0}

@@ -1,1 +1,1 @@
-"""What each process boundary of the mesh costs: rungs of a ladder, load points, round trips."""
+"""Cost of each process boundary of the mesh: rungs of a ladder, load points, round trips."""

@@ -35,7 +35,7 @@ _OWNER = 1
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one output. `finished` is set on the last one."""
+    """New tokens of one output. `finished` is set on the last one."""
 
     ids: list[int] = field(default_factory=list)
     text: str = ""

@@ -22,7 +22,7 @@ class Prompt(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What a client gets at a time. text is empty where a rung makes none."""
+    """One message to a client. text is empty where a rung makes none."""
 
     ids: list[int]
     text: str = ""

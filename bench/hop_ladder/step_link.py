@@ -1,4 +1,4 @@
-"""Where a planner's steps run: on a thread of this process, or in a worker process behind Execute."""
+"""Links from a planner to its steps: on a thread of this process, or in a worker process behind Execute."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.group_service import grpc_connect
 from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.step_queue import DoneJob, StepQueue
+from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.step_queue import StepQueue
 
-# What worker and scheduler agree on by default over gRPC.
+# The default that worker and scheduler agree on over gRPC.
 _PLANS_IN_FLIGHT = 4
 
 
@@ -79,18 +81,18 @@ class ThreadLink(StepLink):
     async def close(self) -> None:
         self._queue.close()
 
-    def _run(self, plan: StepPlan, ready_ns: int) -> DoneJob[StepResult | Exception]:
+    def _run(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult | Exception]:
         try:
-            return DoneJob(self._executor.run(plan, ready_ns=ready_ns))
+            return StepHandle.of(self._executor.run(plan, ready_ns=ready_ns))
         except Exception as error:  # A job of the queue must not raise; the planner's side says what becomes of it.
-            return DoneJob(error)
+            return StepHandle.of(error)
 
 
 class ExecuteLink(StepLink):
     """The scheduler's own client of a worker process."""
 
     def __init__(self, address: str, instance_id: str) -> None:
-        self._client = GroupClient((address,), instance_id, lambda _: None)
+        self._client = GroupClient((address,), instance_id, lambda _: None, grpc_connect())
         self._claimed: ClaimedGroup | None = None
         self._reading: asyncio.Task[None] | None = None
 

@@ -1,4 +1,4 @@
-"""What is asked of a running Prometheus."""
+"""Queries to a running Prometheus."""
 
 from __future__ import annotations
 

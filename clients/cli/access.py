@@ -1,4 +1,4 @@
-"""How a verb gets into a mesh that does not let everybody in: API key and files of TLS, by flags or environment."""
+"""Access of a verb to a mesh that asks for it: API key and files of TLS, by flags or environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Access:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
+        """Metadata of every call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 
@@ -42,7 +42,7 @@ def add_access_flags(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
 
 
 def access_of(options: argparse.Namespace, environ: Mapping[str, str] | None = None) -> Access:
-    """What flags, or else the environment, say. Raises OSError or ValueError for a key file that has no key."""
+    """Access from flags, or else the environment. Raises OSError or ValueError for a key file that has no key."""
     environ = os.environ if environ is None else environ
     given = {
         name: getattr(options, f"tls_{name}")

@@ -37,7 +37,7 @@ class ChatState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a command did: text to show, and whether to ask the last question again, or to leave."""
+    """Result of a command: text to show, and whether to ask the last question again, or to leave."""
 
     text: str = ""
     is_error: bool = False

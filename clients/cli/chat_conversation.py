@@ -1,4 +1,4 @@
-"""What has been said in a chat: the messages that go to the model with the next question. No I/O."""
+"""Conversation of a chat: the messages that go to the model with the next question. No I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Conversation:
 
     @property
     def is_open(self) -> bool:
-        """Whether the last question has no answer."""
+        """True if the last question has no answer."""
         return len(self.questions) > len(self.answers)
 
     @property

@@ -1,4 +1,4 @@
-"""Where a chat's lines come from: a terminal with line editing and history, or a pipe."""
+"""Input of a chat: a terminal with line editing and history, or a pipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ChatInput(ABC):
     """A source of messages and commands."""
 
     is_interactive: bool
-    """Whether somebody sits there: greetings, hints and figures are for them."""
+    """True if somebody sits there: greetings, hints and figures are for them."""
 
     @abstractmethod
     async def next_line(self) -> str:

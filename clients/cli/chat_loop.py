@@ -62,7 +62,7 @@ class ChatLoop:
                 return 1
 
     async def _take(self, line: str) -> tuple[bool, bool]:
-        """Whether all went well, and whether to leave."""
+        """Answers two questions: did all go well, and is the chat over."""
         if not line.startswith("/") or line.startswith("//"):
             self._state.conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
             return await self._answer(), False

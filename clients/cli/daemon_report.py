@@ -23,7 +23,7 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonReport:
-    """What one daemon said; empty where its kind has no such thing, or did not answer."""
+    """Answers of one daemon; empty where its kind has no such thing, or did not answer."""
 
     health: str
     epoch: int | None = None

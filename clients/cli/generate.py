@@ -25,7 +25,7 @@ _DEMO_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamFigures:
-    """What a streamed request took."""
+    """Times of a streamed request."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    # Whether it is a sensible number is for the router to say: it knows the reason. The field only needs it unsigned.
+    # The router says if the number is sensible: it knows the reason. The field only needs it unsigned.
     return _unsigned(text, 32)
 
 

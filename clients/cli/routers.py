@@ -1,4 +1,4 @@
-"""Which routers a verb talks to: those named, those of the environment, or those of the cluster that runs here."""
+"""Routers that a verb talks to: those named, those of the environment, or those of the cluster that runs here."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What can go wrong, by what a caller can do about it. Every error carries the mesh's own reason."""
+"""Errors of the client, by what a caller can do about them. Every error carries the mesh's own reason."""
 
 from __future__ import annotations
 
@@ -118,12 +118,12 @@ def error_from_rpc(error: grpc.RpcError) -> RadixMeshError:
 
 
 def is_transport_error(error: grpc.RpcError) -> bool:
-    """Whether the connection failed rather than the request."""
+    """True if the connection failed rather than the request."""
     if not isinstance(error, grpc.aio.AioRpcError) or error.code() not in _TRANSPORT_CODES:
         return False
     return all(key != _DETAILS_KEY for key, _ in error.trailing_metadata() or ())
 
 
 def is_retriable(error: RadixMeshError) -> bool:
-    """Whether another router, or the same one a little later, may take the request."""
+    """True if another router, or the same one a little later, may take the request."""
     return isinstance(error, UnavailableError)

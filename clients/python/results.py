@@ -1,4 +1,4 @@
-"""What a client gets: chunks of streams and whole completions."""
+"""Results of a client: chunks of streams and whole completions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How an output ended. reason: "stop", "length", "abort" or "error". stop, stop_id: what ended it, if that did."""
+    """Ending of an output. reason: "stop", "length", "abort" or "error". stop, stop_id: what ended it, if that did."""
 
     reason: str
     usage: Usage

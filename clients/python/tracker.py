@@ -1,4 +1,4 @@
-"""What has been received of a request: enough to continue it at any router, and to notice any gap or repetition."""
+"""Tracks a request's output: enough to continue it at any router, and to notice any gap or repetition."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Tracker:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every output has finished."""
+        """True if every output has finished."""
         return bool(self._outputs) and all(output.is_finished for output in self._outputs)
 
     def take(self, response: router_pb2.GenerateResponse) -> list[Chunk]:
-        """What is new in a message, a chunk per index. Raises BrokenStreamError for a gap or a repetition."""
+        """New chunks of a message, one per index. Raises BrokenStreamError for a gap or a repetition."""
         if response.HasField("resolved"):
             self._take_resolved(response.resolved)
         if response.HasField("prompt_logprobs"):

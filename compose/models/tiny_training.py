@@ -1,4 +1,4 @@
-"""What the scripts that train the tiny models share: tokenizer, items to memorise, training, manifest, verification.
+"""Shared by the scripts that train the tiny models: tokenizer, items to memorise, training, manifest, verification.
 
 A model memorises the texts in ``texts/`` and the answers in ``chats.json`` until greedy decoding repeats them word
 for word and then stops. That makes it a detector: a wrong page, position, mask or batch row shows as a broken

@@ -1,4 +1,4 @@
-"""What can go wrong between a compose file and running processes. Every message says what to do about it."""
+"""Errors between a compose file and running processes. Every message says what to do about it."""
 
 
 class ClusterError(Exception):

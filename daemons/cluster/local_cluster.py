@@ -61,7 +61,7 @@ class LocalCluster:
             self._compose = replace(self._compose, project=project)
         for problem in missing_host_paths(self._compose):
             raise problem
-        # What the file gets wrong is said now, before anything runs; only free ports are missing for the real plan.
+        # Mistakes in the file are reported now, before anything runs; only free ports are missing for the real plan.
         plan_cluster(self._compose, dict.fromkeys(plan_endpoints(self._compose), 1), Path("/"))
         paths = [compose_path] if isinstance(compose_path, Path) else compose_path
         self._compose_paths = os.pathsep.join(str(path.absolute()) for path in paths)
@@ -94,7 +94,7 @@ class LocalCluster:
 
     @property
     def run_folder(self) -> Path:
-        """Where the state file is."""
+        """Path of the state file."""
         return self._folder.path
 
     @property
@@ -112,7 +112,7 @@ class LocalCluster:
         return self._supervisor(service, replica).status
 
     def address(self, service: str, replica: int = 1, container_port: int | None = None) -> str:
-        """Where a process serves: `127.0.0.1:port`, the same over all its restarts. Raises UnknownServiceError."""
+        """Address of a process: `127.0.0.1:port`, the same over all its restarts. Raises UnknownServiceError."""
         spec = self._supervisor(service, replica).spec
         address = spec.address if container_port is None else spec.addresses.get(container_port)
         if address is None:

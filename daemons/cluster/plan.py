@@ -22,7 +22,7 @@ class ProcessSpec:
     replica: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """What the service adds to the environment it inherits."""
+    """Variables that the service adds to the environment it inherits."""
     addresses: Mapping[int, str]
     """Container port -> `127.0.0.1:port` on this machine."""
     health: HealthCheck | None
@@ -37,7 +37,7 @@ class ProcessSpec:
 
     @property
     def address(self) -> str | None:
-        """Where it serves gRPC: the address that its health check asks, else its only or lowest one."""
+        """Its gRPC address: the one that its health check asks, else its only or lowest one."""
         if self.health is not None:
             return self.addresses[self.health.container_port]
         return next((self.addresses[port] for port in sorted(self.addresses)), None)

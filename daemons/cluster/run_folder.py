@@ -40,7 +40,7 @@ class Supervisor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
-    """What a supervisor last wrote."""
+    """State that a supervisor last wrote."""
 
     project: str
     compose_file: str
@@ -57,7 +57,7 @@ class RunFolder:
 
     @property
     def volumes(self) -> Path:
-        """Where named volumes live."""
+        """Folder of named volumes."""
         return self.path / "volumes"
 
     def claim(self) -> None:

@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.settings import required, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetokenizerSettings(CommonSettings):
-    """Which vocabulary, and how much state at most."""
+    """Flags: the vocabulary, and bounds on the state that is held."""
 
     model: Path = field(metadata=required("folder of the model, in Hugging Face format"))
     max_entries: int = setting(65_536, "outputs that are open at once, all streams together")

@@ -1,4 +1,4 @@
-"""What goes in and out of a DecoderTable: the frames of detokenizer.proto without their packing."""
+"""Inputs and outputs of a DecoderTable: the frames of detokenizer.proto without their packing."""
 
 from __future__ import annotations
 

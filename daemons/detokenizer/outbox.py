@@ -1,4 +1,4 @@
-"""What a stream has to say and has not said yet: at most one response, merged into until its reader takes it."""
+"""Output of a stream that is not sent yet: at most one response, merged into until its reader takes it."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class OutputDecoder:
         self._num_skip = self.text_bytes = emitted_text_bytes
         text = self.push(output_ids, is_last=False)
         if self._num_skip:
-            # What is held may be out already: the client may have got the end of an output that was final.
+            # Held text may be sent already: the client may have got the end of an output that was final.
             self._check_skip((self._finder.held if self._finder else "") + self._decoder.remainder())
         return text
 
@@ -148,7 +148,7 @@ class OutputDecoder:
 
 
 def _tokens_until(decoder: TextDecoder, ids: Sequence[int], num_chars: int) -> int:
-    """How many of ids it takes until the decoder has given num_chars characters. Once per output, when it stops."""
+    """Number of leading ids after which the decoder has given num_chars characters. Once per output, when it stops."""
     num_given = 0
     for place, i in enumerate(ids):
         num_given += len(decoder.push([i]))

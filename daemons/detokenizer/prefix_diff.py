@@ -27,7 +27,7 @@ _MAX_TAIL = 8
 
 
 class PrefixDiffFamily(DecoderFamily):
-    """Which ids show, which are bytes, and a token to stand before text where the true one cannot."""
+    """Ids that show, ids that are bytes, and a token to stand before text where the true one cannot."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer = vocabulary.tokenizer
@@ -66,7 +66,7 @@ class PrefixDiffDecoder(TextDecoder):
         self._is_broken = False  # The run of byte tokens has a byte that is no UTF-8.
 
     def set_context(self, token_id: int | None) -> None:
-        """What follows is decoded as if after this token; None = as the first of a text."""
+        """Decodes all that follows as if after this token; None = as the first of a text."""
         self._context = token_id
         self._context_len = 0 if token_id is None else len(self._decode([token_id]))
 

@@ -36,7 +36,7 @@ _OPEN_TOKENS = 100
 
 
 class TableMaker(Protocol):
-    """What a loaded daemon offers to its streams."""
+    """A loaded daemon, as its streams use it."""
 
     def new_table(self) -> DecoderTable: ...
 

@@ -69,7 +69,7 @@ class StopSet:
         return best
 
     def open_start(self, text: str) -> int:
-        """Where the longest suffix of text starts that is the beginning of a stop string; len(text) if none is.
+        """Start of the longest suffix of text that begins a stop string; len(text) if there is none.
 
         text holds no match. The caller passes the suffix found last time + new text, so each place is given up once:
         linear in the text, with a binary search among the stops per place.
@@ -112,6 +112,6 @@ class StopFinder:
         return text[:start], None
 
     def release(self) -> str:
-        """What was held, once nothing can follow."""
+        """The text that was held, once nothing can follow."""
         text, self.held = self.held, ""
         return text

@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-# Whether the daemon at an address serves. Never raises for what it does or does not answer.
+# Asks whether the daemon at an address serves. Never raises, whatever the daemon answers.
 Probe = Callable[[str], Awaitable[bool]]
 
 

@@ -34,7 +34,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peers:
-    """How peers are reached, by address."""
+    """Dials of peers, by address."""
 
     dial_scheduler: Dial[scheduler_pb2.ServeRequest, scheduler_pb2.ServeResponse]
     dial_detokenizer: Dial[detokenizer_pb2.DetokenizeRequest, detokenizer_pb2.DetokenizeResponse]
@@ -42,7 +42,7 @@ class Peers:
     watch_cache: OpenWatch | None = None
     """Follows a scheduler's prefix cache; without it caches are guessed at by what was sent."""
     look_up: Lookup | None = None
-    """Who is behind a name, asked again and again; without it names are left to the transport."""
+    """Looks up a name, again and again; without it names are left to the transport."""
 
 
 def make_router(

@@ -1,1 +1,1 @@
-"""What every daemon shares: servers and channels, health, typed errors, settings, logs, metrics, lifecycle."""
+"""Shared by every daemon: servers and channels, health, typed errors, settings, logs, metrics, lifecycle."""

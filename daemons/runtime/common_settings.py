@@ -29,7 +29,7 @@ class PredecessorEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonSettings:
-    """Where a daemon listens, what it says, how it leaves. Daemons derive their own settings from it."""
+    """Settings that all daemons have: addresses, logs, drain. A daemon derives its own settings from them."""
 
     listen: tuple[str, ...] = setting(
         ("127.0.0.1:0",), "addresses to serve gRPC on: host:port (0: any free) or unix:/path"

@@ -53,7 +53,7 @@ class ExitCode(IntEnum):
 
 
 class Daemon(ABC):
-    """What run_daemon() keeps alive. Every method is called at most once, in this order, on the event loop."""
+    """A daemon as run_daemon() runs it. Every method is called at most once, in this order, on the event loop."""
 
     async def load(self) -> None:
         """Makes the daemon able to serve: files, models, peers. Health is LOADING meanwhile.
@@ -73,7 +73,7 @@ class Daemon(ABC):
 
 @dataclass(slots=True, kw_only=True)
 class Runtime:
-    """What the process gives a daemon."""
+    """Objects that the process gives a daemon."""
 
     name: str
     instance_id: str
@@ -214,7 +214,7 @@ async def _announce(runtime: Runtime, settings: CommonSettings, endpoint: Metric
 async def _finished_before(
     work: asyncio.Future[None], asked_to_leave: asyncio.Future[str], failed: asyncio.Future[None]
 ) -> bool:
-    """Whether work finished before somebody asked to leave. Raises what work or a background task raised."""
+    """True if work finished before the process was asked to stop. Raises what work or a background task raised."""
     await asyncio.wait((work, asked_to_leave, failed), return_when=asyncio.FIRST_COMPLETED)
     if failed.done():
         work.cancel()

@@ -1,4 +1,4 @@
-"""How tokens are drawn and what ends an output: the request's options with every default filled in."""
+"""Sampling options and stop conditions of a request, with every default filled in."""
 
 from __future__ import annotations
 

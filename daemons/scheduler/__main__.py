@@ -13,6 +13,7 @@ from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.group_client import GroupClient, GroupState
+from radixmesh.daemons.scheduler.group_service import grpc_connect
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.daemons.scheduler.service import SchedulerServicer
 from radixmesh.scheduler.v1 import scheduler_pb2_grpc
@@ -23,7 +24,7 @@ class SchedulerDaemon(Daemon):
     Serve answers NOT_SERVING). A group that is lost later is no illness of the scheduler: Load says so."""
 
     def __init__(self, runtime: Runtime, settings: SchedulerSettings) -> None:
-        group = GroupClient(settings.workers, runtime.instance_id, self._on_state, settings.tls)
+        group = GroupClient(settings.workers, runtime.instance_id, self._on_state, grpc_connect(settings.tls))
         self.loop = SchedulerLoop(settings, group, runtime.progress, runtime.metrics, runtime.tracer)
         self.servicer = SchedulerServicer(
             self.loop,

@@ -18,7 +18,7 @@ MAX_JSON_CHARS = 4 << 20
 # Most that any tokenizer takes, whatever its --max-messages.
 MAX_MESSAGES = 1 << 14
 
-# What the renderer itself hands to templates.
+# Names that the renderer itself hands to templates.
 _RESERVED_ARGS = ("messages", "tools", "add_generation_prompt")
 
 

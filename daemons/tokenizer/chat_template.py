@@ -143,7 +143,7 @@ class _GenerationBlock(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # What the block sets is gone after it, as after a macro.
+        # Variables that the block sets are gone after it, as after a macro.
         return nodes.Scope(body, lineno=lineno)
 
 

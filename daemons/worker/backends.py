@@ -23,7 +23,7 @@ from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.runner import ModelRunner
 
-# Where nobody says otherwise.
+# Defaults of the simulated backend.
 _SIMULATED_MAX_TOTAL_LEN = 8192
 _SIMULATED_TOKENS = 262_144
 

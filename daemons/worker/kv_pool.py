@@ -108,7 +108,7 @@ def _free_bytes() -> int:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    # Where there is no such file: what is free, not counting what caches would give back.
+    # Systems without that file: free memory, not counting what caches would give back.
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

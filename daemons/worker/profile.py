@@ -84,7 +84,7 @@ class TorchProfiler(StepProfiler):
         self._profile: profile | None = None
         self._steps_left = 0
         self._num_traces = 0
-        # What stop() says of a trace that ended by itself.
+        # Answer of stop() for a trace that ended by itself.
         self._ended: str | MeshError | None = None
 
     def start(self, num_steps: int) -> None:
@@ -129,7 +129,7 @@ class TorchProfiler(StepProfiler):
         try:
             running.stop()
             running.export_chrome_trace(str(path))
-            # What the library cannot write it says on stderr alone.
+            # The library reports a file that it cannot write on stderr alone.
             if not path.is_file() or not path.stat().st_size:
                 raise OSError("nothing was written")
         except (OSError, RuntimeError) as error:

@@ -18,7 +18,7 @@ Tensors = tuple[torch.Tensor, ...]
 RowFunction = Callable[[Tensors], Tensors]
 """From tensors [rows, ...] to tensors [rows, ...]; row i of the result is to depend on row i of the inputs alone."""
 
-# What torch's own allocations keep: products may choose another path for data that is aligned less.
+# Alignment in bytes of torch's own allocations: a GEMM may choose another path for data that is aligned less.
 _ALIGNMENT = 64
 
 

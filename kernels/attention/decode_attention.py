@@ -149,7 +149,7 @@ def paged_decode_reference(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """What `paged_decode` computes, in fp32 and row by row."""
+    """Reference of `paged_decode`, in fp32 and row by row."""
     out_THd = torch.zeros(q_THd.shape, dtype=torch.float32, device=q_THd.device)
     group = q_THd.shape[1] // keys_SKd.shape[1]
     for row, (slot, length) in enumerate(zip(row_slots_T.tolist(), kv_lens_T.tolist(), strict=True)):

@@ -257,7 +257,7 @@ def paged_extend_reference(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """What `paged_extend` computes, in fp32 and chunk by chunk; zeros in rows of no chunk."""
+    """Reference of `paged_extend`, in fp32 and chunk by chunk; zeros in rows of no chunk."""
     out_THd = torch.zeros_like(q_THd)
     group = q_THd.shape[1] // keys_SKd.shape[1]
     starts = chunk_row_starts.tolist()

@@ -1,4 +1,4 @@
-"""Which rows of a decode step share a prefix, found on the host from their page tables."""
+"""Groups of rows of a decode step that share a prefix, found on the host from their page tables."""
 
 from __future__ import annotations
 

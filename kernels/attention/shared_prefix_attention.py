@@ -125,7 +125,7 @@ def paged_shared_decode(
     *,
     use_pdl: bool = False,
 ) -> torch.Tensor:
-    """What `decode_attention.paged_decode` computes without a window, by the workspace's groups. Returns [T, H, D].
+    """`decode_attention.paged_decode` without a window, computed by the workspace's groups. Returns [T, H, D].
 
     `plan_shared_decode` must have run with the same kv_lens_T since the groups were set.
     """

@@ -150,7 +150,7 @@ def _split_attention_kernel(
     UNIT_HEADS: tl.constexpr = HEADS * GROUP
     HEAD_BLOCKS: tl.constexpr = KV_HEADS // HEADS
     if PDL:
-        # What follows may come in beside these programs: few rows leave most of the device to it.
+        # The next kernel may come in beside these programs: few rows leave most of the device to it.
         tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     num_tiles = tl.load(tile_starts_ptr + num_units) * HEAD_BLOCKS
@@ -177,7 +177,7 @@ def _split_attention_kernel(
     d = tl.arange(0, DP)
 
     while work < work_end:
-        # Where in the unit: block of heads, and tiles [tile, last) of it.
+        # Place within the unit: block of heads, and tiles [tile, last) of it.
         unit_begin = tl.load(tile_starts_ptr + unit)
         unit_end = tl.load(tile_starts_ptr + unit + 1)
         tiles = unit_end - unit_begin

@@ -16,7 +16,7 @@ _CPU_PROGRAMS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
-    """How split-KV attention runs.
+    """Tuning of split-KV attention.
 
     heads: KV heads of a program. block_n: KV tokens of a tile. min_tiles: a program's least share.
     num_stages: page table -> keys and values -> product is a pipeline of three, whose loads are (num_stages - 1) / 2
@@ -41,7 +41,7 @@ class SplitConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitShape:
-    """What is the same for all layers and steps. members: the most rows of a unit (1: plain decode)."""
+    """Shape shared by all layers and steps. members: the most rows of a unit (1: plain decode)."""
 
     num_heads: int
     num_kv_heads: int
@@ -121,7 +121,7 @@ class SplitPlan:
 
 
 class SplitParts:
-    """Where programs leave the parts of units that their shares cut, and the count of those that have arrived.
+    """Buffers for the parts of units that programs' shares cut, and the count of parts that have arrived.
 
     Used by one layer at a time: two streams need one each. Counts are 0 whenever no kernel runs.
     """

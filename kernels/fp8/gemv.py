@@ -238,7 +238,7 @@ def fp8_gemv_reference(
 def fp8_gate_up_silu_reference(
     x_TK: torch.Tensor, w: QuantizedMatrix, norm_weight_K: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """What `fp8_gate_up_silu` computes, in torch, before it is rounded: float32."""
+    """Reference of `fp8_gate_up_silu` in torch, before it is rounded: float32."""
     gate_TF, up_TF = fp8_gemv_reference(x_TK, w, None, None, norm_weight_K, eps).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_TF) * up_TF
 

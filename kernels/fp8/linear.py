@@ -29,7 +29,7 @@ class TileConfig:
     num_stages: int
 
 
-# How many rows there are is not compiled in: a kernel that was compiled for some serves others.
+# The number of rows is not compiled in: a kernel that was compiled for some serves others.
 @triton.jit(do_not_specialize=["T", "x_scales_stride"])
 def _fp8_linear_kernel(
     x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, out_ptr, T, N, x_scales_stride, K: tl.constexpr,
@@ -122,7 +122,7 @@ def fp8_linear(
 
 
 def fp8_linear_reference(x: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
-    """What `fp8_linear` computes, in torch."""
+    """Reference of `fp8_linear`, in torch."""
     return torch.nn.functional.linear(x.dequantized(), w.dequantized()).to(dtype)
 
 
@@ -140,7 +140,7 @@ def default_tile(num_rows: int, num_out: int) -> TileConfig:
 
 
 def other_tiles(num_rows: int, num_out: int) -> tuple[TileConfig, ...]:
-    """What may be faster than the default."""
+    """Tiles that may be faster than the default."""
     default = default_tile(num_rows, num_out)
     if num_rows <= 64:
         columns = 64 if default.columns == 32 else 32

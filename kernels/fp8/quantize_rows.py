@@ -41,7 +41,7 @@ def store_quantized(
     tl.store(data_ptr + features, y.to(tl.float8e4nv), mask=features < D)
 
 
-# How many rows there are is not compiled in.
+# The number of rows is not compiled in.
 @triton.jit(do_not_specialize=["scales_stride"])
 def _quantize_rows_kernel(
     x_ptr, delta_ptr, bias_ptr, norm_ptr, data_ptr, scales_ptr, x_stride, scales_stride, eps, D: tl.constexpr,
@@ -66,7 +66,7 @@ def _quantize_rows_kernel(
             delta += bias
         added = (y + delta).to(x.dtype)
         tl.store(x_ptr + row * x_stride + features, added, mask=mask)
-        # What is normed is the sum as it will be read again.
+        # The norm is taken of the sum as it will be read again, rounded.
         y = added.to(tl.float32)
     if HAS_NORM:
         y = y * tl.rsqrt(tl.sum(y * y, axis=0) / D + eps) * norm
@@ -104,7 +104,7 @@ def norm_quantize_reference(
     bias_D: torch.Tensor | None = None,
     is_grouped: bool,
 ) -> QuantizedRows:
-    """What `norm_quantize` does and returns, in torch."""
+    """Reference of `norm_quantize`, in torch."""
     if delta_TD is not None:
         x_TD += delta_TD.float() if bias_D is None else delta_TD.float() + bias_D
     return quantize_rows_reference(x_TD.float() * inverse_rms_reference(x_TD, eps) * w_D, is_grouped=is_grouped)

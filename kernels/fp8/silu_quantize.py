@@ -14,7 +14,7 @@ _BLOCK = 2048
 _MAX_FEATURES = 1 << 16  # One program holds a row where they are not.
 
 
-# How many rows there are is not compiled in.
+# The number of rows is not compiled in.
 @triton.jit(do_not_specialize=["scales_stride"])
 def _silu_quantize_kernel(
     x_ptr, bias_ptr, data_ptr, scales_ptr, scales_stride, F: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
@@ -63,7 +63,7 @@ def silu_quantize(
 def silu_quantize_reference(
     gate_up_T2F: torch.Tensor, *, bias_2F: torch.Tensor | None = None, is_grouped: bool
 ) -> QuantizedRows:
-    """What `silu_quantize` computes, in torch."""
+    """Reference of `silu_quantize`, in torch."""
     x_T2F = gate_up_T2F.float() if bias_2F is None else gate_up_T2F.float() + bias_2F
     gate_TF, up_TF = x_T2F.chunk(2, dim=-1)
     return quantize_rows_reference(torch.nn.functional.silu(gate_TF) * up_TF, is_grouped=is_grouped)

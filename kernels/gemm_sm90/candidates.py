@@ -18,7 +18,7 @@ from radixmesh.kernels.gemm_sm90.variants import (
     variant_of,
 )
 
-# What a microsecond does: bytes from memory, from the L2 cache, into one multiprocessor; its operations; bytes that one
+# Work in a microsecond: bytes from memory, from the L2 cache, into one SM; its operations; bytes that one
 # sends to others of its cluster, and stores. A k block takes no less than _BLOCK_US; a load arrives
 # _LATENCY_US later.
 _MEMORY_BYTES_US, _CACHE_BYTES_US, _SM_BYTES_US, _SM_FLOP_US = 4.3e6, 6.0e6, 85e3, 7.0e6
@@ -102,6 +102,6 @@ def _model_micros(config: GemmConfig, num_rows: int, num_out: int, num_in: int, 
     )
     sums_bytes = config.tile * rows * 4
     sent = 0.5 + sums_bytes * (1 - 1 / config.split_k) / _SENT_BYTES_US if config.split_k > 1 else 0.0
-    # Where the next kernel finds no room beside this one, it begins later.
+    # A kernel that finds no room beside this one begins later.
     behind = 0.6 if variant.a_multiprocessor == 1 else 0.0
     return loop + sent + sums_bytes / config.split_k / _STORED_BYTES_US + behind

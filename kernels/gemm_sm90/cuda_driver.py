@@ -1,4 +1,4 @@
-"""What the project's own CUDA C++ needs of the driver: modules, tensor maps, launches in clusters. By ctypes."""
+"""Driver calls for the project's own CUDA C++: modules, tensor maps, launches in clusters. By ctypes."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class GemmSm90:
 
 
 def accepts(x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
-    """Whether a kernel can compute a GEMM of such tensors."""
+    """True if a kernel can compute a GEMM of such tensors."""
     num_rows, num_in = x_TK.shape
     return (
         1 <= num_rows <= MAX_ROWS
@@ -161,13 +161,13 @@ def accepts(x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated:
 
 
 def linear_reference(x_TK: torch.Tensor, w_NK: torch.Tensor, residual_TN: torch.Tensor | None = None) -> torch.Tensor:
-    """What `linear` computes, in torch."""
+    """Reference of `linear`, in torch."""
     result_TN = functional.linear(x_TK.float(), w_NK.float())
     return (result_TN if residual_TN is None else result_TN + residual_TN).to(x_TK.dtype)
 
 
 def gate_up_silu_reference(x_TK: torch.Tensor, w_2FK: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-    """What `gate_up_silu` computes, in torch."""
+    """Reference of `gate_up_silu`, in torch."""
     result_T2F = functional.linear(x_TK.float(), w_2FK.float())
     if eps is not None:
         result_T2F = result_T2F * inverse_rms_reference(x_TK, eps)

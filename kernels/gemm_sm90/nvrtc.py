@@ -75,7 +75,7 @@ class Nvrtc:
 
 
 def _read(path: Path) -> bytes | None:
-    """What `_write` wrote; None where nothing is there, or what is there is not whole."""
+    """Reads what `_write` wrote; None if nothing is there, or what is there is not whole."""
     try:
         content = path.read_bytes()
     except OSError:

@@ -102,7 +102,7 @@ class Variant(ABC):
 
     @abstractmethod
     def constants(self) -> str:
-        """What the source wants set."""
+        """Constants that the source wants set."""
 
     @property
     @abstractmethod

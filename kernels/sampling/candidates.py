@@ -48,7 +48,7 @@ def score_of(x, highest, inverse):
 
 @triton.jit
 def is_ranked(temperature, highest, top_k, top_p, V: tl.constexpr):
-    """Whether the row's ranking matters: it is sampled, and has a top-k or a top-p that keeps less than all."""
+    """True if the row's ranking matters: it is sampled, and has a top-k or a top-p that keeps less than all."""
     has_top_k = (top_k > 0) & (top_k < V)
     return (temperature > 0.0) & (highest > float("-inf")) & (has_top_k | (top_p < 1.0))
 

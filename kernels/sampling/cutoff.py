@@ -1,4 +1,4 @@
-"""Where top-k, top-p and min-p cut a row's ranking (CPU: `sampling/filters.py`), without sorting the row.
+"""Cuts of a row's ranking by top-k, top-p and min-p (CPU: `sampling/filters.py`), without sorting the row.
 
 Each filter keeps a start of the ranking by (value descending, id ascending): all three together are one cut, the
 packed (value, id) of the last that is kept. A row's best candidates (`candidates.py`) are sorted, and nearly always

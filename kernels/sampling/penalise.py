@@ -37,7 +37,7 @@ def _count_kernel(
             ids = tl.load(tokens_ptr + slot * tokens_stride + at, mask=at < position, other=-1)
             is_valid = (ids >= 0) & (ids < V)
             is_output = at >= tl.load(prompt_len_ptr + slot)
-            # How often the output has the id, and bit 30: that the prompt has it.
+            # Low bits: number of times that the output has the id. Bit 30: the prompt has it.
             tl.atomic_add(counts_ptr + row * V + ids, 1, mask=is_valid & is_output, sem="relaxed")
             tl.atomic_or(counts_ptr + row * V + ids, 1 << 30, mask=is_valid & ~is_output, sem="relaxed")
 

@@ -74,7 +74,7 @@ class TokenTarget:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How rows are cut: `splits` programs a row, of `num_blocks` blocks of ids each."""
+    """Split of rows over programs: `splits` programs a row, of `num_blocks` blocks of ids each."""
 
     splits: int
     num_blocks: int

@@ -1,4 +1,4 @@
-"""What the kernels of the sampler share: parameters by slot on the device, and values as integers in rank order."""
+"""Shared by the sampler's kernels: parameters by slot on the device, and values as integers in rank order."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
+from radixmesh.daemons.scheduler.group_service import GrpcRank
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.simulated.clock import ClockKind
@@ -155,7 +156,7 @@ async def test_a_scheduler_understands_a_recorded_worker(version: int) -> None:
     await server.start()
     try:
         async with open_channel(f"127.0.0.1:{port}") as channel:
-            stream = WorkerStream(channel, make_hello("now", "scheduler"))
+            stream = WorkerStream(GrpcRank(channel), make_hello("now", "scheduler"))
             hello = await stream.hello()
             stream.contract_version = min(stream.contract_version, version)
             assert hello.capabilities.num_pages == 128

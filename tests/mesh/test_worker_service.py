@@ -20,6 +20,7 @@ from radixmesh.daemons.runtime.steps.result_codec import records_from_proto
 from radixmesh.daemons.runtime.steps.step import Release, StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
+from radixmesh.daemons.scheduler.group_service import GrpcRank
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.session import ExecuteSession
@@ -389,7 +390,7 @@ async def test_a_loading_worker_says_so_and_takes_no_claim(tmp_path):
 async def test_a_step_that_dies_dumps_its_plan_and_ends_the_process(tmp_path):
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
         await client.hold(1)
-        worker.daemon.core._executor.runner.forward = None  # What a bug or a lost device looks like from above.
+        worker.daemon.core._executor.runner.forward = None  # A bug or a lost device looks like this from above.
         await client.plan(_first_plan())
         refusal = await client.refusal()
         error = MeshError.from_proto(refusal.error)
@@ -426,14 +427,20 @@ async def test_blobs_are_checked_and_bounded(tmp_path):
             blob_hash = blob_hash or hashlib.sha256(data).hexdigest()
             return await client.stub.PutBlob(worker_pb2.PutBlobRequest(hash=blob_hash, data=data))
 
-        assert not (await put(b"a" * 100)).was_known
+        first = await put(b"a" * 100)
+        assert not first.was_known and first.ttl_ms == 30_000
         assert (await put(b"a" * 100)).was_known
-        await put(b"b" * 100)
-        assert not (await put(b"a" * 100)).was_known
-        for data, blob_hash, reason in ((b"x" * 101, None, "BLOB_TOO_LARGE"), (b"x", "00", "INVALID_ARGUMENT")):
+        for data, blob_hash, reason in (
+            (b"b" * 100, None, "OVERLOADED"),  # The first is kept for its time.
+            (b"x" * 101, None, "BLOB_TOO_LARGE"),
+            (b"x", "00", "INVALID_ARGUMENT"),
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await put(data, blob_hash)
             assert mesh_error_from_rpc(caught.value).reason_name == reason
+        await client.hold(1)
+        assert not (await put(b"b" * 100)).was_known, "a new epoch"
+        assert not (await put(b"a" * 50)).was_known
 
 
 async def test_verbs_that_are_not_offered_say_so(tmp_path):
@@ -560,7 +567,7 @@ async def test_more_namespaces_than_a_message_holds_are_listed_in_several(tmp_pa
             weights_version=1,
         )
         async with open_channel(worker.address) as channel:
-            stream = WorkerStream(channel, make_hello("a", "scheduler"))
+            stream = WorkerStream(GrpcRank(channel), make_hello("a", "scheduler"))
             stream.epoch = 1
             snapshot = await stream.snapshot(num)
         assert set(names) <= set(snapshot.names)

@@ -16,6 +16,7 @@ from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.rpc.server import MeshServer
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
+from radixmesh.daemons.scheduler.group_service import GrpcRank
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 
@@ -53,7 +54,7 @@ async def test_a_write_after_the_end_says_why_the_stream_ended(
     await server.start([address])
     try:
         async with open_channel(address) as channel:
-            stream = WorkerStream(channel, make_hello("s", "scheduler"))
+            stream = WorkerStream(GrpcRank(channel), make_hello("s", "scheduler"))
             await stream.hello()
             await asyncio.sleep(0.1)  # The end is here before the claim is written.
             with pytest.raises(MeshError) as raised:

@@ -91,7 +91,7 @@ class LoadGenerator:
             self._spawn(child, after, record.ended + self._turns[child].delay_s)
 
     def _answer_ids(self, record: RequestRecord) -> IntArray:
-        """What the record's children continue."""
+        """The turn that the record's children continue."""
         if record.output_ids is not None:
             return record.output_ids
         children = self._children[record.index]

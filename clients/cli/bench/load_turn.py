@@ -1,4 +1,4 @@
-"""What a load generator sends: turns whose prompts grow out of the answers before them."""
+"""Turns of a load: their prompts grow out of the answers before them."""
 
 from __future__ import annotations
 

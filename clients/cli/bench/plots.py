@@ -81,7 +81,7 @@ def plot_load(records: Sequence[RequestRecord], title: str) -> str:
 
 
 def _shares(name: str, seconds: _FLOATS) -> Curve:
-    """Which share of the values is at most x milliseconds."""
+    """Share of the values that are at most x milliseconds."""
     if not len(seconds):
         return Curve(name=name, x=np.zeros(0), y=np.zeros(0))
     y = np.linspace(0, 1, min(_NUM_POINTS, len(seconds) + 1))

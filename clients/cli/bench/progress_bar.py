@@ -1,4 +1,4 @@
-"""How far a load has come: a bar in a terminal, a line every ten seconds elsewhere."""
+"""Progress of a load: a bar in a terminal, a line every ten seconds elsewhere."""
 
 from __future__ import annotations
 

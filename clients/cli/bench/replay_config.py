@@ -1,4 +1,4 @@
-"""What a replay is asked for."""
+"""Options of a replay."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class ReplayConfig:
 def _parse(text: str, like: object) -> object:
     if isinstance(like, bool):
         return text.lower() in ("1", "true", "yes", "on")
-    if isinstance(like, int) or like is None:  # What is optional is a number.
+    if isinstance(like, int) or like is None:  # Every optional value is a number.
         return int(text)
     if isinstance(like, float):
         return float(text)

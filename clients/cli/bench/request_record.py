@@ -1,4 +1,4 @@
-"""What a load generator saw of one request."""
+"""Record of one request, as the load generator saw it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class RequestRecord:
 
     @property
     def is_done(self) -> bool:
-        """Whether it ended well."""
+        """True if it ended well."""
         return self.ended > 0 and not self.error
 
     @property

@@ -76,7 +76,7 @@ def _pairs_in(chat: object) -> list[tuple[str, str]]:
 
 
 def _spoken(message: object) -> tuple[str, str]:
-    """Who says what; empty where it is no message."""
+    """Role and text of a message; empty if it is none."""
     if not isinstance(message, Mapping):
         return "", ""
     who, what = message.get("from", message.get("role")), message.get("value", message.get("content"))

@@ -1,4 +1,4 @@
-"""What a load is sent to: a mesh by gRPC, or any server that speaks OpenAI's API."""
+"""Target of a load: a mesh by gRPC, or any server that speaks OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """How every request is sent. model: "" = the first. timeout_s: of one request. is_plain: nothing that OpenAI's API
+    """Options of every request. model: "" = the first. timeout_s: of one request. is_plain: nothing that OpenAI's API
     does not know. is_ids_only: no text is made (gRPC). tls: authorities of the server, and who this client is."""
 
     model: str = ""

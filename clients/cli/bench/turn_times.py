@@ -1,4 +1,4 @@
-"""What clients see of a replay: when tokens come, and which."""
+"""Times and tokens of a replay as its clients see them."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class DependencyCondition(enum.Enum):
-    """What a dependency must have reached before its dependant is started."""
+    """State that a dependency must have reached before its dependant is started."""
 
     STARTED = "service_started"
     HEALTHY = "service_healthy"
@@ -61,7 +61,7 @@ class HealthCheck:
 
     @property
     def hang_window_s(self) -> float:
-        """How long a process may fail its checks before it is killed, in seconds."""
+        """Seconds for which a process may fail its checks before it is killed."""
         return self.interval_s * self.retries
 
 

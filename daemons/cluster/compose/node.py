@@ -52,15 +52,15 @@ class ComposeNode:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether this is a mapping."""
+        """True if this is a mapping."""
         return isinstance(self.value, dict)
 
     @property
     def is_sequence(self) -> bool:
-        """Whether this is a list."""
+        """True if this is a list."""
         return isinstance(self.value, list)
 
     @property
     def is_null(self) -> bool:
-        """Whether nothing is written here."""
+        """True if nothing is written here."""
         return self.value is None

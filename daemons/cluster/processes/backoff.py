@@ -1,4 +1,4 @@
-"""How long to wait before a process that ended is started again."""
+"""Back-off: the wait before a process that ended is started again."""
 
 
 class RestartBackoff:

@@ -15,7 +15,7 @@ _MOST_STARVED = 0.8
 
 
 class ProbeAnswer(enum.Enum):
-    """What one health check heard."""
+    """Answer to one health check."""
 
     SERVING = "serving"
     NOT_SERVING = "not serving"
@@ -29,7 +29,7 @@ class ProbeAnswer(enum.Enum):
 
 
 class Verdict(enum.Enum):
-    """What the answers so far amount to."""
+    """Judgement of the answers so far."""
 
     STARTING = "starting"
     HEALTHY = "healthy"

@@ -1,4 +1,4 @@
-"""The paths of the router's HTTP edge, and what becomes of errors."""
+"""The paths of the router's HTTP server, and what becomes of errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
-# What a client whose body was refused may still send before it is cut off.
+# Bound of a body that is still read after it was refused, before the connection is cut off.
 # All of a body that is within its own bound: a reset before that would lose the answer that says to come again.
 _LINGER = Linger(seconds=5.0, max_bytes=16 << 20)
 _CODES = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}

@@ -1,4 +1,4 @@
-"""What every endpoint works with."""
+"""Context that every endpoint works with."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Entry:
 
 
 class DetokenizerEvents(Protocol):
-    """Who wants the text."""
+    """Receiver of the text."""
 
     def on_text(self, output: Output, text: str, num_tokens: int, is_final: bool) -> None:
         """New text; num_tokens of the output have been seen by now. After a final one comes on_text_done."""
@@ -99,7 +99,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         return self._num_owed
 
     def serves(self, identity: common_pb2.ModelIdentity) -> bool:
-        """Whether this replica decodes the ids of that model."""
+        """True if this replica decodes the ids of that model."""
         ours, theirs = self.identity.tokenizer_fingerprint, identity.tokenizer_fingerprint
         return not ours or not theirs or ours == theirs
 

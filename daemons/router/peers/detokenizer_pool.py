@@ -11,7 +11,7 @@ from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 
-# How long a replica that lost or refused an entry is passed over by others.
+# Seconds for which other entries pass over a replica that lost or refused one.
 _BACKOFF_S = 0.2
 
 

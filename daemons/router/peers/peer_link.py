@@ -126,7 +126,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
 
     @abstractmethod
     def _is_answer_owed(self) -> bool:
-        """Whether the peer ought to have something to say."""
+        """True if the peer ought to have something to say."""
 
     async def _run(self) -> None:
         backoff = _MIN_BACKOFF_S

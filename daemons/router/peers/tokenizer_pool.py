@@ -33,7 +33,7 @@ _WORKING_FACTOR = 6
 _LEAVE_S = 5.0
 # Bytes of large calls that a router has at its tokenizers; what they take is a multiple of it.
 _MAX_BYTES_AT_ONCE = 24 << 20
-# What another replica, or the same one later, may do better.
+# Statuses after which another replica, or the same one later, may do better.
 # UNIMPLEMENTED: a daemon of another kind has got the address of a replica that left.
 _RETRIED_STATUSES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "RESOURCE_EXHAUSTED", "UNIMPLEMENTED")
 _FINAL_REASONS = (ErrorReason.ERROR_REASON_TOO_LARGE,)

@@ -1,4 +1,4 @@
-"""What one client has to be told and has not been told yet: at most one pending delta per output.
+"""Output of one request that its client has not been sent yet: at most one pending delta per output.
 
 Nothing is queued: ids are read from the journal and text is merged when the client's stream is writable, so that a slow
 reader gets bigger deltas, never a longer queue. A message ends at about MAX_MESSAGE_BYTES, and the next one goes on

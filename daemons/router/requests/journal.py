@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
     from radixmesh.daemons.router.requests.delivery import Delivery
 
-# What objects, tasks and buffers cost beside the arrays; measured with 10,000 queued requests.
+# Cost of objects, tasks and buffers beside the arrays, in bytes; measured with 10,000 queued requests.
 REQUEST_BYTES = 30_000
 OUTPUT_BYTES = 5_000
 MAX_ATTEMPT_NO = (1 << 16) - 1
@@ -113,7 +113,7 @@ class Output:
 
     @property
     def known_ending(self) -> Ending | None:
-        """How the output ended if its ids already say so: no scheduler has to be asked."""
+        """The output's ending if its ids already say so: no scheduler has to be asked."""
         if self.ids and self.ids[-1] in self.request.end_ids:
             return Ending(reason=common_pb2.FINISH_REASON_STOP, num_output=len(self.ids), stop_id=self.ids[-1])
         if len(self.ids) >= self.request.max_tokens:
@@ -122,7 +122,7 @@ class Output:
 
     @property
     def is_open(self) -> bool:
-        """Whether more tokens may come."""
+        """True if more tokens may come."""
         return self.state.value < OutputState.ENDED.value
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Request:
 
     @property
     def trace_context(self) -> str:
-        """What happens to the request elsewhere belongs under this; empty = it is not traced."""
+        """Parent of the request's spans in other daemons; empty = it is not traced."""
         return self.span.context
 
     @property
@@ -207,7 +207,7 @@ class Request:
 
     @property
     def are_prompt_logprobs_due(self) -> bool:
-        """Whether prompt logprobs are incomplete: nothing of output 0 is delivered before them."""
+        """True if prompt logprobs are incomplete: nothing of output 0 is delivered before them."""
         return self.prompt_logprobs is not None and self.prompt_logprobs.end < self.num_prompt
 
 

@@ -1,4 +1,4 @@
-"""What happens to outputs: events of schedulers and detokenizers in, moves of the lifecycle (see journal.py) out."""
+"""Flow of outputs: events of schedulers and detokenizers in, moves of the lifecycle (see journal.py) out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 log = get_logger(__name__)
 
-# How long a finish by stop string waits for the scheduler's usage; the text is out already.
+# Seconds for which a finish by stop string waits for the scheduler's usage; the text is sent already.
 _USAGE_WAIT_S = 0.5
 # Replicas differ in size: these say that one is too small, not that the request is wrong.
 _TOO_SMALL = (ErrorReason.ERROR_REASON_NEVER_FITS, ErrorReason.ERROR_REASON_PROMPT_TOO_LONG)
@@ -321,7 +321,7 @@ def _superseded(error: MeshError) -> MeshError:
 
 
 def _reason_of(output: Output) -> str:
-    """How an output ended; "left" where its client did not wait for that."""
+    """Label of an output's ending; "left" if its client did not wait for that."""
     return "left" if output.ending is None else _reason_label(output.ending)
 
 

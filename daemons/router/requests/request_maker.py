@@ -184,7 +184,7 @@ class RequestMaker:
         return max(lengths) - 1 if lengths and all(lengths) else 0
 
     async def _in_time(self, work: Awaitable[_T], deadline: float | None) -> _T:
-        """What work gives. Raises DEADLINE_EXCEEDED when the request's time is up first."""
+        """Result of work. Raises DEADLINE_EXCEEDED when the request's time is up first."""
         if deadline is None:
             return await work
         try:

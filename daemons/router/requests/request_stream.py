@@ -14,7 +14,7 @@ from radixmesh.router.v1 import router_pb2
 
 
 class StreamOwner(Protocol):
-    """Who runs the requests of streams."""
+    """Runs the requests of streams."""
 
     async def start(self, stream: RequestStream) -> Request:
         """Resolves the stream's request. Raises MeshError."""

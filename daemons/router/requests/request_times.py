@@ -1,4 +1,4 @@
-"""Where the time of requests goes at this router, told to metrics and tracer."""
+"""Times of requests at this router, phase by phase, for metrics and tracer."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def check_names(**names: str) -> None:
 
 
 def is_pooled(task: common_pb2.Task) -> bool:
-    """Whether the answer is one vector, and no tokens."""
+    """True if the answer is one vector, and no tokens."""
     return task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
 
 

@@ -1,4 +1,4 @@
-"""Whose a request is, and whose cached prefixes it may share: the API key says so, not the request."""
+"""Tenant of a request, and the cached prefixes that it may share: the API key decides, not the request."""
 
 from __future__ import annotations
 

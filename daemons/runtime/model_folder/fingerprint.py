@@ -1,4 +1,4 @@
-"""What a model folder is, told without loading it: content hashes and the sizes that daemons agree on.
+"""Fingerprint of a model folder, without loading it: content hashes and the sizes that daemons agree on.
 
 A folder is in Hugging Face format: config.json, generation_config.json, tokenizer.json, tokenizer_config.json,
 chat_template.jinja and *.safetensors. Two copies of one model give equal fingerprints wherever they lie and however

@@ -1,4 +1,4 @@
-"""What each token of a vocabulary stands for inside a text, as bytes.
+"""The bytes that each token of a vocabulary stands for inside a text.
 
 Byte-level alphabets (GPT-2's) spell each byte as one printable character. Byte fallback spells single bytes as <0xNN>,
 beside tokens whose spaces are U+2581. Of any other kind of tokenizer a token's bytes are its own decoding.

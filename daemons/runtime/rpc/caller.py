@@ -1,4 +1,4 @@
-"""Who makes the call that the current task works for, as far as an API key tells."""
+"""Caller of the current task, as far as an API key tells."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def name_options(target: str, tls: TlsFiles) -> tuple[tuple[str, str], ...]:
 
 
 async def check_health(address: str, timeout_s: float = 1.0, service: str = "", tls: TlsFiles | None = None) -> str:
-    """What grpc.health.v1 says there: "SERVING", "NOT_SERVING", or "UNREACHABLE" if nobody answers in time."""
+    """Status by grpc.health.v1: "SERVING", "NOT_SERVING", or "UNREACHABLE" if nobody answers in time."""
     async with open_channel(address, tls) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",

@@ -37,7 +37,7 @@ def identity_to_proto(
     grammar_format: str = "",
     sampler_version: int = 0,
 ) -> common_pb2.ModelIdentity:
-    """What a model folder says of itself, as peers compare it; an empty fingerprint is not compared."""
+    """Description of a model folder, as peers compare it; an empty fingerprint is not compared."""
     return common_pb2.ModelIdentity(
         name=identity.name,
         model_fingerprint=model_fingerprint,

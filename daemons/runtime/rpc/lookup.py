@@ -1,4 +1,4 @@
-"""Who stands behind a name: one pinned address for every replica that the name resolves to."""
+"""Name lookup: one pinned address for every replica that the name resolves to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 
 
 def is_name(address: str) -> bool:
-    """Whether address may stand for several daemons, and for others later: neither a socket nor a fixed host."""
+    """True if address may stand for several daemons, and for others later: neither a socket nor a fixed host."""
     if address.startswith(UNIX_PREFIX):
         return False
     try:

@@ -34,7 +34,7 @@ class PeerPool(ABC):
 
     @abstractmethod
     def can_remove(self, address: str) -> bool:
-        """Whether nothing is lost with it. A replica that drains has left its name and still serves."""
+        """True if nothing is lost with it. A replica that drains has left its name and still serves."""
 
 
 class NameWatch:

@@ -25,7 +25,7 @@ class State(StrEnum):
 
 
 class Progress:
-    """What a daemon has to do and when it last got something done. No I/O; may be called from any thread.
+    """Work that a daemon has, and the time of its last progress. No I/O; may be called from any thread.
 
     stall_s: seconds of pending work without a completion after which the daemon counts as stalled.
     clock: monotonic seconds.

@@ -36,7 +36,7 @@ _Context = grpc.aio.ServicerContext[object, object]
 _Deserializer = Callable[[bytes], object]
 _Handler = Callable[[object, _Context], object]
 
-# What a client makes of a status that came without ErrorInfo: from grpc itself, a proxy, or a peer that died.
+# Reasons for statuses that came without ErrorInfo: from grpc itself, a proxy, or a peer that died.
 _STATUS_TO_REASON = {
     grpc.StatusCode.INVALID_ARGUMENT: ErrorReason.ERROR_REASON_INVALID_ARGUMENT,
     grpc.StatusCode.UNAVAILABLE: ErrorReason.ERROR_REASON_NO_REPLICA,

@@ -95,7 +95,7 @@ class MeshServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """What start() bound; empty before."""
+        """Addresses that start() bound; empty before."""
         return self._addresses
 
     def add(self, add_to_server: Callable[[_Servicer, grpc.aio.Server], None], servicer: _Servicer) -> None:

@@ -26,7 +26,7 @@ MAX_PRIORITY = 1_000
 _PRIORITY = b"priority="
 _PRIORITY_RANGE = re.compile(rb"(?:(?P<low>-?[0-9]{1,4})\.\.)?(?P<high>-?[0-9]{1,4})")
 _SCHEME = "bearer"
-# How often the file is looked at, at most: a burst of calls does not become one of stat().
+# Shortest interval between two looks at the file: a burst of calls does not become one of stat().
 _LOOK_S = 1.0
 # Some ten thousand keys. It is read on the event loop, and every call is compared with each key.
 _MAX_FILE_BYTES = 1 << 20
@@ -55,7 +55,7 @@ class ApiKeys:
         self._report(faults)
 
     def find(self, key: str) -> Caller | None:
-        """Who has this key; None = nobody. Takes as long for a wrong key as for a right one."""
+        """Owner of this key; None = nobody. Takes as long for a wrong key as for a right one."""
         self._look()
         digest = _digest(key)
         found: Caller | None = None

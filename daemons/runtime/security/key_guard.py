@@ -1,4 +1,4 @@
-"""Which calls an API key opens. Both edges of the router ask it."""
+"""Access by API key. Both servers of the router (HTTP, gRPC) ask it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class KeyGuard:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key is asked for at all."""
+        """True if no key is asked for at all."""
         return self._keys is None and self._admin_keys is None
 
     def check(self, authorization: str | None, verb: str, *, is_admin: bool = False) -> Caller:
-        """Who calls. Raises MeshError UNAUTHENTICATED (no key, or an unknown one) or PERMISSION_DENIED (not for this).
+        """The caller. Raises MeshError UNAUTHENTICATED (no key, or an unknown one) or PERMISSION_DENIED (not for this).
 
         authorization: the header's value. verb: what is called, for the error.
         """

@@ -11,7 +11,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 
 _PREFIX = "RADIXMESH_TLS_"
-# Who serves a unix socket has no name of its own.
+# A daemon that serves a unix socket has no name of its own.
 _UNIX_PEER_NAME = "localhost"
 
 
@@ -33,7 +33,7 @@ class TlsFiles:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> TlsFiles:
-        """What RADIXMESH_TLS_CERT_FILE and its siblings name, as the settings of a daemon do."""
+        """The files that RADIXMESH_TLS_CERT_FILE and its siblings name, as the settings of a daemon do."""
 
         def path(name: str) -> Path | None:
             text = environ.get(_PREFIX + name, "").strip()
@@ -50,16 +50,16 @@ class TlsFiles:
 
     @property
     def has_server(self) -> bool:
-        """Whether connections that come in are encrypted."""
+        """True if incoming connections are encrypted."""
         return self.cert_file is not None
 
     @property
     def has_client(self) -> bool:
-        """Whether connections that go out are."""
+        """True if outgoing connections are encrypted."""
         return self.ca_file is not None
 
     def fault(self) -> str:
-        """What is wrong with the choice of files, for whoever chose; empty = nothing."""
+        """Explains a wrong choice of files to whoever made it; empty = nothing is wrong."""
         if (self.cert_file is None) != (self.key_file is None):
             return "--tls-cert-file and --tls-key-file go together: name both or neither"
         if self.client_ca_file is not None and self.cert_file is None:

@@ -1,4 +1,4 @@
-"""What a worker answers, as messages and back: step results, refusals, page records."""
+"""A worker's answers as messages and back: step results, refusals, page records."""
 
 from __future__ import annotations
 

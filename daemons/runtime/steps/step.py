@@ -24,7 +24,7 @@ from radixmesh.worker.v1 import worker_pb2
 
 
 class Task(IntEnum):
-    """What an admitted request computes; values as in `radixmesh.common.v1.Task`."""
+    """Task of an admitted request; values as in `radixmesh.common.v1.Task`."""
 
     GENERATE = 1
     EMBED = 2

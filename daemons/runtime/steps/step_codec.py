@@ -123,7 +123,7 @@ def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
     header.expected_us = plan.expected_us
     header.barrier_ops.extend(plan.barrier_ops)
     if plan.has_forward:
-        # Whether slots decode is known from an earlier plan: with chunks, MIXED holds in either case.
+        # An earlier plan tells whether slots decode: with chunks, MIXED holds in either case.
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
         if plan.drafts:
             header.shape.max_draft_tokens = max(len(draft.ids) for draft in plan.drafts)

@@ -114,7 +114,7 @@ def configure_logging(level: str, daemon: str, instance: str, stream: IO[str] | 
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """What would be a traceback on stderr. grpc reports calls that were cut off by the server's stop this way too."""
+    """Logs what would be a traceback on stderr. grpc reports calls cut off by the server's stop this way too."""
     level = logging.DEBUG if issubclass(kind, asyncio.CancelledError) else logging.ERROR
     logging.getLogger(__name__).log(level, "uncaught_exception", exc_info=(kind, error, trace))
 

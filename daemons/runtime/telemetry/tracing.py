@@ -115,7 +115,7 @@ def make_tracer(
 
 
 def is_traceparent(text: str) -> bool:
-    """Whether text is a context as W3C writes it."""
+    """True if text is a context as W3C writes it."""
     return _TRACEPARENT.fullmatch(text) is not None
 
 

@@ -13,24 +13,21 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from enum import IntEnum
-
-import grpc
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.hello import make_hello
-from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.group.group_stream import GroupStream
 from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
+from radixmesh.daemons.scheduler.group.rank_transport import Connect, RankTransport
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.messages import model_identity_of
+from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
@@ -55,34 +52,35 @@ class ClaimedGroup:
     """A group that this scheduler holds: its stream, what it is, the KV it has."""
 
     def __init__(
-        self, stream: GroupStream, info: GroupInfo, snapshot: CacheSnapshot, channels: Sequence[grpc.aio.Channel]
+        self, stream: GroupStream, info: GroupInfo, snapshot: CacheSnapshot, transports: Sequence[RankTransport]
     ) -> None:
         self.stream = stream
         self.info = info
         self.snapshot = snapshot
-        self._channels = tuple(channels)
+        self._transports = tuple(transports)
 
     async def close(self) -> None:
         self.stream.close()
-        for channel in self._channels:
-            await channel.close()
+        await _close(self._transports)
 
 
 class GroupClient:
-    """Claims the workers at `addresses`, by rank, whenever nobody else lives on them. on_state: told of every change of
-    state."""
+    """Claims the workers at `addresses`, by rank, whenever nobody else lives on them.
+
+    on_state: told of every change of state. connect: a transport to each address, anew for every attempt.
+    """
 
     def __init__(
         self,
         addresses: Sequence[str],
         instance_id: str,
         on_state: Callable[[GroupState], None],
-        tls: TlsFiles | None = None,
+        connect: Connect,
     ) -> None:
         self._addresses = tuple(addresses)
         self._instance_id = instance_id
         self._on_state = on_state
-        self._tls = tls
+        self._connect = connect
         self._last_stream: GroupStream | None = None
         self._random = random.Random(instance_id)
         self.identity = common_pb2.ModelIdentity()
@@ -92,18 +90,18 @@ class GroupClient:
         """Returns once the group is ours, however long that takes."""
         backoff = _FIRST_BACKOFF_S
         while True:
-            channels: list[grpc.aio.Channel] = []
+            ranks: list[RankTransport] = []
             try:
-                channels.extend(open_channel(address, self._tls) for address in self._addresses)
+                ranks.extend(self._connect(address) for address in self._addresses)
             except MeshError as error:  # Files of TLS that are half replaced.
-                await _close(channels)
+                await _close(ranks)
                 log.warning("group_not_claimed", workers=self._addresses, error=str(error))
                 await asyncio.sleep(_MAX_BACKOFF_S)
                 continue
             ours = make_hello(daemon="scheduler", instance_id=self._instance_id)
-            stream = GroupStream([WorkerStream(channel, ours) for channel in channels])
+            stream = GroupStream([WorkerStream(rank, ours) for rank in ranks])
             try:
-                group = await self._try_claim(stream, channels)
+                group = await self._try_claim(stream, ranks)
                 if group is not None:
                     self._last_stream = stream
                     return group
@@ -119,16 +117,16 @@ class GroupClient:
                     self._last_stream = stream
             except BaseException:
                 stream.close()
-                await _close(channels)
+                await _close(ranks)
                 raise
             stream.close()
-            await _close(channels)
+            await _close(ranks)
             # Two schedulers that fence each other's ranks at once must not go on in step.
             jitter = self._random.random() if len(self._addresses) > 1 else 0.0
             await asyncio.sleep(backoff * (1.0 + jitter))
             backoff = min(2 * backoff, _MAX_BACKOFF_S)
 
-    async def _try_claim(self, stream: GroupStream, channels: Sequence[grpc.aio.Channel]) -> ClaimedGroup | None:
+    async def _try_claim(self, stream: GroupStream, ranks: Sequence[RankTransport]) -> ClaimedGroup | None:
         """None: another scheduler holds the group."""
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             hellos = await stream.hello()
@@ -138,6 +136,20 @@ class GroupClient:
             info = group_of(hellos)
             epoch = 1 + max(hello.highest_epoch for hello in hellos)
             is_whole = await stream.fence(hellos, epoch)
+        async with stream.kept_alive():
+            return await self._begin(stream, ranks, hellos, info, epoch, is_whole=is_whole)
+
+    async def _begin(
+        self,
+        stream: GroupStream,
+        ranks: Sequence[RankTransport],
+        hellos: Sequence[worker_pb2.WorkerHello],
+        info: GroupInfo,
+        epoch: int,
+        *,
+        is_whole: bool,
+    ) -> ClaimedGroup:
+        """The epoch on fenced ranks. is_whole: see GroupStream.fence()."""
         generation = info.group_generation
         may_differ = not is_whole or (self._last_stream is not None and self._last_stream.must_form)
         if len(hellos) > 1 and (generation == 0 or may_differ):
@@ -157,10 +169,9 @@ class GroupClient:
         self.identity = model_identity_of(hellos[0])
         async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
             snapshot = await stream.snapshot([hello.capabilities.num_pages for hello in hellos])
-        return ClaimedGroup(stream, info, snapshot, channels)
+        return ClaimedGroup(stream, info, snapshot, ranks)
 
 
-async def _close(channels: Sequence[grpc.aio.Channel]) -> None:
-    for channel in channels:
-        with suppress(grpc.aio.AioRpcError):
-            await channel.close()
+async def _close(ranks: Sequence[RankTransport]) -> None:
+    for rank in ranks:
+        await rank.close()

@@ -1,4 +1,4 @@
-"""What the scheduler knows of its worker group."""
+"""The scheduler's view of its worker group."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LEAST = ("num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight"
 
 
 def is_held(hellos: Sequence[worker_pb2.WorkerHello], instance_id: str) -> bool:
-    """Whether another scheduler lives on the group.
+    """True if another scheduler lives on the group.
 
     A rank with unfinished plans cannot tell that its holder hangs: it may wait in a collective for a rank that never
     got the plan. So a rank of the same epoch that finds the holder gone or silent decides against those that do not.

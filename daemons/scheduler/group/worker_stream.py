@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
-
-import grpc
+from collections.abc import AsyncIterator, Sequence
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.rpc.hello import FENCE_VERSION, check_hello
-from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.daemons.runtime.steps.result_codec import records_from_proto, refusal_from_proto, result_from_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, StepResult
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+from radixmesh.daemons.scheduler.group.rank_transport import RankTransport
 from radixmesh.daemons.scheduler.messages import snapshot_of
-from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
-
-_EXECUTE = "/radixmesh.worker.v1.WorkerService/Execute"
-_Call = grpc.aio.StreamStreamCall[bytes, bytes]
+from radixmesh.worker.v1 import worker_pb2
 
 
 class RefusedPlan(Exception):
@@ -37,24 +30,22 @@ class RefusedPlan(Exception):
 class WorkerStream:
     """Every method raises MeshError when the stream is lost or the peer breaks the protocol."""
 
-    def __init__(self, channel: grpc.aio.Channel, ours: common_pb2.Hello) -> None:
-        self._channel = channel
+    def __init__(self, transport: RankTransport, ours: common_pb2.Hello) -> None:
+        self._transport = transport
         self._ours = ours
-        self._call: _Call | None = None
         self.epoch = 0
         self.contract_version = 0
+        self._takes_alive = False
 
     async def hello(self) -> worker_pb2.WorkerHello:
         """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
-        execute: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
-            _EXECUTE, request_serializer=_as_is, response_deserializer=_as_is
-        )
-        self._call = execute()
+        self._transport.open()
         await self._write(worker_pb2.ExecuteRequest(hello=self._ours).SerializeToString())
         answer = await self._read()
         if not answer.HasField("hello"):
             raise _violation("the worker's first message is no hello")
         self.contract_version = check_hello(answer.hello.hello, self._ours)
+        self._takes_alive = answer.hello.capabilities.takes_alive
         return answer.hello
 
     async def complete(self, plan: bytes) -> None:
@@ -75,6 +66,11 @@ class WorkerStream:
                 raise _violation("the worker answered the fence with something else")
         self.epoch = epoch
 
+    async def alive(self) -> None:
+        """Says to the fenced worker that its holder lives."""
+        if self.epoch and self._takes_alive:
+            await self._write(worker_pb2.ExecuteRequest(alive=worker_pb2.Alive(epoch=self.epoch)).SerializeToString())
+
     async def form_group(
         self, generation: int, layout: worker_pb2.RankLayout, rendezvous: str, members: Sequence[str]
     ) -> None:
@@ -87,12 +83,12 @@ class WorkerStream:
             rendezvous=rendezvous,
             member_instance_ids=members,
         )
-        await _called(worker_pb2_grpc.WorkerServiceStub(self._channel).FormGroup(request))
+        await self._transport.form_group(request)
 
     async def leave_group(self) -> None:
         """Takes the fenced worker out of its group: steps that wait in collectives are discarded."""
         request = worker_pb2.LeaveGroupRequest(epoch=self.epoch, instance_id=self._ours.instance_id)
-        await _called(worker_pb2_grpc.WorkerServiceStub(self._channel).LeaveGroup(request))
+        await self._transport.leave_group(request)
 
     async def claim(self, epoch: int, group_generation: int) -> None:
         """Asks for the worker. Raises the refusal: EPOCH_FENCED, NOT_SERVING, GROUP_GENERATION."""
@@ -107,20 +103,15 @@ class WorkerStream:
 
     async def snapshot(self, num_pages: int) -> CacheSnapshot:
         """The page records of the claimed worker."""
-        stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         request = worker_pb2.SnapshotCacheRequest(epoch=self.epoch, instance_id=self._ours.instance_id)
         parts: list[PageRecords] = []
         names: list[str] = []
         pinned: tuple[int, ...] = ()
-        try:
-            async for message in stub.SnapshotCache(request):
-                parts.append(records_from_proto(message))
-                names += message.namespaces
-                if message.is_last:
-                    pinned = tuple(unpack_ints(message.pinned_pages, "pinned_pages").tolist())
-        except grpc.aio.AioRpcError as error:
-            raise_if_cancelled()
-            raise mesh_error_from_rpc(error) from error
+        async for message in self._transport.snapshot(request):
+            parts.append(records_from_proto(message))
+            names += message.namespaces
+            if message.is_last:
+                pinned = tuple(unpack_ints(message.pinned_pages, "pinned_pages").tolist())
         return snapshot_of(parts, tuple(names), pinned, num_pages)
 
     async def send(self, plan: bytes) -> None:
@@ -140,60 +131,13 @@ class WorkerStream:
 
     def close(self) -> None:
         """Drops the stream: the worker finishes what it has received."""
-        if self._call is not None:
-            self._call.cancel()
+        self._transport.cancel()
 
     async def _write(self, data: bytes) -> None:
-        assert self._call is not None
-        try:
-            await self._call.write(data)
-        except grpc.aio.AioRpcError as error:
-            raise_if_cancelled()
-            raise mesh_error_from_rpc(error) from error
-        except asyncio.InvalidStateError as error:
-            # The call had ended before: its status says why.
-            raise_if_cancelled()
-            raise await self._reason() from error
-        except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
-            raise _lost() from error
+        await self._transport.write(data)
 
     async def _read(self) -> worker_pb2.ExecuteResponse:
-        assert self._call is not None
-        try:
-            answer = await self._call.read()
-        except grpc.aio.AioRpcError as error:
-            raise_if_cancelled()
-            raise mesh_error_from_rpc(error) from error
-        raise_if_cancelled()
-        if isinstance(answer, bytes):
-            return parse_frame(answer, worker_pb2.ExecuteResponse)
-        raise await self._reason()
-
-    async def _reason(self) -> MeshError:
-        """Why the stream has ended, by its status."""
-        assert self._call is not None
-        code = await self._call.code()
-        if code is grpc.StatusCode.OK:
-            return _lost()
-        details, trailing = await self._call.details(), await self._call.trailing_metadata()
-        initial = grpc.aio.Metadata()
-        return mesh_error_from_rpc(grpc.aio.AioRpcError(code, initial, trailing or initial, details))
-
-
-async def _called(call: Awaitable[object]) -> None:
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        raise_if_cancelled()
-        raise mesh_error_from_rpc(error) from error
-
-
-def _as_is(data: bytes) -> bytes:
-    return data
-
-
-def _lost() -> MeshError:
-    return MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, "the worker closed the step stream")
+        return parse_frame(await self._transport.read(), worker_pb2.ExecuteResponse)
 
 
 def _violation(what: str) -> MeshError:

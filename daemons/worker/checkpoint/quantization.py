@@ -1,4 +1,4 @@
-"""What a config.json says of weights that are stored as FP8 (e4m3), in the forms that are in use.
+"""FP8 (e4m3) weights as a config.json describes them, in the forms that are in use.
 
 quant_method "fp8", with weight_block_size [128, 128]     a scale for every block of 128 x 128
 quant_method "fp8", without                               a scale a tensor
@@ -37,7 +37,7 @@ class CheckpointQuantization:
     kept: tuple[str, ...] = ()
 
     def keeps(self, module: str) -> bool:
-        """Whether the module, or one that it is part of, is said to have stayed as it was."""
+        """True if the config says that the module, or one that it is part of, was not quantised."""
         return any(_names(pattern, module) for pattern in self.kept)
 
 

@@ -16,14 +16,14 @@ from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry
 from radixmesh.daemons.worker.checkpoint.tensor_reader import TensorReader
 
 _FP8 = "F8_E4M3"
-# What follows the name of the weight. Both are what the stored numbers are multiplied by.
+# Suffixes that follow the name of the weight. Both tensors are factors of the stored numbers.
 _SUFFIXES = ("_scale_inv", "_scale")
 # Scales for rows, for the cache of keys and values, for results: found here when the rows are there.
 _UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 
 class ScaledWeights:
-    """Which tensors of a folder are FP8, and where the scales of each are.
+    """FP8 tensors of a folder, and the tensors of their scales.
 
     Raises MeshError BAD_CHECKPOINT where one has no scales, scales of another shape, or is said to be none.
     """
@@ -42,7 +42,7 @@ class ScaledWeights:
         return name in self._scales
 
     def is_side(self, name: str) -> bool:
-        """Whether a tensor belongs to such weights and goes nowhere by itself."""
+        """True if a tensor belongs to such weights and is not loaded by itself."""
         return name in self._sides or (self._quantization is not None and name.endswith(_UNUSED))
 
     def read_scales(self, reader: TensorReader, name: str) -> torch.Tensor:

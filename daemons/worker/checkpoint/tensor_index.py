@@ -1,4 +1,4 @@
-"""Which tensors a model folder holds and where, read from safetensors headers alone."""
+"""Index of a model folder's tensors, read from safetensors headers alone."""
 
 from __future__ import annotations
 

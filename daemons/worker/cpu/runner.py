@@ -260,7 +260,7 @@ def _padded_to(rows: SlotArray, length: int) -> SlotArray:
 
 
 def _kv_slots(segment: Segment, page_size: int) -> SlotArray:
-    """Where the KV of positions [0, start + length) lies, as numbers of tokens of the pool."""
+    """Pool indices of the tokens that hold the KV of positions [0, start + length)."""
     length = segment.start + len(segment.ids)
     pages = segment.pages[: -(-length // page_size)].astype(np.int64)
     if page_size == 1:

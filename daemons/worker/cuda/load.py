@@ -47,7 +47,7 @@ _MAX_ROWS = 65_535
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSettings:
-    """What the worker's flags of the same names say; num_pages None = as many as fit."""
+    """Settings from the worker's flags of the same names; num_pages None = as many as fit."""
 
     dtype: str
     attention_backend: str
@@ -96,7 +96,9 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype), where)
     _kernels_name(settings, where)
     _check_rows(settings)
-    placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
+    placement = Placement(
+        device=where, dtype=dtype, group=LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
+    )
     with fitting("weights", "the model, --dtype or --quantization"):
         loaded = load_decoder(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
     model = loaded.model

@@ -1,4 +1,4 @@
-"""How many KV pages fit a GPU beside the weights, and what is said when something does not fit."""
+"""Number of KV pages that fit a GPU beside the weights, and errors that say why something does not fit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def fitting(what: str, flags: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # What torch's allocator does not hand out itself (contexts, libraries) fails with an error of CUDA's.
+        # Allocations outside torch's allocator (contexts, libraries) fail with an error of CUDA's.
         if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in str(error):
             raise
         raise _does_not_fit(what, flags, _memory_figures()) from error
@@ -95,7 +95,7 @@ def _memory_figures() -> dict[str, object]:
 
 
 def _work_bytes(settings: MemorySettings, config: DecoderConfig, dtype: torch.dtype) -> int:
-    """What a step needs beside weights and KV: rows of activations, logits, tables by slot."""
+    """Bytes that a step needs beside weights and KV: rows of activations, logits, tables by slot."""
     qkv = config.query_size + 2 * config.kv_size
     per_row = 4 * config.hidden_size + qkv + 2 * config.query_size + 3 * config.mlp_size
     rows = settings.max_tokens_per_step * per_row * dtype.itemsize

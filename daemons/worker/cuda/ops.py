@@ -19,7 +19,7 @@ from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 
 class KvTarget(NamedTuple):
-    """Where a step's rows go: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
+    """Places of a step's rows: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
     int32 [slots, pages]."""
 
     positions_T: torch.Tensor

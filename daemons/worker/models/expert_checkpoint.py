@@ -9,7 +9,7 @@ from radixmesh.daemons.worker.models.experts import ExpertWeights
 
 
 class ExpertNames(NamedTuple):
-    """What a family calls an expert's projections."""
+    """A family's names for an expert's projections."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"

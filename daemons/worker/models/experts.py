@@ -20,7 +20,7 @@ from radixmesh.daemons.worker.models.model import Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.row_maths import silu_gated
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
-# What torch's own allocations keep: a product may choose another path for weights that are aligned less.
+# Alignment in bytes of torch's own allocations: a GEMM may choose another path for weights that are aligned less.
 _ALIGNMENT = 64
 
 
@@ -81,7 +81,7 @@ class RoutedExperts:
         return out_TD
 
     def row_probes(self) -> tuple[RowProbe, ...]:
-        """What `compute` gives to `RowTiles.map`, for `Model.row_probes`."""
+        """Probes of all that `compute` gives to `RowTiles.map`, for `Model.row_probes`."""
         weight = self._weights.w_down_EFD
         hidden = RowInput((weight.shape[2],), weight.dtype)
         return (

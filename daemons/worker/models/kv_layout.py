@@ -1,4 +1,4 @@
-"""What a model keeps per token and layer, told to whoever owns the memory."""
+"""KV that a model keeps per token and layer, for whoever owns the memory."""
 
 from __future__ import annotations
 

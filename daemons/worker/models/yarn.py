@@ -28,7 +28,7 @@ class YarnScaling:
 
     @property
     def rope_scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -37,7 +37,7 @@ class YarnScaling:
 
     @property
     def softmax_factor(self) -> float:
-        """What DeepSeek's models multiply all scores by, beside 1 / sqrt(query dim)."""
+        """Factor of all scores in DeepSeek's models, beside 1 / sqrt(query dim)."""
         return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
 

@@ -1,4 +1,4 @@
-"""Whether an admit makes sense by itself: ids, lengths, options. Slots and pages are the plan check's."""
+"""Checks an admit by itself: ids, lengths, options. Slots and pages are the plan check's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_admit(admit: Admit, limits: Limits) -> None:
 def _check_offered(admit: Admit, limits: Limits) -> None:
     if admit.task not in limits.tasks:
         raise _unsupported(f"the task {admit.task.name}", admit.task.name.lower())
-    if admit.grammar_hash:
+    if admit.grammar_hash and not limits.takes_grammars:
         raise _unsupported("guided decoding", "grammar")
     if admit.adapter:
         raise _unsupported("adapters", "adapter")
@@ -64,7 +64,7 @@ def _check_lengths(admit: Admit, limits: Limits) -> None:
     if admit.max_total_len > limits.max_total_len:
         message = f"max_total_len is {admit.max_total_len}: the model ends at {limits.max_total_len}"
         raise _invalid("max_total_len", message, limits.max_total_len)
-    # What generates needs room for one token at least.
+    # A task that generates needs room for one token at least.
     most = admit.max_total_len - (1 if admit.task is Task.GENERATE else 0)
     if total_len > most:
         raise MeshError(

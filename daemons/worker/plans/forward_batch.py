@@ -1,4 +1,4 @@
-"""What one forward computes: the decode set and the chunks of a plan, as rows and segments for the runner."""
+"""Batch of one forward: the decode set and the chunks of a plan, as rows and segments for the runner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from radixmesh.daemons.worker.runner import DecodeRows, SampleInput, Segment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Where a segment's output goes: `index` is its result row, -1 for a chunk that does not finish its prefill.
+    """Destination of a segment's output: `index` is its result row, -1 for a chunk that does not finish its prefill.
 
     `generation` is the slot's; logprobs of positions before `logprobs_start` were delivered by an earlier attempt.
     """
@@ -92,7 +92,7 @@ def _decode_rows(table: SlotTable, slots: IntArray, max_tokens: IntArray | None)
 
 
 def _can_finish(table: SlotTable, slot: int) -> bool:
-    """Whether a token may follow the slot's last one; embed and score tasks need none."""
+    """True if a token may follow the slot's last one; embed and score tasks need none."""
     return table.occupant(slot).task is not Task.GENERATE or bool(table.total_len[slot] < table.max_total_len[slot])
 
 

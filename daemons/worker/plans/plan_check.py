@@ -1,4 +1,4 @@
-"""Whether a plan can run, told before anything of it does: a refused plan leaves no trace.
+"""Checks that a plan can run, before anything of it does: a refused plan leaves no trace.
 
 Checks follow the order in which a plan is applied; each sees the slots and pages as the parts before it would leave
 them. What is asked of a plan follows from its bytes and the plans before it, never from values that only this rank has:

@@ -1,4 +1,4 @@
-"""What is kept of a step that died: its plan and the traceback, to be run again by whoever looks into it."""
+"""Dump of a step that died: its plan and the traceback, to be run again by whoever looks into it."""
 
 from __future__ import annotations
 

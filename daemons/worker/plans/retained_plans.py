@@ -33,7 +33,7 @@ class RetainedPlans:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether the last plan received has not completed here."""
+        """True if the last plan received has not completed here."""
         return bool(self._plans) and next(reversed(self._plans)) > self._completed_step
 
     def begin_epoch(self) -> None:

@@ -29,7 +29,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupant:
-    """What of an admit stays as it was."""
+    """The part of an admit that never changes."""
 
     request_id: str
     index: int
@@ -67,7 +67,7 @@ class SlotTable:
         self.batch_from_len = np.zeros(num, np.int32)
         """Total length from which decodes of the slot may go as DecodeRows; the maximum if never."""
         self.is_bounded = np.zeros(num, np.bool_)
-        """Whether the slot decoded with several tokens a row: the plans alone give only bounds of its length then."""
+        """True if the slot decoded with several tokens a row: the plans alone give only bounds of its length then."""
         self.tokens = np.zeros((num, limits.max_total_len), np.int32)
         self.page_tables = np.zeros((num, limits.max_pages_per_slot), np.int32)
         self.page_users = np.zeros(limits.num_pages, np.int32)
@@ -165,7 +165,7 @@ class SlotTable:
         return clipped
 
     def has_room(self, slots: IntArray) -> BoolArray:
-        """Which of `slots` can take one more token: their last one has a page, and max_total_len is not reached."""
+        """Those of `slots` that can take a token more: their last one has a page, and max_total_len is not reached."""
         total_len = self.total_len[slots]
         has_page: BoolArray = self.num_pages[slots].astype(np.int64) * self._page_size >= total_len
         return has_page & (total_len < self.max_total_len[slots])

@@ -37,7 +37,7 @@ def adjust_logits(
 
 
 def is_adjusted(sampling: Sampling, suppressed_ids: IntArray) -> bool:
-    """Whether `adjust_logits` would change anything but NaN."""
+    """True if `adjust_logits` would change anything but NaN."""
     return bool(
         sampling.repetition_penalty != 1.0
         or sampling.frequency_penalty

@@ -72,7 +72,7 @@ class FaultInjector:
         self._random = random.Random(seed)
 
     def strikes(self, step_id: int) -> FaultKind | None:
-        """What happens to this plan instead of its step: REFUSE, DIE, or nothing."""
+        """The fault of this plan, which runs instead of its step: REFUSE, DIE, or nothing."""
         fault = self._next(step_id, of_plans=True)
         return None if fault is None else fault.kind
 

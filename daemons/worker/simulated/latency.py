@@ -1,4 +1,4 @@
-"""How long a simulated step takes."""
+"""Duration of a simulated step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """What of a step costs time.
+    """Costs of the parts of a step.
 
     prefill_tokens: uncached tokens of chunks. prefill_context: sum over chunks of tokens x mean context (token pairs).
     decode_rows: rows that decode. decode_context: sum of their lengths in tokens, the KV that is read.

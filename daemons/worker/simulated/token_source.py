@@ -109,7 +109,7 @@ def simulated_continuation(
     suppressed_ids: Sequence[int] = (),
     num_suppressed: int = 0,
 ) -> list[int]:
-    """What a simulated worker must continue `ids` (prompt, then output so far) with: the oracle of tests.
+    """Continuation of `ids` (prompt, then output so far) that a simulated worker must give: the oracle of tests.
 
     The first `num_suppressed` tokens are sampled outside `suppressed_ids`.
     """

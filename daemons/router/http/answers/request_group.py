@@ -10,7 +10,7 @@ from radixmesh.daemons.router.requests.request_stream import RequestStream
 from radixmesh.daemons.router.router import Router
 from radixmesh.router.v1 import router_pb2
 
-# Which prompt, and what is new of it.
+# Index of the prompt, and its new output.
 GroupMessage = tuple[int, router_pb2.GenerateResponse]
 
 # Requests of one group that are being resolved.

@@ -43,7 +43,7 @@ def usage_of(finished: Iterable[tuple[int, router_pb2.OutputFinished]]) -> Usage
 
 
 def stop_reason(finished: router_pb2.OutputFinished) -> str | int | None:
-    """What ended an output: its stop string, or the id; None for another reason."""
+    """The stop string or id that ended an output; None for another reason."""
     if finished.stop:
         return finished.stop
     return finished.stop_id if finished.HasField("stop_id") else None

@@ -149,6 +149,6 @@ def _text(token: int, table: TokenTable | None) -> str | None:
 
 
 def _forget(output: CollectedOutput) -> None:
-    """What was told is not told again."""
+    """Drops output that was sent, so that it is not sent again."""
     output.num_forgotten += len(output.ids)
     output.ids, output.texts, output.logprobs = output.ids[:0], [], LogprobRun()

@@ -145,7 +145,7 @@ class GenerationOptions(TokenOptions):
 
 
 def sampling_of(options: GenerationOptions) -> common_pb2.SamplingParams:
-    """How tokens are drawn; what is absent stays unset. top_k -1 is 0: keep all."""
+    """Sampling options; absent ones stay unset. top_k -1 is 0: keep all."""
     o = options
     sampling = common_pb2.SamplingParams(
         repetition_penalty=o.repetition_penalty,
@@ -167,7 +167,7 @@ def sampling_of(options: GenerationOptions) -> common_pb2.SamplingParams:
 
 
 def stop_of(options: GenerationOptions) -> common_pb2.StopParams:
-    """What ends an output, but for max_tokens."""
+    """Stop conditions, but for max_tokens."""
     o = options
     stop = common_pb2.StopParams(
         min_tokens=o.min_tokens,

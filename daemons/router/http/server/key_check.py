@@ -1,4 +1,4 @@
-"""API keys at the HTTP edge: a request is refused before anything of it but its head is read."""
+"""API keys at the HTTP server: a request is refused before anything of it but its head is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from radixmesh.daemons.runtime.rpc.caller import set_caller
 from radixmesh.daemons.runtime.security.key_guard import KeyGuard
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
-# What a client may still send of a body that nobody wants before it is cut off.
+# Bound of a body that nobody wants and that is still read before the connection is cut off.
 _LINGER = Linger(seconds=1.0, max_bytes=1 << 20)
 
 

@@ -88,7 +88,7 @@ class DeviceAttention(ABC):
     captures_chunks: bool = False
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
-        """What plan() may answer for a step of so many decode rows: graphs are captured for each."""
+        """All answers that plan() may give for a step of so many decode rows: graphs are captured for each."""
         return ("",)
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Which attention a runner gets, and how the KV pool that it reads lies."""
+"""Choice of a runner's attention, and of the layout of the KV pool that it reads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AttentionChoice:
     def work_bytes(
         self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None], device: torch.device
     ) -> int:
-        """What it takes of a GPU's memory beside the pool, where that is much. shape, windows: the model's."""
+        """Bytes of GPU memory that it takes beside the pool, if that is much. shape, windows: the model's."""
         if self.name != "flashinfer":
             return 0
         return _flashinfer_bytes(settings, self._stored_shape(shape), windows, self.kv_dtype, device)

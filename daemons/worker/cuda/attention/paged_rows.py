@@ -1,4 +1,4 @@
-"""Where the keys of a step's sequences lie, told to kernels that read compressed lists of pages.
+"""Keys of a step's sequences as kernels want them that read compressed lists of pages.
 
 Such kernels (FlashInfer's; Ye et al. 2025, arXiv:2501.01005) take the pages of row i from page_list[starts[i] :], and
 its length from where the next row starts:

@@ -1,4 +1,4 @@
-"""Which decode rows share a prefix, looked for when that may have changed."""
+"""Finds decode rows that share a prefix, whenever that may have changed."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class FlashInferPlan:
         )
         self._staging = PinnedRing(len(self._workspace.ints))
         self._layout: PlanLayout = ()
-        # What graphs have captured, by numbers of rows and queries: they would read another layout as this one.
+        # Layouts captured in graphs, by numbers of rows and queries: a graph would read another layout as this one.
         self._captured: dict[tuple[int, int], tuple[int, ...]] | None = {} if config.in_graphs else None
 
     def update(self, rows: PagedRows) -> None:

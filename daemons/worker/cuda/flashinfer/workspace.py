@@ -1,4 +1,4 @@
-"""How much memory FlashInfer's plans take at most: its allocator refuses a plan for which there is too little."""
+"""Upper bound of the memory of FlashInfer's plans: its allocator refuses a plan for which there is too little."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _padded(rows: QuantizedRows) -> QuantizedRows:
     """As the kernels leave them."""
     num_rows, num_features = rows.data_TK.shape
     padded = new_quantized(num_rows, num_features, rows.data_PK.device, is_grouped=rows.is_grouped)
-    # What padding there is means nothing, but may be no number, which is slower here and there.
+    # Padding means nothing, but could be NaN, which is slower on some devices.
     padded.data_PK.view(torch.uint8).zero_()
     padded.scales_PG.fill_(1.0)
     padded.data_TK.copy_(rows.data_TK)

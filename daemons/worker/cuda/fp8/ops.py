@@ -53,6 +53,10 @@ class Fp8Ops(ABC):
         """silu(gate) x up, for a GEMM with w."""
         if isinstance(w, QuantizedMatrix):
             return self._gated(gate_up, w.is_grouped)
+        return self.silu_mul(gate_up, eps)
+
+    def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
+        """silu(gate) x up in the model's dtype."""
         return self._plain.silu_mul(gate_up, eps)
 
     def linear(self, rows: Rows, w: Matrix, dtype: torch.dtype) -> torch.Tensor:

@@ -49,7 +49,7 @@ class QuantizedLayers:
 
 
 def chosen_form(flag: str, checkpoint: CheckpointQuantization | None) -> Fp8Form | None:
-    """What --quantization and the checkpoint together come to; None: the model's dtype. Raises MeshError."""
+    """Quantisation by --quantization and the checkpoint together; None: the model's dtype. Raises MeshError."""
     if flag == "none":
         return None
     if flag == "auto":

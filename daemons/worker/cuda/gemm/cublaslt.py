@@ -160,7 +160,7 @@ class CublasLtMatmul:
         return Algorithm(algorithm.order, algo, int(result.workspace_size), float(result.waves_count))
 
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out_TN: torch.Tensor) -> bool:
-        """Whether tensors are of this shape and lie as the algorithms expect."""
+        """True if tensors are of this shape and lie as the algorithms expect."""
         shape = self.shape
         return (
             x_TK.shape == (shape.num_rows, shape.num_in)

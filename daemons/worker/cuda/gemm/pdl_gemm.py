@@ -44,7 +44,7 @@ class PdlKernel(ABC):
 
     @abstractmethod
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
-        """Whether it can compute `out` of the others."""
+        """True if it can compute `out` of the others."""
 
     @abstractmethod
     def prepare(self, needed: Iterable[tuple[PdlShape, GemmConfig]]) -> None:

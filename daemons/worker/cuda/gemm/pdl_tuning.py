@@ -155,7 +155,7 @@ def _measured_rows(sizes: Sequence[int]) -> list[int]:
 
 
 def _is_loaded(kernel: PdlKernel, shape: PdlShape, config: GemmConfig) -> bool:
-    """Whether it can be launched: what cannot is left to others here, not found by the first step."""
+    """True if it can be launched: a GEMM that cannot is left to others here, not found by the first step."""
     try:
         kernel.load(shape, config)
     except (RuntimeError, OSError) as error:

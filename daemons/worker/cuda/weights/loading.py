@@ -68,7 +68,7 @@ def load_decoder(folder: Path, placement: Placement, *, load_format: str, quanti
         else:
             num_bytes = load_tensors(folder, built.targets, stored)
     if placement.device.type == "cuda":
-        # What making them took is free for KV.
+        # Memory that was used while making them is free for KV.
         torch.cuda.empty_cache()
     _log.info(
         "weights_loaded",

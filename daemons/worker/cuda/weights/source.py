@@ -1,4 +1,4 @@
-"""Where the weights of a device come from when they are taken one by one: a folder, or random ones of the same shapes.
+"""Sources of a device's weights, taken one by one: a folder, or random ones of the same shapes.
 
 N rows (features out), K columns (features in).
 """

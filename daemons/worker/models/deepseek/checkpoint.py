@@ -18,7 +18,7 @@ from radixmesh.daemons.worker.models.deepseek.weights import (
 )
 from radixmesh.daemons.worker.models.expert_checkpoint import expert_targets
 
-# What a layer for further tokens shares with the model, and its checkpoint holds again.
+# Tensors that an MTP layer shares with the model; its checkpoint holds them again.
 _SHARED_BY_MTP = ("embed_tokens.weight", "shared_head.head.weight")
 
 
@@ -50,7 +50,7 @@ def tensor_targets(config: DeepseekConfig, weights: DeepseekWeights) -> TensorTa
 
 
 def present_mtp_layers(config: DeepseekConfig, names: Collection[str]) -> int:
-    """How many of the layers for further tokens, counted from the first, a checkpoint of these tensors holds.
+    """Number of MTP layers, counted from the first, that a checkpoint of these tensors holds.
 
     Checkpoints that were saved again have often lost them, though their config still announces them.
     """
@@ -62,7 +62,7 @@ def present_mtp_layers(config: DeepseekConfig, names: Collection[str]) -> int:
 
 
 def layer_prefix(index: int) -> str:
-    """What the names of all tensors of a layer begin with."""
+    """Prefix of the names of all tensors of a layer."""
     return f"model.layers.{index}."
 
 

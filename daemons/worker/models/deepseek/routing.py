@@ -1,4 +1,4 @@
-"""How DeepSeek's routers pick experts: a function of one row of scores each.
+"""DeepSeek's routers: each picks experts by a function of one row of scores.
 
 Source: DeepSeek-V2 (2024), sections 2.1 and 2.2; DeepSeek-V3 (2024), section 2.1.2.
 Legend: T rows, D hidden size, E experts, G groups, M = E / G experts of a group, A picks.

@@ -1,4 +1,4 @@
-"""What a Llama config.json says beyond the sizes of a decoder."""
+"""A Llama config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

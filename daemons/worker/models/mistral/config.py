@@ -1,4 +1,4 @@
-"""What a Mistral config.json says beyond the sizes of a decoder."""
+"""A Mistral config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Mixtral config.json says beyond the sizes of a decoder."""
+"""A Mixtral config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 

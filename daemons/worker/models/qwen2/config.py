@@ -1,4 +1,4 @@
-"""What a Qwen2 config.json says beyond the sizes of a decoder."""
+"""A Qwen2 config.json, beyond the sizes of a decoder."""
 
 from __future__ import annotations
 
