@@ -74,7 +74,7 @@ class RequestGroup:
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one request: then push() may take the place of next()."""
+        """True for one request: push() may then take the place of next()."""
         return len(self._streams) == 1
 
     async def push(self, sink: Callable[[Update], bool]) -> None:
