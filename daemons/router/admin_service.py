@@ -43,7 +43,22 @@ class RouterAdminService(router_pb2_grpc.RouterAdminServiceServicer):
         request: router_pb2.DrainSchedulerRequest,
         context: grpc.aio.ServicerContext[router_pb2.DrainSchedulerRequest, router_pb2.DrainSchedulerResponse],
     ) -> router_pb2.DrainSchedulerResponse:
-        return router_pb2.DrainSchedulerResponse(num_running=self._schedulers.drain(request.address))
+        num_moved = self._schedulers.drain(request.address, moves_outputs=request.move_outputs)
+        num_running = self._schedulers.link(request.address).num_running
+        return router_pb2.DrainSchedulerResponse(num_running=num_running, num_moved=num_moved)
+
+    async def MoveOutputs(
+        self,
+        request: router_pb2.MoveOutputsRequest,
+        context: grpc.aio.ServicerContext[router_pb2.MoveOutputsRequest, router_pb2.MoveOutputsResponse],
+    ) -> router_pb2.MoveOutputsResponse:
+        num_moved = self._schedulers.move(
+            request_id=request.request_id,
+            source=request.from_address,
+            target=request.to_address,
+            most=request.max_outputs,
+        )
+        return router_pb2.MoveOutputsResponse(num_moved=num_moved)
 
     async def ListSchedulers(
         self,
