@@ -237,7 +237,7 @@ def test_kernels_are_made_ready_at_once_before_any_is_measured() -> None:
         measured_at.append(len(kernel.prepared))
         return _Times(10.0, 64, 2.0)
 
-    # What compiling takes is not of the budget.
+    # The time of compiling is not part of the budget.
     tuner = PdlTuner(create, lambda: next(seconds), budget_s=10.0)
     groups = [(MatrixGroup(weights, is_added=False), GemmEpilogue.PLAIN)]
     gemm = tuner.tune(kernel, groups, [4, 12, 16], TorchGemm())
@@ -355,7 +355,7 @@ def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_gemm_that_reads_
     gemm.add_linear(_random(16, 2 * _N), _random(_K, 2 * _N), residual_TK)
     gemm.gate_up_silu(residual_TK, w_NK, _EPS)
     assert [square_sums is not None for square_sums in kernel.square_sums] == [False, False, True, False, False]
-    # Where no gated GEMM of that many rows prefetches its weights, none are left.
+    # If no gated GEMM of that many rows prefetches its weights, none are left.
     gemm = PdlGemm(kernel, {shape: config for shape in table if shape != gated}, TorchGemm())
     gemm.add_linear(x_TN, weights[0], residual_TK)
     assert gemm.gate_up_silu(residual_TK, w_NK, _EPS) is None
