@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, HeadNorms, HeadShape, KvTarget, Ops, RopeAngles
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norms
-from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.rope import RopeTable
@@ -47,6 +47,7 @@ class DeviceDecoder:
         self._kv = kv
         self._ops = ops
         self._heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+        assert config.rope is not None
         rope = RopeTable(config.head_dim, config.rope, weights.final_norm_D.device)
         self._angles = RopeAngles(*rope.all(max_total_len))
 
@@ -139,7 +140,30 @@ def mlp_of(layer: DecoderLayer) -> MlpWeights:
 
 def check_decoder(config: DecoderConfig) -> None:
     """Raises MeshError UNSUPPORTED for what only the CPU backend computes."""
-    what = "routed experts" if config.experts is not None else "a score head" if config.is_scoring else ""
+    rope = config.rope
+    missing = {
+        "routed experts": config.experts is not None,
+        "a score head": config.is_scoring,
+        "layers with different RoPE": config.layer_ropes is not None,
+        "no RoPE": rope is None,
+        "partial RoPE": rope is not None and rope.rotary_dim is not None,
+        "interleaved RoPE": rope is not None and rope.is_interleaved,
+        "position embeddings": config.has_position_embedding,
+        f"{config.norm_kind.value} norms": config.norm_kind is not NormKind.RMS,
+        "norms over all heads": config.head_norm is HeadNorm.ALL,
+        "no norms before attention and MLP": not config.has_input_norms,
+        "norms behind attention and MLP": config.has_output_norms,
+        "parallel attention and MLP": config.is_parallel,
+        "soft-capped scores": config.attention_softcap is not None,
+        "soft-capped logits": config.logit_softcap is not None,
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "scaled residuals": config.residual_scale != 1.0,
+        "divided logits": config.logits_divisor != 1.0,
+        "attention sinks": config.has_sinks,
+        f"the activation {config.activation}": config.activation not in ("silu", "swish"),
+        "an MLP without a gate": not config.is_gated,
+    }
+    what = ", ".join(name for name, is_there in missing.items() if is_there)
     if what:
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,

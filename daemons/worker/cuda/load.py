@@ -96,7 +96,9 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
     attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype), where)
     _kernels_name(settings, where)
     _check_rows(settings)
-    placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
+    placement = Placement(
+        device=where, dtype=dtype, group=LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
+    )
     with fitting("weights", "the model, --dtype or --quantization"):
         loaded = load_decoder(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
     model = loaded.model
