@@ -44,13 +44,13 @@ def common_snapshot(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot:
     pinned = sorted({page for snapshot in snapshots for page in snapshot.pinned_pages if page < num_pages})
     transfers: dict[str, set[int]] = {}
     for snapshot in snapshots:
-        for name, pages in snapshot.pinned_transfers.items():
-            transfers.setdefault(name, set()).update(pages)
+        for name, held in snapshot.pinned_transfers.items():
+            transfers.setdefault(name, set()).update(held)
     return CacheSnapshot(
         records=replace(ours, filled=filled, ids=ours.ids[kept]),
         names=first.names,
         pinned_pages=tuple(pinned),
-        pinned_transfers={name: tuple(sorted(pages)) for name, pages in transfers.items()},
+        pinned_transfers={name: tuple(sorted(held)) for name, held in transfers.items()},
     )
 
 
