@@ -98,14 +98,14 @@ def test_sizes_between_take_what_the_next_larger_one_does_when_time_is_up() -> N
     tuner = _tuner(FakeCublasLt(), lambda shape: {None: 10.0, 0: 5.0 if shape.num_rows > 64 else 20.0}, step_s=0.34)
     gemm = tuner.tune(_groups(), [2, 64, 65, 96, 128, 160, 256])
     assert (tuner.num_measured, tuner.num_left_out) == (6, 8)
-    assert {shape.num_rows for shape in gemm._table} == {65, 96, 128, 160, 256}
+    assert {shape.num_rows for shape in gemm.table} == {65, 96, 128, 160, 256}
 
 
 def test_an_algorithm_that_does_not_serve_a_size_is_not_used_there() -> None:
     # The fake library's third algorithm serves no size but the one that it was named for.
     tuner = _tuner(FakeCublasLt(), lambda shape: {None: 10.0, 2: 5.0}, step_s=1.0)
     gemm = tuner.tune(_groups(), [96, 128])
-    assert {(shape.num_rows, shape.is_added) for shape in gemm._table} == {(128, False), (128, True)}
+    assert {(shape.num_rows, shape.is_added) for shape in gemm.table} == {(128, False), (128, True)}
 
 
 def test_an_algorithm_that_stops_running_is_left_for_torchs() -> None:

@@ -59,14 +59,14 @@ class TunedGemm(TorchGemm):
     """The measured cuBLASLt algorithm for shapes in the table; torch for all others."""
 
     def __init__(self, table: Mapping[GemmShape, ChosenMatmul]) -> None:
-        self._table = dict(table)
+        self.table = dict(table)
 
     def __len__(self) -> int:
-        return len(self._table)
+        return len(self.table)
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
         shape = _shape(x_TK, w_NK, False)
-        if shape in self._table:
+        if shape in self.table:
             out_TN = x_TK.new_empty(x_TK.shape[0], w_NK.shape[0])
             if self._has_run(shape, x_TK, w_NK, out_TN):
                 return out_TN
@@ -74,7 +74,7 @@ class TunedGemm(TorchGemm):
 
     def add_linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor, residual_TN: torch.Tensor) -> None:
         shape = _shape(x_TK, w_NK, True)
-        if shape not in self._table or not self._has_run(shape, x_TK, w_NK, residual_TN):
+        if shape not in self.table or not self._has_run(shape, x_TK, w_NK, residual_TN):
             super().add_linear(x_TK, w_NK, residual_TN)
 
     def _has_run(self, shape: GemmShape, x_TK: torch.Tensor, w_NK: torch.Tensor, out_TN: torch.Tensor) -> bool:
@@ -82,14 +82,14 @@ class TunedGemm(TorchGemm):
 
         An algorithm adopted from another row count has not run before, so a refusal can show only here.
         """
-        matmul, algorithm = self._table[shape]
+        matmul, algorithm = self.table[shape]
         if not matmul.accepts(x_TK, w_NK, out_TN):
             return False
         try:
             matmul.run(algorithm, x_TK, w_NK, out_TN)
         except CublasLtError as error:
             _log.warning("gemm_algorithm_refused", shape=str(shape), order=algorithm.order, reason=str(error))
-            del self._table[shape]
+            del self.table[shape]
             return False
         return True
 
