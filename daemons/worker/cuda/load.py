@@ -19,8 +19,7 @@ from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
 from radixmesh.daemons.worker.cuda.fp8.tuning import create_fp8_gemm
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
-from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import tuned_gemm
-from radixmesh.daemons.worker.cuda.gemm.pdl_tuning import create_pdl_gemm
+from radixmesh.daemons.worker.cuda.gemm.tuning import tuned_gemm
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
@@ -193,9 +192,7 @@ def _ops(settings: DeviceSettings, loaded: LoadedDecoder, graph_rows: Sequence[i
     if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
             sizes = [size for size in graph_rows if size > 1]
-            gemm = tuned_gemm(model.weights, sizes, device)
-            if settings.use_pdl:
-                gemm = create_pdl_gemm(model.weights, sizes, device, gemm)
+            gemm = tuned_gemm(model.weights, sizes, device, use_pdl=settings.use_pdl)
     if name == "torch":
         return TorchOps()
     if name == "compiled":
