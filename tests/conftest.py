@@ -1,4 +1,4 @@
-"""GPU tests are skipped with a reason, property tests have no deadline of their own, and a run's report can be kept."""
+"""GPU tests are skipped with a reason, property tests have no deadline of their own; hooks for run_tests.py."""
 
 import json
 import os
@@ -26,6 +26,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+_CLAIMED = pytest.StashKey[dict[Path, bool]]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Leaves out the tests of a file that another process of run_tests.py has begun."""
+    if not (folder := os.environ.get("TESTS_CLAIMS")):
+        return None
+    claimed = item.config.stash.setdefault(_CLAIMED, {})
+    if item.path not in claimed:
+        claim = Path(folder, str(item.path.relative_to(item.config.rootpath)).replace("/", "."))
+        try:
+            claim.touch(exist_ok=False)
+            claimed[item.path] = True
+        except FileExistsError:
+            claimed[item.path] = False
+    return None if claimed[item.path] else True
 
 
 def pytest_terminal_summary(terminalreporter: TerminalReporter) -> None:

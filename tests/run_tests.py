@@ -2,8 +2,8 @@
 
 python tests/run_tests.py daily|compose [PYTEST-ARGUMENT...]
 
-The daily suite runs in two processes, for two cores, that take about as long: what computes, and what mostly waits.
-Only the first imports torch and transformers.
+The daily suite runs in two processes, for two cores: tests that compute, and tests that mostly wait. Only the first
+imports torch and transformers. It ends earlier, and then takes files of the other from the end of its list.
 
 Tests of real processes (tests/mesh, tests/compose) meet whatever machine there is: at most two that failed are run once
 more, alone. Any other test that fails, fails the run. Every first failure is written with its output to
@@ -36,7 +36,8 @@ COMPUTING = (
 RERUN_FOLDERS = ("tests/mesh/", "tests/compose/")
 MOST_RERUN = 2
 REPORT = "TESTS_REPORT"
-# What a skip's reason says is missing; programs are looked for besides, since some tests are not even collected.
+CLAIMS = "TESTS_CLAIMS"
+# Missing things by the reasons of skips; programs are looked for besides, since some tests are not even collected.
 WANTS = {
     "tmux": ("tmux",),
     "prometheus": ("prometheus", "promtool"),
@@ -126,11 +127,11 @@ def main(suite: str, arguments: list[str]) -> int:
 
 
 def _daily(reports: Sequence[Path], arguments: list[str]) -> int:
-    with tempfile.TemporaryFile("w+") as output:
-        computing = _start([*COMPUTING, *arguments], reports[1], output)
+    waiting = _waiting_files()
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as claims:
+        computing = _start([*COMPUTING, *reversed(waiting), *arguments], reports[1], output, claims)
         try:
-            ignored = [f"--ignore={path}" for path in COMPUTING]
-            waited = _pytest(["tests", *ignored, *arguments], reports[0])
+            waited = _start([*waiting, *arguments], reports[0], None, claims).wait()
             computed = computing.wait()
         finally:
             computing.kill()
@@ -141,14 +142,23 @@ def _daily(reports: Sequence[Path], arguments: list[str]) -> int:
     return max(codes, default=_NOTHING_SELECTED)
 
 
+def _waiting_files() -> list[str]:
+    """Test files of the daily suite that are not in COMPUTING."""
+    found = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    return [name for name in found if not name.startswith((*COMPUTING, "tests/compose/"))]
+
+
 def _pytest(arguments: list[str], report: Path) -> int:
     return _start(arguments, report, None).wait()
 
 
-def _start(arguments: list[str], report: Path, output: object) -> subprocess.Popen[str]:
+def _start(arguments: list[str], report: Path, output: object, claims: str = "") -> subprocess.Popen[str]:
+    """claims: folder in which conftest.py notes the process that runs a file; empty = all files are run."""
     command = [sys.executable, "-m", "pytest", "-m", "not full", "-p", "no:cacheprovider", *arguments]
     stream = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, cwd=ROOT, env={**os.environ, REPORT: str(report)}, text=True, **stream)  # type: ignore[call-overload, no-any-return]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, REPORT: str(report), CLAIMS: claims}, text=True, **stream
+    )  # type: ignore[call-overload, no-any-return]
 
 
 def _options(arguments: list[str]) -> list[str]:

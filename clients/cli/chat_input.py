@@ -18,7 +18,7 @@ class ChatInput(ABC):
     """A source of messages and commands."""
 
     is_interactive: bool
-    """Whether somebody sits there: greetings, hints and figures are for them."""
+    """True if somebody sits there: greetings, hints and figures are for them."""
 
     @abstractmethod
     async def next_line(self) -> str:

@@ -22,7 +22,7 @@ class ProcessSpec:
     replica: int
     argv: tuple[str, ...]
     environment: Mapping[str, str]
-    """What the service adds to the environment it inherits."""
+    """Variables that the service adds to the environment it inherits."""
     addresses: Mapping[int, str]
     """Container port -> `127.0.0.1:port` on this machine."""
     health: HealthCheck | None

@@ -1,4 +1,4 @@
-"""radixmesh-router: the mesh's front door."""
+"""radixmesh-router: the daemon that clients speak to."""
 
 from __future__ import annotations
 

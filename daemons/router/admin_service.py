@@ -1,4 +1,4 @@
-"""The router's gRPC edge for operators."""
+"""The router's gRPC service for operators."""
 
 from __future__ import annotations
 

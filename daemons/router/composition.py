@@ -42,7 +42,7 @@ class Peers:
     watch_cache: OpenWatch | None = None
     """Follows a scheduler's prefix cache; without it caches are guessed at by what was sent."""
     look_up: Lookup | None = None
-    """Who is behind a name, asked again and again; without it names are left to the transport."""
+    """Looks up a name, again and again; without it names are left to the transport."""
 
 
 def make_router(

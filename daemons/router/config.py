@@ -16,7 +16,7 @@ _BODIES_BYTES = share(8, 128 << 20)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSettings(CommonSettings):
-    """The mesh's front door: owns every request from its arrival to its last delta."""
+    """Serves clients: owns every request from its arrival to its last delta."""
 
     tokenizers: tuple[str, ...] = setting((), "addresses of tokenizers: host:port or unix:/path, comma-separated")
     detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")

@@ -8,7 +8,7 @@ from functools import partial
 from radixmesh.daemons.router.admin_service import RouterAdminService
 from radixmesh.daemons.router.composition import Peers, make_router
 from radixmesh.daemons.router.config import RouterSettings
-from radixmesh.daemons.router.http.edge import make_http_server
+from radixmesh.daemons.router.http.http_server import make_http_server
 from radixmesh.daemons.router.http.server.server import HttpServer
 from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer, dial_detokenizer, dial_scheduler, watch_cache
 from radixmesh.daemons.router.router import Router

@@ -1,6 +1,6 @@
 """The router: requests in, streams of deltas out, whatever dies meanwhile. Knows no transport.
 
-HTTP and gRPC edges call open(), and write what the stream gives as their clients take it.
+HTTP and gRPC servers call open(), and write what the stream gives as their clients take it.
 """
 
 from __future__ import annotations

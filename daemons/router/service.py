@@ -1,4 +1,4 @@
-"""The router's gRPC edge for clients."""
+"""The router's gRPC service for clients."""
 
 from __future__ import annotations
 

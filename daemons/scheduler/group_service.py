@@ -28,6 +28,8 @@ class GrpcRank:
         self._channel = channel
         self._stub = worker_pb2_grpc.WorkerServiceStub(channel)
         self._call: _Call | None = None
+        # grpc takes one message of a call at a time.
+        self._writing = asyncio.Lock()
 
     def open(self) -> None:
         execute: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(
@@ -38,7 +40,8 @@ class GrpcRank:
     async def write(self, data: bytes) -> None:
         assert self._call is not None
         try:
-            await self._call.write(data)
+            async with self._writing:
+                await self._call.write(data)
         except grpc.aio.AioRpcError as error:
             raise_if_cancelled()
             raise mesh_error_from_rpc(error) from error

@@ -8,6 +8,7 @@ from radixmesh.daemons.runtime.lifecycle import Daemon, Runtime
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
 from radixmesh.daemons.tokenizer.config import TokenizerSettings
+from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
 from radixmesh.daemons.tokenizer.service import TokenizerService
 from radixmesh.daemons.tokenizer.text_codec import Limits, TextCodec
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue
@@ -25,9 +26,18 @@ class TokenizerDaemon(Daemon):
             num_threads=settings.num_threads,
             max_queued=settings.max_queued,
         )
+        self._grammars = GrammarCompiler(
+            settings.model,
+            settings.grammar_backend,
+            GrammarLimits(
+                num_processes=settings.grammar_processes,
+                timeout_s=settings.grammar_timeout_s,
+                memory_bytes=settings.grammar_memory_bytes,
+            ),
+        )
         runtime.server.add(
             tokenizer_pb2_grpc.add_TokenizerServiceServicer_to_server,
-            TokenizerService(self._loaded_codec, self._queue, runtime.metrics, runtime.tracer),
+            TokenizerService(self._loaded_codec, self._queue, self._grammars, runtime.metrics, runtime.tracer),
         )
 
     async def load(self) -> None:
@@ -38,6 +48,7 @@ class TokenizerDaemon(Daemon):
 
     async def close(self) -> None:
         self._queue.close()
+        self._grammars.close()
 
     def _load(self) -> TextCodec:
         settings = self._settings

@@ -10,6 +10,7 @@ import grpc
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
@@ -22,6 +23,7 @@ from radixmesh.daemons.tokenizer.chat import (
     read_template_args,
     read_tools,
 )
+from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler
 from radixmesh.daemons.tokenizer.text_codec import Encoded, Steps, TextCodec, TextItem
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue, in_one_step
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
@@ -30,8 +32,16 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
     """codec: what a loaded daemon encodes with; asked for per call, after the queue has refused calls while loading."""
 
-    def __init__(self, codec: Callable[[], TextCodec], queue: WorkQueue, metrics: Metrics, tracer: Tracer) -> None:
+    def __init__(
+        self,
+        codec: Callable[[], TextCodec],
+        queue: WorkQueue,
+        grammars: GrammarCompiler,
+        metrics: Metrics,
+        tracer: Tracer,
+    ) -> None:
         self._codec = codec
+        self._grammars = grammars
         self._queue = queue
         self._metrics = metrics
         self._tracer = tracer
@@ -63,10 +73,13 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         request: tokenizer_pb2.CompileGrammarRequest,
         context: grpc.aio.ServicerContext[tokenizer_pb2.CompileGrammarRequest, tokenizer_pb2.CompileGrammarResponse],
     ) -> tokenizer_pb2.CompileGrammarResponse:
-        raise MeshError(
-            ErrorReason.ERROR_REASON_UNSUPPORTED,
-            "this tokenizer compiles no grammars: send the request without a constraint",
-            {"feature": "CompileGrammar"},
+        self._queue.require_serving()
+        since_s = time.monotonic()
+        artefact = await self._grammars.compile(grammar_source(request.grammar), request.timeout_ms / 1000)
+        source = "cache" if artefact.is_cached else "compiled"
+        self._metrics.grammar_compile_seconds.labels(source).observe(time.monotonic() - since_s)
+        return tokenizer_pb2.CompileGrammarResponse(
+            hash=artefact.hash, artefact=artefact.data, grammar_format=self._grammars.format
         )
 
     async def GetVocabulary(
@@ -74,7 +87,7 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         request: tokenizer_pb2.GetVocabularyRequest,
         context: grpc.aio.ServicerContext[tokenizer_pb2.GetVocabularyRequest, tokenizer_pb2.GetVocabularyResponse],
     ) -> tokenizer_pb2.GetVocabularyResponse:
-        return await self._queue.run(in_one_step(lambda: _describe(self._codec())))
+        return await self._queue.run(in_one_step(lambda: _describe(self._codec(), self._grammars.format)))
 
 
 def _encode(
@@ -104,10 +117,12 @@ def _decode(
     return tokenizer_pb2.DecodeResponse(texts=codec.decode(batch, skip_special_tokens))
 
 
-def _describe(codec: TextCodec) -> tokenizer_pb2.GetVocabularyResponse:
+def _describe(codec: TextCodec, grammar_format: str) -> tokenizer_pb2.GetVocabularyResponse:
     vocabulary = codec.vocabulary
     return tokenizer_pb2.GetVocabularyResponse(
-        model=identity_to_proto(vocabulary.identity, tokenizer_fingerprint=vocabulary.fingerprint),
+        model=identity_to_proto(
+            vocabulary.identity, tokenizer_fingerprint=vocabulary.fingerprint, grammar_format=grammar_format
+        ),
         special_ids=pack_ints(vocabulary.special_ids),
         has_chat_template=not codec.template.is_empty,
         tokens=vocabulary.tokens,

@@ -88,6 +88,10 @@ class WorkQueue:
                 waiting.remove(call)
                 self._end(call)
 
+    def require_serving(self) -> None:
+        """Raises MeshError NOT_SERVING while the daemon loads or leaves: for calls that do not queue here."""
+        self._progress.require_serving()
+
     async def wait_until_idle(self) -> None:
         await self._is_idle.wait()
 

@@ -52,6 +52,7 @@ class WorkerDaemon(Daemon):
             model.runner,
             num_slots=self._settings.num_slots,
             max_tokens_per_step=self._settings.max_tokens_per_step,
+            blobs=self.core.blobs,
         )
         self.core.attach(executor, model.identity)
 

@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -21,7 +20,7 @@ from radixmesh.daemons.runtime.steps.step_codec import TASK_TO_PROTO
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
-from radixmesh.daemons.worker.epochs import EpochLedger
+from radixmesh.daemons.worker.epochs import EpochLedger, Holder
 from radixmesh.daemons.worker.group_formation import GroupFormation
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
@@ -64,16 +63,6 @@ class CoreConfig:
     dump_folder: Path | None
     record_plans: Path | None = None
     predecessor_end: PredecessorEnd = PredecessorEnd.UNKNOWN
-
-
-class Holder(Protocol):
-    """The stream that holds the worker, as the core needs it."""
-
-    def deliver(self, response: worker_pb2.ExecuteResponse) -> None:
-        """Sends an answer."""
-
-    def fail(self, error: MeshError) -> None:
-        """Ends the stream with an error."""
 
 
 class WorkerCore:
@@ -163,6 +152,7 @@ class WorkerCore:
             group_generation=self.ledger.group_generation,
             layout=self.member.layout.to_proto(),
             rendezvous=self.member.rendezvous,
+            takes_alive=True,
         )
         if self._executor is not None:
             limits = self._executor.limits
@@ -208,7 +198,13 @@ class WorkerCore:
         self._taken_by(holder, claim.epoch, instance_id)
         await self._queue.run(lambda: runner.begin_epoch(claim.epoch, claim.group_generation))
         self.ledger.check_holder(claim.epoch, instance_id)
+        self.ledger.heard()  # It has waited for us until here.
         log.info("claimed", epoch=claim.epoch, instance=instance_id)
+
+    def alive(self, holder: Holder) -> None:
+        """The stream says that its scheduler lives. Counts if that is the holder."""
+        if self._holder is holder:
+            self.ledger.heard()
 
     def left(self, holder: Holder) -> None:
         """A stream ended. Plans of it that are in flight complete; slots stay until the next claim."""

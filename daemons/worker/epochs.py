@@ -11,15 +11,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.worker.v1 import worker_pb2
 
 # Epochs count up by one; ranks of a group differ by the epochs that one of them missed. Without a bound a single claim
 # of the highest number there is would leave no higher one to anybody.
 _MAX_JUMP = 1 << 32
 # A live holder sends something every second.
 HOLDER_TIMEOUT_S = 5.0
+
+
+class Holder(Protocol):
+    """The stream that holds the worker, as the core needs it."""
+
+    def deliver(self, response: worker_pb2.ExecuteResponse) -> None:
+        """Sends an answer."""
+
+    def fail(self, error: MeshError) -> None:
+        """Ends the stream with an error."""
 
 
 class EpochLedger:

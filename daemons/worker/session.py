@@ -2,6 +2,7 @@
 
 NEW --hello--> GREETED --complete*--> GREETED --fence--> FENCING --claim--> HOLDER --plan*--> HOLDER
                                          `-----------claim (version 2)--------^
+The holder of a fence may send alive at any time.
 Ends: by a refusal (which is the last message), by an error (fenced, protocol violation), or by the peer.
 """
 
@@ -21,7 +22,7 @@ from radixmesh.daemons.runtime.steps.step_codec import missing_field
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.worker.v1 import worker_pb2
 
-_FIELDS = ("hello", "complete", "fence", "claim", "plan")
+_FIELDS = ("hello", "complete", "fence", "claim", "plan", "alive")
 
 
 # The exception that a plan meets with instead of its step; None: it runs.
@@ -71,6 +72,10 @@ class ExecuteSession:
             if self._state is not SessionState.FENCING:
                 self._expect(SessionState.GREETED, field)
             await self._claim(request.claim)
+        elif field == "alive":
+            if self._state is not SessionState.HOLDER:
+                self._expect(SessionState.FENCING, field)
+            self._core.alive(self)
         else:
             self._expect(SessionState.HOLDER, field)
             await self._plan(request.plan)

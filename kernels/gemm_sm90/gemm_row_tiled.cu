@@ -48,7 +48,7 @@ DEVICE u32 weights_at(const Place& place, int stage) { return rows_at(place, sta
 DEVICE u32 full_barrier(const Place& place, int stage) { return place.base + kBarriersAt + stage * 8; }
 DEVICE u32 empty_barrier(const Place& place, int stage) { return place.base + kBarriersAt + (kStages + stage) * 8; }
 
-// What lies outside of the matrices is zeros, and is not stored.
+// Elements outside of the matrices are read as zeros, and are not stored.
 DEVICE void load_weights(const Place& place, const TensorMap* map, int index, int stage) {
   const int first = place.neighbour * kMulticastColumns;
   const u32 to = weights_at(place, stage) + first * kTileK * 2, barrier = full_barrier(place, stage);

@@ -14,7 +14,7 @@ from support.engine import Engine, NoEngineError, find_or_start_engine
 
 ROOT = COMPOSE.parent
 BASE = "radixmesh-base:bookworm"
-# Where the archive of the base image is kept, so that a second run does not make it again.
+# The archive of the base image is kept here, so that a second run does not make it again.
 BASE_CACHE = ROOT / ".tools" / "base"
 
 

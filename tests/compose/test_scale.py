@@ -94,7 +94,7 @@ async def test_a_rolling_replacement_fails_no_request(project: Project) -> None:
     running = asyncio.create_task(load.run())
     try:
         await load.progress()
-        # What the routers rely on is replaced at the same time, then the routers themselves.
+        # All that the routers rely on is replaced at the same time, then the routers themselves.
         for services in (("tokenizer", "detokenizer"), ("router",)):
             started = time.monotonic()
             await asyncio.gather(*(asyncio.to_thread(roll, project, service) for service in services))

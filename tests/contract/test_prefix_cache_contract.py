@@ -1,4 +1,4 @@
-"""What every prefix cache owes its caller, whichever is registered."""
+"""Contract of every registered prefix cache."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What every order of the queue owes the scheduler, and what each of them is for."""
+"""Contract of every queue policy, and the purpose of each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What handlers raise, bytes that are no message, and clients that vanish: over real gRPC."""
+"""Errors of handlers, bytes that are no message, and clients that vanish: over real gRPC."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What the device does to a step: the plan is kept, the step fails, those behind it do not run, the process ends."""
+"""Faults of the device in a step: the plan is kept, the step fails, those behind it do not run, the process ends."""
 
 import json
 import os

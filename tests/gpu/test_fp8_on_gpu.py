@@ -134,7 +134,7 @@ def test_a_captured_chain_of_rows_made_fp8_equals_torch(num_rows: int, is_groupe
         assert added is not None
         return rows + added
 
-    # Where bfloat16 falls to the other side between two numbers of FP8, what follows is rounded anew: four times a
+    # If bfloat16 falls to the other side between two numbers of FP8, the next layer rounds anew: four times a
     # layer, in both chains, of all but the rows that they begin with.
     want = theirs()
     share = float((want - x).norm() / want.norm())

@@ -16,10 +16,11 @@ from support.model_folders import random_model
 from support.plan_driver import GREEDY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan, StepResult
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
-from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 pytestmark = pytest.mark.gpu
 
@@ -90,7 +91,7 @@ def prompts_of(name: str) -> list[list[int]]:
 
 @torch.inference_mode()
 def greedy_ids(model: torch.nn.Module, prompt: Sequence[int], num_out: int) -> tuple[list[int], float]:
-    """What transformers gives, and by how many standard deviations of all logits each id's is ahead at least."""
+    """Ids that transformers gives, and by how many standard deviations of all logits each is ahead at least."""
     ids, least = list(prompt), float("inf")
     for _ in range(num_out):
         logits = model(torch.tensor([ids])).logits[0, -1]
@@ -102,7 +103,7 @@ def greedy_ids(model: torch.nn.Module, prompt: Sequence[int], num_out: int) -> t
 
 @torch.inference_mode()
 def sure_len(model: torch.nn.Module, prompt: Sequence[int], ids: Sequence[int], lead: float) -> int:
-    """How many of the first `ids` after the prompt are ahead of all others by `lead` standard deviations."""
+    """Number of the first `ids` after the prompt that are ahead of all others by `lead` standard deviations."""
     logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
     first, second = logits.topk(2).values.unbind(-1)
     is_sure = ((first - second) / logits.std(-1) > lead).tolist()
@@ -127,7 +128,7 @@ class Script:
         self._executor = StepExecutor(runner, num_slots=SLOTS, max_tokens_per_step=64)
         self._executor.begin_epoch(1)
         self._size, self._lag, self._chunk_len, self._num_out = runner.page_size, lag, chunk_len, num_out
-        self._launched: deque[tuple[LaunchedStep, list[int]]] = deque()
+        self._launched: deque[tuple[StepHandle[StepResult], list[int]]] = deque()
         self._pages = iter(range(runner.num_pages - 1, -1, -1))
         self._decodes: list[int] = []
         self._num_steps = 0
@@ -202,7 +203,7 @@ class Script:
 
     def _take(self) -> None:
         step, slots = self._launched.popleft()
-        ids = iter(step.finish().ids.tolist())
+        ids = iter(step.result().ids.tolist())
         for slot in slots:
             self.ids[slot].append(next(ids))
 

@@ -24,7 +24,7 @@ SILENCE_S = 2.0
 # Of all bodies at once: large ones take three quarters of it.
 BODIES = 8 << 20
 JSON = {"content-type": "application/json"}
-# What a legal body may meet that is not its fault: room in the model, the journal or the queue, or a task not offered.
+# Refusals of a legal body that are not its fault: room in the model, the journal or the queue, or a task not offered.
 NO_FAULT = {"UNSUPPORTED", "JOURNAL_FULL", "OVERLOADED", "context_length_exceeded", "INVALID_CHAT", "NEVER_FITS"}
 
 

@@ -23,7 +23,7 @@ from radixmesh.daemons.worker.cuda.ops import (
     TorchOps,
 )
 
-# What is not traced again when only the number of rows, the layer or the thread changes is what is served.
+# Only the number of rows, the layer or the thread changes between calls: an op is traced once for all of them.
 _ROWS = (8, 1, 3, 2, 16, 1, 8)
 # Of the rows that are normed: the longest sum.
 _NUM_FEATURES = 96

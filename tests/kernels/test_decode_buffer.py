@@ -33,7 +33,7 @@ def test_a_decode_row_brings_its_new_token_and_its_pages_with_it():
         assert views.kv_lens.tolist() == [6, 7, 0] and views.tokens.tolist() == [*tokens.tolist(), -1]
         assert views.num_entries_1.tolist() == [len(expected)] and views.ring_index_1.tolist() == [11]
         assert views.entries_E2[: len(expected)].tolist() == expected
-    # What no row of the step can bring is sent by itself, once.
+    # A token that belongs to no row of the step is sent by itself, once.
     assert state.last_tokens.tolist() == [0, 7, 0, 0]
 
 

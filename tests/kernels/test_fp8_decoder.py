@@ -106,7 +106,7 @@ def test_one_row_is_computed_with_the_numbers_of_the_checkpoint(name, form, kept
     many = _logits(runner, len(_IDS))
     # Rows that are made FP8 are off, by more than float32 would be.
     assert tolerance < _error(many, want) < typical_fp8_error(config)
-    # Where a number lies between two of FP8 the last bits of float32 decide, and then what follows is rounded anew.
+    # If a number lies between two of FP8, the last bits of float32 decide, and the layers after it round anew.
     assert _error(many, _logits(_runner(folder, TorchOps()), len(_IDS))) < typical_fp8_error(config)
 
 

@@ -80,7 +80,7 @@ def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
 
 
 def test_torchs_own_library_of_a_cpu_agrees():
-    """Which has scales a row."""
+    """A GEMM whose weights have a scale per row."""
     check_small_gemm(ScaledMmGemm(TorchFp8Gemm()), _CPU, is_grouped=False)
 
 

@@ -50,7 +50,7 @@ def _bias(has_bias: bool, size: int) -> torch.Tensor | None:
 
 
 def _finished(result: DeferredNormGemm) -> torch.Tensor:
-    """What the kernel that reads a result makes of it."""
+    """Input of the kernel that reads a result."""
     out_TN = result.out_TN
     if result.norm_input_TD is not None:
         out_TN = out_TN * (result.norm_input_TD.square().mean(dim=1, keepdim=True) + _EPS).rsqrt()

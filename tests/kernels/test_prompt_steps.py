@@ -113,13 +113,13 @@ def test_any_mix_in_a_captured_step_gives_the_tokens_of_one_that_is_launched(mon
 
 @pytest.fixture
 def few_sizes(monkeypatch):
-    """What takes little of Triton's interpreter."""
+    """Shapes that take little of Triton's interpreter."""
     monkeypatch.setattr(load, "default_graph_rows", lambda num_slots: ())
     monkeypatch.setattr(load, "default_prompt_rows", lambda max_tokens: (64,))
     monkeypatch.setattr(prompt_steps, "_WARM_LENGTHS", (1,))
 
 
-# What the interpreter takes a minute for; tests/gpu/test_cuda_runner.py captures the same on a GPU.
+# The interpreter takes a minute for this; tests/gpu/test_cuda_runner.py captures the same on a GPU.
 @pytest.mark.full
 def test_the_kernels_read_all_that_differs_on_the_device(few_sizes):
     want = _mixed_tokens(_runner(HostDevice()), np.random.default_rng(3), num_steps=6)

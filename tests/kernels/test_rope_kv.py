@@ -52,7 +52,7 @@ def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.dev
     angles = torch.rand(16, d // 2, device=device) * 6
     positions, slots, tables = _places(case.num_rows, device)
     norms = torch.randn(2, d, device=device).to(dtype) if case.has_norm else (None, None)
-    # What a row is multiplied by is not near 1, so that a factor left out is seen.
+    # Factors of rows are not near 1, so that one left out is seen.
     norm_input = None if case.num_features is None else _rows(case.num_rows, case.num_features, device).to(dtype)
     bias = torch.randn(qkv.shape[1], device=device).to(dtype) if case.has_bias else None
     results = []

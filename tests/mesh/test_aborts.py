@@ -107,7 +107,7 @@ class Stream:
                 await self.changed.wait()
 
     def check(self, bench: Bench, prompt: list[int]) -> None:
-        """What was delivered is the beginning of the right answer."""
+        """The output delivered so far is the beginning of the right answer."""
         if bench.oracle is not None:
             assert self.ids == bench.oracle(prompt, len(self.ids))
 

@@ -30,7 +30,7 @@ CONTEXT = 2048
 NUM_PAGES = 1800
 IDS = pack_ints([10, 11, 12])
 GENERATE = next(method for method in methods() if method.name == "RouterService/Generate")
-# What comes first in a message with a text: field 3 with two bytes that are the UTF-8 of no character, a surrogate's.
+# First field of a message with a text: field 3 with two bytes that are the UTF-8 of no character, a surrogate's.
 LONE_SURROGATE = b"\x1a\x03\xed\xa0\x80"
 
 

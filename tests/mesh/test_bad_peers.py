@@ -125,7 +125,7 @@ async def test_a_stream_that_begins_wrongly_ends_with_its_reason(
 
 
 async def identity_at(mesh: Mesh, daemon: str) -> common_pb2.ModelIdentity:
-    """What a daemon says of its model in its hello."""
+    """Model identity in a daemon's hello."""
     if daemon == "scheduler":
         return (await mesh.scheduler_state()).hello.hello.model
     async with open_channel(mesh.cluster.address(daemon)) as channel:

@@ -117,7 +117,7 @@ async def test_ctrl_c_ends_the_answer_and_not_the_program(tmp_path: Path) -> Non
         async with asyncio.timeout(20):
             while not await is_idle(mesh):
                 await asyncio.sleep(0.05)
-        # What was typed meanwhile did not show in the answer; it waits at the prompt.
+        # Keys typed meanwhile did not show in the answer; they wait at the prompt.
         assert "typed meanwhile" not in text.split("[stopped")[0]
         await screen.until_shown(">>> typed meanwhile")
         screen.press("C-c")

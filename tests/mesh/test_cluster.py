@@ -45,7 +45,7 @@ services:
 
 
 class Journal:
-    """What a cluster said: lines of its processes, and states in order."""
+    """Output of a cluster: lines of its processes, and states in order."""
 
     def __init__(self):
         self.lines = []
@@ -150,7 +150,7 @@ def starve(pid, cpu):
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(thread.name), {cpu})
         os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
-    group = Path(f"/proc/{pid}/autogroup")  # Where the kernel shares CPUs by session, priorities are of sessions.
+    group = Path(f"/proc/{pid}/autogroup")  # If the kernel shares CPUs by session, priorities are of sessions.
     if group.exists():
         group.write_text("19")
 

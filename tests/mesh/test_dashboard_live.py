@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FLAGS = ("--seconds", "6", "--scrape-s", "0.5", "--scale", "tokenizer=2")
-# What must have been more than nothing at some moment of a run with load, faults and mistakes: (panel, legend).
+# Panels that must be above zero at some moment of a run with load, faults and mistakes: (panel, legend).
 SEEN = [
     ("Output tokens / s", "Output tokens / s"),
     ("Running", "Running"),

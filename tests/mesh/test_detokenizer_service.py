@@ -156,7 +156,7 @@ async def test_a_conversation(detokenizer: Running[DetokenizerDaemon]) -> None:
         assert text == "Hello 日本 "
         assert (row.stop.stop, row.stop.num_tokens) == ("stop", row.num_tokens)
         assert TOKENIZER.decode(ids[: row.num_tokens]).endswith("stop")
-        # What was on its way when the stop was found is ignored; the other entry goes on.
+        # Tokens sent before the stop was found are ignored; the other entry goes on.
         response = await stream.ask(tokens=rows((1, row.num_tokens, ids[-2:]), (2, 0, ids), finals=b"\0\1"))
         assert [(r.handle, r.text, r.is_final) for r in response.rows] == [(2, "Hello 日本 stop here", True)]
         assert num_entries(detokenizer) == 2

@@ -1,4 +1,4 @@
-"""What HTTP clients do wrong: each is told so, costs little, and leaves nothing behind."""
+"""Bad HTTP clients: each is told its mistake, costs little, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def num_resumed(port: int, context: ssl.SSLContext, said: bytes) -> int:
         plain = socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S)
         with context.wrap_socket(plain, server_hostname="localhost", session=session) as tls:
             tls.send(said)
-            assert tls.recv(4096)  # What came with the handshake is read by then.
+            assert tls.recv(4096)  # Bytes that came with the handshake are read by then.
             resumed += bool(tls.session_reused)
             session = tls.session or session
     return resumed

@@ -1,4 +1,4 @@
-"""What web pages and slow clients may send to a router process: types of bodies, names of hosts, origins, pace."""
+"""Requests of web pages and slow clients to a router process: types of bodies, names of hosts, origins, pace."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
-from radixmesh.daemons.scheduler.group import rank_hellos
+from radixmesh.daemons.scheduler.group import group_client, group_stream, rank_hellos
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
 from radixmesh.daemons.scheduler.group_service import grpc_connect
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
@@ -277,3 +277,50 @@ async def test_a_scheduler_that_hangs_with_plans_retained_is_succeeded(monkeypat
         finally:
             await first.close()
             await successor.close()
+
+
+class _Slow:
+    """Delays a call of each rank by so many seconds, which block no event loop."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, group: RankGroup, what: str) -> None:
+        for rank in range(2):
+            core = group.ranks[rank].daemon.core
+            if what == "form":
+                monkeypatch.setattr(group.member(rank), "form", _after(group.member(rank).form, 2.0))
+            elif rank:  # The other rank has answered long ago, and hears nothing of this one.
+                monkeypatch.setattr(core._runner, "snapshot", _after(core._runner.snapshot, 2.0))
+
+
+def _after(call, delay_s):  # type: ignore[no-untyped-def]
+    def late(*args):  # type: ignore[no-untyped-def]
+        time.sleep(delay_s)
+        return call(*args)
+
+    return late
+
+
+@pytest.mark.parametrize("what", ["form", "snapshot"])
+async def test_a_standby_does_not_take_a_group_that_takes_long_to_begin(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Its holder has nothing to say until the ranks have answered, for longer than a holder may be silent."""
+    monkeypatch.setattr(rank_hellos, "_SILENT_MS", 800)
+    monkeypatch.setattr(group_stream, "_ALIVE_S", 0.1)
+    monkeypatch.setattr(group_client, "_STANDBY_POLL_S", 0.1)
+    async with rank_group(2) as group:
+        _Slow(monkeypatch, group, what)
+        a, b = Hand(group, "a"), Hand(group, "b")
+        claiming = asyncio.ensure_future(a.claim())
+        ledgers = [group.ranks[rank].daemon.core.ledger for rank in range(2)]
+        await until(lambda: all(ledger.highest_epoch for ledger in ledgers))
+        standing_by = asyncio.ensure_future(b.claim())
+        try:
+            await asyncio.wait((claiming, standing_by), return_when=asyncio.FIRST_COMPLETED, timeout=TIMEOUT_S)
+            assert {ledger.holder_instance_id for ledger in ledgers} == {"a"}, "the standby took it meanwhile"
+            assert len(group.member(0).generations) == len(group.member(1).generations) == 1
+        finally:
+            for task in (claiming, standing_by):
+                task.cancel()
+            await asyncio.wait((claiming, standing_by))
+            await a.close()
+            await b.close()

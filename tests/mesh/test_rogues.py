@@ -1,4 +1,4 @@
-"""Who is no part of the mesh and behaves as if: what it can do to an open mesh. With mutual TLS it gets no connection:
+"""Rogue peers, which are no part of the mesh, in an open mesh. With mutual TLS they get no connection:
 tests/mesh/test_secure_mesh.py tries every rpc with every certificate."""
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ async def test_resume_at_every_cut_point() -> None:
 
 
 async def _snapshots(stub, seed: int, count: int, stops: tuple[str, ...]):  # type: ignore[no-untyped-def]
-    """What a client had after each message."""
+    """Text that a client had after each message."""
     request = router_pb2.GenerateRequest(prompt_ids=pack_ints(PROMPT))
     request.sampling.seed = seed
     request.stop.max_tokens = count

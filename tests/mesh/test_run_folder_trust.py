@@ -1,4 +1,4 @@
-"""Whose run folder is believed: a planted one gets no key and ends no process."""
+"""Trust in run folders: a planted one gets no key and ends no process."""
 
 from __future__ import annotations
 

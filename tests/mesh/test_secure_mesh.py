@@ -94,7 +94,7 @@ def rpcs_of(service: str) -> list[MethodDescriptor]:
 
 
 async def outcome(channel: grpc.aio.Channel, method: MethodDescriptor, key: str = "") -> str:
-    """What a call that sends bytes of no message is told: it changes nothing, whoever is let in."""
+    """Answer to a call that sends bytes of no message: it changes nothing, whoever is let in."""
     name = f"/{method.containing_service.full_name}/{method.name}"
     kind = ("stream_" if method.client_streaming else "unary_") + ("stream" if method.server_streaming else "unary")
     metadata = (("authorization", f"Bearer {key}"),) if key else ()

@@ -216,3 +216,25 @@ def test_a_lying_cover_drops_no_unfinished_plan(completed: int) -> None:
     retained.received(_plan(1))
     retained.received(_plan(2, completed=completed))
     assert _steps(retained) == [1, 2]
+
+
+async def test_a_holder_that_says_it_lives_is_not_silent_and_nobody_else_can_say_so_for_it() -> None:
+    alive = worker_pb2.ExecuteRequest(alive=worker_pb2.Alive(epoch=1))
+    async with _worker() as worker, WorkerClient(worker.address, "a") as a, WorkerClient(worker.address, "b") as b:
+        ledger = worker.daemon.core.ledger
+        await a.greet()
+        await _fence(a, 1)
+        for claimed in (False, True):
+            if claimed:
+                await a.claim(1)
+            ledger._heard_at -= 60.0
+            assert ledger.holder_silent_ms >= 60_000
+            await a.send(alive)
+            async with asyncio.timeout(30):
+                while ledger.holder_silent_ms >= 60_000:
+                    await asyncio.sleep(0.01)
+        await b.greet()
+        ledger._heard_at -= 60.0
+        await b.send(alive)
+        assert (await b.ended()).reason_name == "PROTOCOL_VIOLATION"
+        assert ledger.holder_silent_ms >= 60_000

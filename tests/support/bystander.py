@@ -73,7 +73,7 @@ async def _stand_by(stub: router_pb2_grpc.RouterServiceAsyncStub, seen: Seen, nu
             seen.errors.append(f"{error.code().name}: {error.details()}")  # type: ignore[attr-defined]
             await asyncio.sleep(_SAMPLE_S)
         except asyncio.CancelledError:
-            # What it was waiting for in the end counts too.
+            # The last wait counts too, though nothing came.
             seen.stall_s = max(seen.stall_s, time.monotonic() - last_s)
             raise
 

@@ -25,7 +25,7 @@ def make_certificates(folder: Path) -> Path:
 
 
 def tls_of(folder: Path, name: str, *, asks_clients: bool = False) -> TlsFiles:
-    """What daemon or client `name` has."""
+    """Files of daemon or client `name`."""
     return TlsFiles(
         cert_file=folder / f"{name}.pem",
         key_file=folder / f"{name}.key",

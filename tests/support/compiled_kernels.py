@@ -1,4 +1,4 @@
-"""What kernels need of an SM, found by compiling their launches for an H200 on a machine that has none.
+"""SM resources of kernels, found by compiling their launches for an H200 on a machine that has none.
 
 Run as a program without TRITON_INTERPRET: prints JSON, one entry for each launch of each case.
 """

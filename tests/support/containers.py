@@ -37,7 +37,7 @@ class Project:
 
     @property
     def router(self) -> str:
-        """Where gRPC clients go."""
+        """Address for gRPC clients."""
         return f"127.0.0.1:{self.grpc_port}"
 
     @property
@@ -65,7 +65,7 @@ class Project:
         return self.containers(service)[replica]
 
     def inspect(self, container: str) -> dict[str, object]:
-        """What the engine knows of a container, whole."""
+        """The engine's whole description of a container."""
         (found,) = json.loads(self.engine.docker("inspect", container))
         return dict(found)
 

@@ -26,7 +26,7 @@ def check_sampled(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratc
 
 
 def is_close_call(row: np.ndarray, sample: SampleInput, actual: int, expected: int) -> bool:
-    """Whether both tokens are candidates whose sums differ by roundings: another library's logarithm may swap them."""
+    """True if both tokens are candidates whose sums differ by roundings: another logarithm may swap them."""
     if sample.sampling.is_greedy:
         return False
     adjusted = adjust_logits(row, sample.sampling, sample.prompt_ids, sample.output_ids, sample.suppressed_ids)

@@ -1,4 +1,4 @@
-"""What kernels read ahead of the one before them having ended, found in what they compile to for an H200.
+"""Loads that kernels issue before the kernel ahead has ended, found in what they compile to for an H200.
 
 Run as a program without TRITON_INTERPRET: prints JSON, for each kernel the pointers that it loads from before it waits
 (griddepcontrol.wait).

@@ -46,7 +46,7 @@ class Engine:
         return done.stdout
 
     def logs(self, container: str) -> str:
-        """What a container wrote, on both streams."""
+        """Output of a container, on both streams."""
         done = subprocess.run(
             ["docker", "logs", container],
             env=self.environment,

@@ -51,7 +51,7 @@ class FakeCublasLt(SimpleNamespace):
             assert c == d and space and size and alpha._obj.value == 1.0
             w_NK, x_TK, out_TN = (self._matrix(at, layout) for at, layout in ((a, w), (b, x), (d, d_at)))
             result_TN = x_TK.float() @ w_NK.float().t() + wrong_by
-            # What is not to be read may hold anything.
+            # Tensors that are not to be read may hold anything.
             out_TN.copy_(result_TN + beta._obj.value * out_TN.float() if beta._obj.value else result_TN)
             self.launched.append(int(algo._obj.data[0]))
             return 0

@@ -28,7 +28,7 @@ class Form(StrEnum):
 
 
 def quantization_config(form: Form) -> dict[str, object]:
-    """What config.json says of such weights."""
+    """Entry of config.json for such weights."""
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "modules_to_not_convert": ["lm_head"]}
     match form:
         case Form.BLOCK:

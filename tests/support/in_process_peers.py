@@ -59,7 +59,7 @@ def dial_dying(
 
 
 class TableMaker:
-    """What a loaded detokenizer offers to its streams."""
+    """A loaded detokenizer, as its streams use it."""
 
     def new_table(self) -> DecoderTable:
         return DecoderTable(_FAMILY, VOCABULARY.vocab_size, Limits(), EntryBudget(1000))

@@ -60,7 +60,7 @@ def answers_of(completion: Completion) -> tuple[Answer, ...]:
 
 
 def recitations(model: str = "tiny-llama", *, with_sampled: bool = True) -> list[Job]:
-    """What a tiny model was trained to say: greedy, so the manifest (made by transformers) is the oracle.
+    """Text that a tiny model was trained to give: greedy, so the manifest (made by transformers) is the oracle.
 
     `with_sampled` adds requests at temperature 1 with n = 2, a stop string and penalties, whose answers are not in the
     manifest.

@@ -17,7 +17,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 COMPOSE = Path(__file__).parents[2] / "compose"
 FILES = {"cpu": COMPOSE / "local.yml", "simulated": COMPOSE / "simulated.yml"}
-# What a daemon logs when its own code has failed and it went on, or when it gave up because of that.
+# Log events of a daemon whose own code has failed: it went on, or gave up because of that.
 BUGS = (
     "background_task_failed",
     "crashed",

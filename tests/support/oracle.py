@@ -1,4 +1,4 @@
-"""What transformers makes of a prompt: the reference for everything that the mesh answers with a tiny model."""
+"""Output of transformers for a prompt: the reference for everything that the mesh answers with a tiny model."""
 
 from __future__ import annotations
 

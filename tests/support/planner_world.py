@@ -29,7 +29,7 @@ EOS_ID = 1
 
 @dataclass
 class Record:
-    """What a test knows of one submit."""
+    """A submit, as a test knows it."""
 
     submission: Submission
     tokens: list[int] = field(default_factory=list)
@@ -109,7 +109,7 @@ class World:
         self.begin_epoch()
 
     def begin_epoch(self) -> int:
-        """What the worker has received runs on and counts for its page records; its results are lost."""
+        """Steps that the worker has received run on and count for its page records; their results are lost."""
         while self.plans:
             self.execute()
         self.results.clear()

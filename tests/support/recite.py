@@ -1,4 +1,4 @@
-"""Whether a runner of the tiny model, driven by plans, still gives the texts that the model was taught."""
+"""Checks that a runner of the tiny model, driven by plans, still gives the texts that the model was taught."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from radixmesh.daemons.worker.cuda.device import HostDevice
 
 
 class ReplayingDevice(HostDevice):
-    """What was a tensor in the work is read anew, what was a number stays what it was at the capture: as in a graph.
+    """Replays work as a graph does: tensors are read anew, numbers stay what they were at the capture.
 
     replayed: shapes of the results.
     """

@@ -194,7 +194,7 @@ async def connected(router: Router) -> None:
 
 
 def oracle_ids(prompt: Sequence[int], seed: int, max_tokens: int, *, index: int = 0) -> list[int]:
-    """What the made-up schedulers give, alone and undisturbed."""
+    """Output of the made-up schedulers, alone and undisturbed."""
     ids: list[int] = []
     prompt_bytes = pack_ints(prompt)
     while len(ids) < max_tokens:

@@ -20,7 +20,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 @dataclass
 class Seen:
-    """What came for one handle; positions are checked as they come."""
+    """Events of one handle; positions are checked as they come."""
 
     attempt: int
     first: int

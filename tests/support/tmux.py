@@ -64,7 +64,7 @@ class TmuxScreen:
         self.press("Enter")
 
     def text(self) -> str:
-        """What has been on the screen, scrolled lines included, wrapped lines joined, trailing blanks cut."""
+        """All text that has been on the screen, scrolled lines included, wrapped lines joined, trailing blanks cut."""
         lines = self._tmux("capture-pane", "-p", "-J", "-S", "-").split("\n")
         return "\n".join(line.rstrip() for line in lines).rstrip("\n")
 

@@ -48,7 +48,7 @@ class _HostRing:
 
 
 class _Planned:
-    """What of a plan would lie in `ints`, whose first numbers say which it is."""
+    """A plan as it would lie in `ints`, whose first numbers say which it is."""
 
     def __init__(self, config: KernelConfig) -> None:
         self._config = config

@@ -1,4 +1,4 @@
-"""What Triton's interpreter gets wrong, put right: kernels with loops over loaded bounds, products of bfloat16, and
+"""Mistakes of Triton's interpreter, put right: kernels with loops over loaded bounds, products of bfloat16, and
 numbers rounded to bfloat16, which it cuts off, and to FP8, where it forgets to carry into the exponent."""
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ async def serves_on(mesh: Mesh, job: Job) -> None:
 
 
 async def left_behind(mesh: Mesh) -> dict[str, float]:
-    """What the daemons still hold for requests; empty when nothing is left."""
+    """State that the daemons still hold for requests; empty when nothing is left."""
     state = await mesh.scheduler_state()
     found: dict[str, float] = {
         "scheduler.running": state.load.num_running,

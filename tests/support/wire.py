@@ -50,7 +50,7 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """How a call was refused. `reason` is ErrorInfo's; where none came, what our clients make of the status."""
+    """Refusal of a call. `reason` is ErrorInfo's; where none came, what our clients make of the status."""
 
     status: str
     reason: str

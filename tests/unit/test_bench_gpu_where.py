@@ -1,4 +1,4 @@
-"""Where the time of a traced window goes: every microsecond to one kind of kernel, or to none."""
+"""Breakdown of a traced window: every microsecond goes to one kind of kernel, or to none."""
 
 import json
 import sys

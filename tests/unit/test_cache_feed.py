@@ -21,7 +21,7 @@ from radixmesh.scheduler.v1 import scheduler_pb2
 
 
 def apply(mirror: TreeMirror, message: scheduler_pb2.WatchCacheResponse) -> None:
-    """What a watcher does with a message, as the contract says."""
+    """A watcher that treats messages as the contract says."""
     if message.is_reset:
         mirror.on_reset()
     for split in message.splits:

@@ -99,7 +99,7 @@ async def test_a_view_that_is_too_large_is_given_up(monkeypatch: pytest.MonkeyPa
     source = Source(([CacheChange(revision=n, inserts=[insert(n)]) for n in range(1, 99)], GONE))
     placement, row = await follow(source, monkeypatch, 4000)
     assert source.opened_after == [None, None] and placement.view_bytes == 0
-    # What is sent there is remembered instead.
+    # Changes sent there are remembered instead.
     decision = placement.choose(PlacedRequest(prompt_ids=IDS), [row])
     placement.take_sent(decision, 1)
     assert matched(placement, row) == 319

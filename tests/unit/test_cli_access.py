@@ -1,4 +1,4 @@
-"""How the command finds its key and its files of TLS, and whom it shows which key."""
+"""Keys and TLS files of the command line: where it finds them, and to whom it shows which key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line writes: log lines for people, tables, usage."""
+"""Output of the command line: log lines for people, tables, usage."""
 
 import io
 import json
@@ -57,7 +57,7 @@ class Screen(io.StringIO):
 
 
 def steers(text: str) -> str:
-    """What of a text could steer a terminal, but for colours of ours."""
+    """Characters of a text that could steer a terminal, except our own colours."""
     rest = re.sub(r"\x1b\[\d{1,2}m", "", text)
     return "".join(char for char in rest if not char.isprintable() and char not in "\n\t")
 

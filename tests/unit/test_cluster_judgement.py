@@ -75,7 +75,7 @@ def test_a_pause_of_the_supervisor_is_not_one_of_the_process():
         (0.0, 5),
         (0.5, 10),
         (0.75, 20),
-        (1.0, 25),  # What hangs while it computes waits for a CPU too, and is found in the end.
+        (1.0, 25),  # A process that hangs while it computes waits for a CPU too, and is found in the end.
         (7.0, 25),
     ],
 )

@@ -96,7 +96,7 @@ def test_every_matrix_of_a_forward_is_checked_at_load(save: Save, shape: str, mo
             model.logits(hidden_TD, _ALL_AT_ONCE)
     assert len(used.seen) > 2 * model.kv_layout.num_layers, "the products of all layers are seen"
     assert not used.seen - probed.seen
-    # What no row picked in that prompt counts too: all experts' addresses are among those checked.
+    # Experts that no row of that prompt picked count too: all experts' addresses are among those checked.
     checked = {address for address, _, _ in probed.seen}
     experts = [t for name, t in targets.tensors.items() if ".experts." in name and "down" in name and t.dim() == 2]
     assert {tensor.data_ptr() for tensor in experts} <= checked

@@ -149,7 +149,7 @@ def test_the_fastest_is_found_among_noisy_times() -> None:
     looks = {None: [5.0, 10.0], 0: [6.0, 9.0], 1: [4.0, 8.0], 2: [50.0, 1.0]}
     takes = {name: iter(times + times[-1:] * 9).__next__ for name, times in looks.items()}
     best, saved = fastest(takes, TuningPolicy(least_gain=0.05))
-    # What looked hopeless at first is not looked at again.
+    # An algorithm that looked hopeless at first is not looked at again.
     assert (best, saved) == (1, 2.0)
 
 

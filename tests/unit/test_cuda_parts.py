@@ -11,7 +11,7 @@ from support.plans import Steps, admit, chunk, grant, simulated_executor
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
-from radixmesh.daemons.worker.cuda.device import DeviceClock, DeviceEvent, HostDevice, HostEvent
+from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
@@ -40,10 +40,10 @@ def test_tokens_are_kept_when_their_turn_comes_again():
         turn = ring.take()
         ring.rows[turn] = step
         fetched.append(ring.fetch(1 + step % 2, HostEvent()))
-    assert [one.tokens().tolist() for one in fetched] == [[step] * (1 + step % 2) for step in range(8)]
+    assert [one.result().tolist() for one in fetched] == [[step] * (1 + step % 2) for step in range(8)]
 
 
-class _Event(DeviceEvent):
+class _Event(TimedEvent):
     is_done = True
 
     def __init__(self, recorded_ns, device_s):

@@ -96,7 +96,7 @@ def test_queries_name_metrics_and_labels_that_daemons_serve():
             assert by <= labels, f"{title}: {name} has no label {by - labels}"
             jobs = re.findall(r'job="(\w+)"', matchers)
             assert set(jobs) <= set(info.daemons), f"{title}: {jobs} does not serve {name}"
-            # What two daemons count, each for itself, would be counted twice without a job.
+            # A count that two daemons keep, each for itself, would be counted twice without a job.
             if "job" not in used and not {"job"} & by:
                 assert len(info.daemons) == 1, f"{title}: {name} is served by {info.daemons}"
             if name.endswith("_total") and not title.endswith("since start"):

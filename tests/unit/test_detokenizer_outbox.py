@@ -1,4 +1,4 @@
-"""What waits for a slow reader: merged, bounded, and never from an entry that was opened anew."""
+"""Output that waits for a slow reader: merged, bounded, and never from an entry that was opened anew."""
 
 from __future__ import annotations
 

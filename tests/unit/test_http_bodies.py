@@ -168,7 +168,7 @@ def test_tool_choice_none_shows_no_tools_and_arguments_are_objects() -> None:
     assert arguments('{"city": "Z\\u00fcrich", "n": [1]}') == {"city": "Zürich", "n": [1]}
     assert arguments({"n": 1}) == {"n": 1}
     assert arguments("") == {}
-    # What a model wrote need not be JSON: it is the conversation all the same.
+    # Arguments that a model wrote need not be JSON: they are the conversation all the same.
     assert arguments('{"n": ') == '{"n": '
 
 

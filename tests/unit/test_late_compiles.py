@@ -1,4 +1,4 @@
-"""What Triton compiles while requests wait is told."""
+"""Reports of kernels that Triton compiles while requests wait."""
 
 import logging
 from types import SimpleNamespace

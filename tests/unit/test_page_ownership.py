@@ -161,3 +161,45 @@ def _used(world: World) -> set[int]:
     """Pages that plans granted, or admitted as cached."""
     granted = {page for plan in world.log for grant in plan.grants for page in grant.pages.tolist()}
     return granted | {page for plan in world.log for admit in plan.admits for page in admit.cached_pages.tolist()}
+
+
+def test_a_request_that_needs_leased_pages_waits_for_their_release_and_spins_not() -> None:
+    """Alone, and 16 of 24 pages are a transfer's: it gives way once, and goes on where it was when they come back."""
+    world = World(num_pages=24, eos_rate=0.0, max_total_len=24, decode_reserve_tokens=1, ahead=1)
+    pinned = as_ints(range(16))
+    _restart(world, pinned)
+    record = world.submit([2, 3, 4, 5], stop=Stop(max_tokens=12))
+    world.run()
+    num_plans, state = len(world.log), world.planner.state
+    assert record.finished is None and 0 < len(record.tokens) < 12 and state is not None
+    assert world.planner.counters.num_retracted == 1, "it was admitted again without the pages that it lacked"
+    for _ in range(5):
+        world.run()
+    assert len(world.log) == num_plans, "plans are made although nothing can be computed"
+    world.planner.end_lease(pinned)
+    world.run()
+    assert record.tokens == world.expected(record.submission)
+
+
+def test_a_request_that_has_all_pages_but_the_quarantined_ones_fails_once_the_leases_end() -> None:
+    world = World(num_pages=24, eos_rate=0.0, max_total_len=24, decode_reserve_tokens=1, ahead=1)
+    pinned = as_ints(range(8))
+    _restart(world, pinned)
+    state = world.planner.state
+    assert state is not None
+    state.pages.pool.quarantine(as_ints(range(20, 24)))
+    record = world.submit([2, 3, 4, 5], stop=Stop(max_tokens=20))
+    world.run()
+    assert record.finished is None
+    world.planner.end_lease(pinned)
+    world.run()
+    assert record.finished is not None and record.finished.error is not None
+    assert record.finished.error.reason_name == "NEVER_FITS"
+
+
+def _restart(world: World, pinned: np.ndarray) -> None:
+    """A new scheduler on a worker whose transfers use these pages."""
+    world.epoch += 1
+    world.executor.begin_epoch(world.epoch)
+    snapshot = replace(world.snapshot(), pinned_pages=tuple(pinned.tolist()))
+    world.planner.begin_epoch(world.epoch, world.group, snapshot)

@@ -273,7 +273,7 @@ def test_wishes_for_a_flush_are_apart() -> None:
     assert flush.is_wanted
     world.plan()
     assert not flush.is_wanted, "it is on its way"
-    third = flush.wish()  # What runs from here on may be cached: that flush does not do for it.
+    third = flush.wish()  # Pages computed from here on may be cached: that flush does not do for them.
     world.run()
     assert second.is_done and third.is_done and not first.is_done and flush.num_done == 2
     assert late.tokens == world.expected(late.submission)

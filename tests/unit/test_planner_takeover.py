@@ -140,7 +140,7 @@ def test_an_abort_of_older_attempts_says_nothing_about_later_ones() -> None:
 
 
 def test_ids_are_names_within_a_tenant() -> None:
-    """What another tenant submits, resumes or aborts under the same id changes nothing, and tells nothing."""
+    """A submit, resume or abort of another tenant under the same id changes nothing, and tells nothing."""
     world = World(eos_rate=0.0)
     hers = running(world, tenant="alice")
     key = hers.submission.key

@@ -54,7 +54,7 @@ def run_dying(world: World, depth: int, is_fatal: Callable[[World], bool], max_s
 
 
 def reaches(record: Record, num_output: int) -> Callable[[World], bool]:
-    """Whether the worker has drawn so many tokens of an output."""
+    """True if the worker has sampled so many tokens of an output."""
     name, length = record.submission.key.request_id, len(record.submission.prompt_ids) + num_output
 
     def is_fatal(world: World) -> bool:

@@ -53,7 +53,7 @@ def test_edges_are_as_long_as_sharing_allows() -> None:
     cache.insert(NAMESPACE, span(0, 40), span(0, 40))
     assert cache.tree.num_nodes == 1
     cache.insert(NAMESPACE, np.append(span(0, 30), ints(90, 91)), np.append(span(0, 30), ints(60, 61)))
-    assert cache.tree.num_nodes == 3  # What is shared, and two ends.
+    assert cache.tree.num_nodes == 3  # The shared part, and two ends.
     cache.match(NAMESPACE, span(0, 35))
     assert cache.tree.num_nodes == 4
     path, num = cache.tree.find(NAMESPACE, span(0, 33))

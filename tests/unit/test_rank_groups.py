@@ -25,7 +25,7 @@ from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.worker.group_member import RankLayout
 from radixmesh.worker.v1 import worker_pb2
 
-ERROR = MeshError(common_pb2.ERROR_REASON_UNKNOWN_BLOB, "put it again", {"hash": "ab"})
+ERROR = MeshError(common_pb2.ERROR_REASON_INTERNAL, "the adapter of this slot is broken")
 
 
 def result(counts: list[int], ids: list[int], **fields: object) -> StepResult:

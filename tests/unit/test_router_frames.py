@@ -150,7 +150,7 @@ async def test_frames_to_a_detokenizer_are_bounded_and_hold_everything(can_share
         assert entry.request_id == output.request.request_id
         assert entry.output_ids == output.ids.tolist()
         assert list(entry.stops) == list(output.request.resolved.stop.stop)
-    # What came up since: rows of as many tokens as there are, in as many frames as it takes.
+    # New tokens since then: as many rows as there are, in as many frames as it takes.
     for output in outputs:
         output.ids.extend([7] * 20_000)
         assert output.entry is not None

@@ -81,8 +81,36 @@ def test_a_first_failure_that_is_known_is_called_a_bug() -> None:
     assert "a bug" in lines[0] and "not known" in lines[1]
 
 
+# Notes that it has begun, and waits for the test of the other process.
+_MEETING = """
+import os, time
+from pathlib import Path
+
+def test_it():
+    seen = Path({seen!r})
+    with seen.open("a") as lines:
+        lines.write(f"{own} {{os.getpid()}}\\n")
+    deadline = time.monotonic() + 100
+    while {other!r} not in seen.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_the_process_that_ends_first_takes_files_of_the_other_from_the_end(tmp_path: Path) -> None:
+    root, seen = _suite(tmp_path, "def test_it(): pass\n", 0), tmp_path / "seen"
+    for own, other in (("a", "z"), ("m", "a"), ("z", "a")):
+        (root / "tests" / "mesh" / f"test_{own}.py").write_text(_MEETING.format(seen=str(seen), own=own, other=other))
+    result = _run(root)
+    assert result.returncode == 0, result.stdout
+    lines = dict(line.split() for line in seen.read_text().splitlines())
+    assert sorted(seen.read_text().split()[::2]) == ["a", "m", "z"], "each runs once"
+    assert lines["a"] != lines["z"]
+
+
 def _run(root: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTEST_ADDOPTS": "--import-mode=importlib"}
+    environment = {**os.environ, "PYTEST_ADDOPTS": "--import-mode=importlib", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "tests/run_tests.py", "daily"]
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200, check=False)
 

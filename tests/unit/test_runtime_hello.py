@@ -1,4 +1,4 @@
-"""Which daemons may work together."""
+"""Compatibility of daemons, by their hellos."""
 
 import pytest
 

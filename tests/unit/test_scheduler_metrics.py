@@ -1,4 +1,4 @@
-"""What a scheduler exports agrees with what it did."""
+"""A scheduler's exported metrics agree with what it did."""
 
 from __future__ import annotations
 

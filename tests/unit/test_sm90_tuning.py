@@ -258,7 +258,7 @@ def test_kernels_are_made_ready_at_once_before_any_is_measured() -> None:
     """Those that are measured, then those of sizes between."""
     kernel, seconds, measured_at = _TorchKernel(), iter([0.0, 100.0, 101.0, 102.0, 150.0, 157.0]), []
     benchmarks = _SetTimes(lambda problem: 2.0, lambda: measured_at.append(len(kernel.prepared)))
-    # What compiling takes is not of the budget.
+    # The time of compiling is not part of the budget.
     table, report = _tune(kernel, Autotuner(benchmarks, lambda: next(seconds)), [4, 12, 16], [GemmEpilogue.PLAIN])
     before, behind = kernel.prepared
     assert before == [variant_of(config, 16, False, torch.bfloat16) for config in _candidates(False)]
@@ -378,7 +378,7 @@ def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_gemm_that_reads_
     gemm.add_linear(_random(16, 2 * _N), _random(_K, 2 * _N), residual_TK)
     gemm.gate_up_silu(residual_TK, w_NK, _EPS)
     assert [square_sums is not None for square_sums in kernel.square_sums] == [False, False, True, False, False]
-    # Where no gated GEMM of that many rows prefetches its weights, none are left.
+    # If no gated GEMM of that many rows prefetches its weights, none are left.
     del table[gated]
     gemm = TunedGemm(table)
     gemm.add_linear(x_TN, weights[0], residual_TK)

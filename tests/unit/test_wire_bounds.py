@@ -53,7 +53,7 @@ def test_the_last_legal_count_passes_and_the_next_does_not(
 @pytest.mark.parametrize("unit", [b"\x12\x00", b"\x9a\x06\x00", b"\x2a\x02\x0a\x00", b"\x18\x01", b"\x0a\x00"])
 def test_thirty_mebibytes_of_nothing_are_refused_soon(unit: bytes) -> None:
     raw, since_s = unit * ((30 << 20) // len(unit)), time.thread_time()
-    # What is no bounded field of one message may be one of the other.
+    # A unit that is no bounded field of one message may be one of the other.
     errors = [refusal(raw, router.TokenizeRequest), refusal(raw, router.GenerateRequest)]
     assert all(error is not None for error in errors)
     assert time.thread_time() - since_s < 2

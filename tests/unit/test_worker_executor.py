@@ -464,7 +464,7 @@ def test_a_refused_plan_leaves_no_trace(case):
         steps.executor.run(bad)
     assert caught.value.reason_name == reason, caught.value
     assert fingerprint(steps.executor) == before
-    # What is left after it can run: the refused parts were the only reason.
+    # The good plan runs after it: the refused parts were the only reason.
     assert steps.executor.run(good).counts.tolist() == [1, 1]
 
 

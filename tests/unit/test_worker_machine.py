@@ -17,7 +17,7 @@ NUM_PAGES, NUM_SLOTS, MAX_LEN = 40, 4, 24
 
 
 class _Slot:
-    """What the model knows of a request: plain lists."""
+    """The model's view of a request: plain lists."""
 
     def __init__(self, generation, prompt, seed, max_len):
         self.generation = generation

@@ -31,7 +31,7 @@ class ProcessStatus:
     replica: int
     state: ProcessState
     address: str | None
-    """Where it serves gRPC, None for a service that listens nowhere."""
+    """Its gRPC address; None for a service that listens nowhere."""
     pid: int | None
     """None while it does not run."""
     restarts: int

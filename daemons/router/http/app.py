@@ -1,4 +1,4 @@
-"""The paths of the router's HTTP edge, and what becomes of errors."""
+"""The paths of the router's HTTP server, and what becomes of errors."""
 
 from __future__ import annotations
 

@@ -13,10 +13,10 @@ from radixmesh.daemons.router.peers.peer_link import PeerLink
 from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
 from radixmesh.daemons.router.peers.serve_frames import ServeFrames
+from radixmesh.daemons.router.peers.serve_rows import ServeRows
 from radixmesh.daemons.router.peers.served_models import is_same_model
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.requests.journal import Ending, Output, OutputState, Request
-from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import SHARING_VERSION, check_hello
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -57,6 +57,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._handle_of_0 = 0  # The stream's submit number n has the handle n more.
         self._frames = ServeFrames()
         self._checks = ServeChecks(address)
+        self._rows = ServeRows(self._running, self._checks)
         self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
 
     @property
@@ -230,9 +231,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if frame.HasField("tokens"):
             self._take_tokens(frame.tokens)
         for prompt in frame.prompt_logprobs:
-            self._take_prompt_logprobs(prompt)
+            if (output := self._rows.take_prompt_logprobs(prompt)) is not None:
+                self._events.on_prompt_logprobs(output)
         for vector in frame.vectors:
-            self._take_vector(vector)
+            if (output := self._rows.output_of_vector(vector)) is not None:
+                self._events.on_vector(output, vector.values)
         for finished in frame.finished:
             self._take_finished(finished)
         for rejected in frame.rejected:
@@ -253,43 +256,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
                 self._events.on_scheduler_changed(self)
 
     def _take_tokens(self, batch: scheduler_pb2.TokenBatch) -> None:
-        """Appends rows to the journal. The hot path: once per step. Raises MeshError for a gap or broken arrays."""
-        handles = unpack_ints(batch.handles, "tokens.handles").tolist()
-        attempts = unpack_ints(batch.attempts, "tokens.attempts").tolist()
-        firsts = unpack_ints(batch.first_output_indexes, "tokens.first_output_indexes").tolist()
-        counts = unpack_ints(batch.counts, "tokens.counts").tolist()
         assert self.identity is not None
-        self._checks.batch(handles, attempts, firsts, counts, batch.ids, self.identity.vocab_size)
-        ids, running, version = batch.ids, self._running, batch.weights_version
-        changed: list[Output] = []
-        by_row: dict[int, Output] = {}
-        end = num_tokens = 0
-        try:
-            for row, (handle, attempt, first, count) in enumerate(zip(handles, attempts, firsts, counts, strict=True)):
-                start, end = end, end + 4 * count
-                output = running.get(handle)
-                if output is None or output.state is not OutputState.RUNNING or output.attempt != attempt:
-                    continue
-                if first > len(output.ids):
-                    raise self._checks.broken(f"tokens from {first} where {len(output.ids)} was due")
-                if first < len(output.ids):
-                    continue
-                if first + count > output.max_ids:
-                    raise self._checks.broken(f"{first + count} tokens where {output.max_ids} were asked for")
-                output.ids.frombytes(ids[start:end])
-                output.weights_version = version
-                num_tokens += count
-                changed.append(output)
-                if output.logprobs is not None:
-                    by_row[row] = output
-            if by_row:
-                self._take_logprobs(batch, by_row)
-        except MeshError:
-            # The stream ends with this frame. No id stays without the logprob that was asked for, nor the other way
-            # round: what comes after the next submit would be one off for good.
-            for output in by_row.values():
-                output.level_logprobs()
-            raise
+        changed, num_tokens = self._rows.take_tokens(batch, self.identity.vocab_size)
         if self._without_tokens:
             self._note_first_tokens(changed)
         if changed:
@@ -301,34 +269,6 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             if handle in self._without_tokens:
                 self._without_tokens.discard(handle)
                 self._events.on_first_token(self, self._sequences[handle])
-
-    def _take_logprobs(self, batch: scheduler_pb2.TokenBatch, by_row: dict[int, Output]) -> None:
-        for entry in batch.logprobs:
-            output = by_row.get(entry.row)
-            if output is not None and output.logprobs is not None:
-                self._checks.width(entry.logprobs, output.request)
-                output.logprobs.append(entry.logprobs)
-        for output in by_row.values():
-            if output.logprobs is not None and output.logprobs.end != len(output.ids):
-                raise self._checks.broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
-
-    def _take_prompt_logprobs(self, prompt: scheduler_pb2.PromptLogprobs) -> None:
-        output = self._running.get(prompt.handle)
-        track = output.request.prompt_logprobs if output is not None else None
-        if output is None or track is None or prompt.first_position < track.end:
-            return
-        self._checks.prompt_logprobs(prompt, output.request)
-        if prompt.first_position > track.end:
-            raise self._checks.broken(f"prompt logprobs from {prompt.first_position} where {track.end} was due")
-        track.append(prompt.logprobs)
-        self._events.on_prompt_logprobs(output)
-
-    def _take_vector(self, vector: scheduler_pb2.OutputVector) -> None:
-        output = self._running.get(vector.handle)
-        if output is None:
-            return
-        self._checks.vector(vector, output.request)
-        self._events.on_vector(output, vector.values)
 
     def _take_finished(self, finished: scheduler_pb2.Finished) -> None:
         output = self._running.get(finished.handle)

@@ -15,6 +15,7 @@ _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5,
 _TOKEN_S = (0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _STEP_S = (0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _HOST_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
+_GRAMMAR_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _ALL = "all"
 
@@ -122,6 +123,13 @@ class Metrics:
         )
         self.prefill_seconds = make.histogram(
             "radixmesh_prefill_seconds", "scheduler", "Slot to first token of an output.", _LATENCY_S
+        )
+        self.grammar_compile_seconds = make.histogram(
+            "radixmesh_grammar_compile_seconds",
+            "tokenizer",
+            "Time of one CompileGrammar call, by where the grammar came from.",
+            _GRAMMAR_S,
+            ["source"],
         )
         self.encode_seconds = make.histogram(
             "radixmesh_encode_seconds", "tokenizer", "Time of one Encode call, its wait for a thread included.", _STEP_S

@@ -27,6 +27,7 @@ from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
 from radixmesh.daemons.scheduler.group.rank_transport import Connect, RankTransport
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.messages import model_identity_of
+from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
 
@@ -135,6 +136,20 @@ class GroupClient:
             info = group_of(hellos)
             epoch = 1 + max(hello.highest_epoch for hello in hellos)
             is_whole = await stream.fence(hellos, epoch)
+        async with stream.kept_alive():
+            return await self._begin(stream, ranks, hellos, info, epoch, is_whole=is_whole)
+
+    async def _begin(
+        self,
+        stream: GroupStream,
+        ranks: Sequence[RankTransport],
+        hellos: Sequence[worker_pb2.WorkerHello],
+        info: GroupInfo,
+        epoch: int,
+        *,
+        is_whole: bool,
+    ) -> ClaimedGroup:
+        """The epoch on fenced ranks. is_whole: see GroupStream.fence()."""
         generation = info.group_generation
         may_differ = not is_whole or (self._last_stream is not None and self._last_stream.must_form)
         if len(hellos) > 1 and (generation == 0 or may_differ):

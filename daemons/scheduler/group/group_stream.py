@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -29,6 +30,8 @@ T = TypeVar("T")
 
 # Ranks refuse a plan for one reason: within the time that a step may differ between them.
 _REFUSALS_S = 1.0
+# A holder that says nothing for 5 s counts as dead to other schedulers.
+_ALIVE_S = 1.0
 
 
 class GroupStream:
@@ -61,6 +64,23 @@ class GroupStream:
         await together([stream.fence(epoch) for stream in lacking])
         await together([stream.fence(epoch) for stream in self._streams if stream not in lacking])
         return missing.is_whole
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Says to all fenced ranks, every second, that their holder lives.
+
+        Before the first plan it may wait for another rank, or for a long answer, longer than a standby would.
+        """
+        task = asyncio.ensure_future(self._stay_alive())
+        try:
+            yield
+        finally:
+            await _dropped((task,))
+
+    async def _stay_alive(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_S)
+            await asyncio.gather(*(stream.alive() for stream in self._streams))
 
     async def form(self, hellos: Sequence[worker_pb2.WorkerHello], epoch: int) -> int:
         """Makes the ranks, fenced by `epoch`, a new group without KV; its generation."""

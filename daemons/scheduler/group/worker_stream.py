@@ -35,6 +35,7 @@ class WorkerStream:
         self._ours = ours
         self.epoch = 0
         self.contract_version = 0
+        self._takes_alive = False
 
     async def hello(self) -> worker_pb2.WorkerHello:
         """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
@@ -44,6 +45,7 @@ class WorkerStream:
         if not answer.HasField("hello"):
             raise _violation("the worker's first message is no hello")
         self.contract_version = check_hello(answer.hello.hello, self._ours)
+        self._takes_alive = answer.hello.capabilities.takes_alive
         return answer.hello
 
     async def complete(self, plan: bytes) -> None:
@@ -63,6 +65,11 @@ class WorkerStream:
             if not answer.HasField("fenced") or answer.fenced.epoch != epoch:
                 raise _violation("the worker answered the fence with something else")
         self.epoch = epoch
+
+    async def alive(self) -> None:
+        """Says to the fenced worker that its holder lives."""
+        if self.epoch and self._takes_alive:
+            await self._write(worker_pb2.ExecuteRequest(alive=worker_pb2.Alive(epoch=self.epoch)).SerializeToString())
 
     async def form_group(
         self, generation: int, layout: worker_pb2.RankLayout, rendezvous: str, members: Sequence[str]

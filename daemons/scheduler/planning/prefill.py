@@ -176,8 +176,14 @@ class Prefill:
         # A token's page at least: a slot that cannot start only holds others up.
         if available < 1:
             return False
-        if not state.table.num_running:
+        pool = state.pages.pool
+        if not state.table.num_running and not pool.num_leased:
             return True
+        if not state.table.num_running:
+            # Admitted with fewer pages than its tokens take, it would give way again and compute nothing, until a
+            # transfer returns some. With more than there will ever be it fails once all are back.
+            least = min(pages_for(sequence.total_len, state.group.page_size), pool.num_pages - pool.num_quarantined)
+            return least - num_cached <= available
         return self._wanted_pages(state, sequence) - num_cached + self._reserved(state) <= available
 
     def _wanted_pages(self, state: EpochState, sequence: Sequence) -> int:

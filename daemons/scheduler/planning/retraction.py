@@ -35,8 +35,11 @@ class Retraction:
 
     def give_way(self, state: EpochState, sequence: Sequence) -> None:
         """Retracts a running request, or ends it where no other could make room for it."""
-        if state.table.num_running == 1 and not state.pages.pool.num_leased:
-            error = outgrown(state.group.num_pages - state.pages.pool.num_quarantined)
+        pool = state.pages.pool
+        num_usable = pool.num_pages - pool.num_quarantined
+        # Leased pages come back: it waits for them, unless it has all that there will be.
+        if state.table.num_running == 1 and (not pool.num_leased or state.table.num_pages[sequence.slot] >= num_usable):
+            error = outgrown(num_usable)
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
             return
         self._decode_reserve.retracted()

@@ -11,7 +11,7 @@ import torch
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
-from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape, StepAttention
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape, BatchAttention
 from radixmesh.daemons.worker.group import Group
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
@@ -44,7 +44,7 @@ class ModelBatch:
     num_rows: int
     kv_slots_N: torch.Tensor
     kv: KvPlanes
-    attention: StepAttention
+    attention: BatchAttention
     tiles: RowTiles
 
 

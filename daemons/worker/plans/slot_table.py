@@ -67,7 +67,7 @@ class SlotTable:
         self.batch_from_len = np.zeros(num, np.int32)
         """Total length from which decodes of the slot may go as DecodeRows; the maximum if never."""
         self.is_bounded = np.zeros(num, np.bool_)
-        """Whether the slot decoded with several tokens a row: the plans alone give only bounds of its length then."""
+        """True if the slot decoded with several tokens a row: the plans alone give only bounds of its length then."""
         self.tokens = np.zeros((num, limits.max_total_len), np.int32)
         self.page_tables = np.zeros((num, limits.max_pages_per_slot), np.int32)
         self.page_users = np.zeros(limits.num_pages, np.int32)

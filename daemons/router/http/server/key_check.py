@@ -1,4 +1,4 @@
-"""API keys at the HTTP edge: a request is refused before anything of it but its head is read."""
+"""API keys at the HTTP server: a request is refused before anything of it but its head is read."""
 
 from __future__ import annotations
 

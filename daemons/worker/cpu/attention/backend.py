@@ -52,7 +52,7 @@ class AttentionBatch:
     zero_slot: int
 
 
-class StepAttention(ABC):
+class BatchAttention(ABC):
     """Attention of one step, for any of its layers."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class AttentionBackend(ABC):
     is_batch_invariant: bool
 
     @abstractmethod
-    def begin(self, batch: AttentionBatch) -> StepAttention:
+    def begin(self, batch: AttentionBatch) -> BatchAttention:
         """Prepares a step: whatever does not depend on the layer. The result is valid while the pages are."""
 
 

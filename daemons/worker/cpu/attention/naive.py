@@ -9,7 +9,7 @@ from radixmesh.daemons.worker.cpu.attention.backend import (
     AttentionBatch,
     AttentionPlacement,
     AttentionShape,
-    StepAttention,
+    BatchAttention,
 )
 
 
@@ -22,11 +22,11 @@ class NaiveAttention(AttentionBackend):
         self._shape = shape
         self._device = placement.device
 
-    def begin(self, batch: AttentionBatch) -> StepAttention:
+    def begin(self, batch: AttentionBatch) -> BatchAttention:
         return _NaiveStep(self._shape, batch, self._device)
 
 
-class _NaiveStep(StepAttention):
+class _NaiveStep(BatchAttention):
     def __init__(self, shape: AttentionShape, batch: AttentionBatch, device: torch.device) -> None:
         self._shape = shape
         self._batch = batch

@@ -27,8 +27,8 @@ from radixmesh.daemons.worker.cpu.attention.backend import (
     AttentionBatch,
     AttentionPlacement,
     AttentionShape,
+    BatchAttention,
     SlotArray,
-    StepAttention,
 )
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors, agreeing_sizes
 
@@ -53,7 +53,7 @@ class PagedTorchAttention(AttentionBackend):
         self._unit_tiles = RowTiles(self._verified_unit_counts() if placement.is_deterministic else _UNIT_COUNTS)
         self.is_batch_invariant = placement.is_deterministic
 
-    def begin(self, batch: AttentionBatch) -> StepAttention:
+    def begin(self, batch: AttentionBatch) -> BatchAttention:
         return _PagedTorchStep(self._shape, partial(_plan, batch, self._query_tile, self._unit_tiles), self._device)
 
     def _verified_unit_counts(self) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ class _Plan(NamedTuple):
     groups: list[_UnitGroup]
 
 
-class _PagedTorchStep(StepAttention):
+class _PagedTorchStep(BatchAttention):
     """A plan for each window that the model's layers have, made when the first of them asks."""
 
     def __init__(

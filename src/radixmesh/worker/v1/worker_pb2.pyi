@@ -88,18 +88,20 @@ TRANSFER_STATE_ABORTED: TransferState
 TRANSFER_STATE_FAILED: TransferState
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("hello", "complete", "claim", "plan", "fence")
+    __slots__ = ("hello", "complete", "claim", "plan", "fence", "alive")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     complete: bytes
     claim: Claim
     plan: StepPlan
     fence: Fence
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., complete: _Optional[bytes] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ...) -> None: ...
+    alive: Alive
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., complete: _Optional[bytes] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
     __slots__ = ("hello", "claimed", "result", "refusal", "fenced")
@@ -140,7 +142,7 @@ class WorkerHello(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous")
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive")
     STATE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +164,7 @@ class Capabilities(_message.Message):
     KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_ALIVE_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     backend: str
     page_size: int
@@ -183,7 +186,8 @@ class Capabilities(_message.Message):
     kv_dtype: str
     kv_layout: str
     rendezvous: str
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ...) -> None: ...
+    takes_alive: bool
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
@@ -202,6 +206,12 @@ class RankLayout(_message.Message):
     def __init__(self, tp_size: _Optional[int] = ..., tp_rank: _Optional[int] = ..., dp_size: _Optional[int] = ..., dp_rank: _Optional[int] = ..., ep_size: _Optional[int] = ..., ep_rank: _Optional[int] = ...) -> None: ...
 
 class Fence(_message.Message):
+    __slots__ = ("epoch",)
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    def __init__(self, epoch: _Optional[int] = ...) -> None: ...
+
+class Alive(_message.Message):
     __slots__ = ("epoch",)
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     epoch: int
@@ -544,7 +554,7 @@ class SnapshotCacheRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., instance_id: _Optional[str] = ...) -> None: ...
 
 class SnapshotCacheResponse(_message.Message):
-    __slots__ = ("first_page", "generations", "filled", "previous_pages", "previous_generations", "namespace_indexes", "weights_versions", "ids", "namespaces", "pinned_pages", "is_last")
+    __slots__ = ("first_page", "generations", "filled", "previous_pages", "previous_generations", "namespace_indexes", "weights_versions", "ids", "namespaces", "pinned_pages", "is_last", "pinned_transfers")
     FIRST_PAGE_FIELD_NUMBER: _ClassVar[int]
     GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     FILLED_FIELD_NUMBER: _ClassVar[int]
@@ -556,6 +566,7 @@ class SnapshotCacheResponse(_message.Message):
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     PINNED_PAGES_FIELD_NUMBER: _ClassVar[int]
     IS_LAST_FIELD_NUMBER: _ClassVar[int]
+    PINNED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
     first_page: int
     generations: bytes
     filled: bytes
@@ -567,7 +578,16 @@ class SnapshotCacheResponse(_message.Message):
     namespaces: _containers.RepeatedScalarFieldContainer[str]
     pinned_pages: bytes
     is_last: bool
-    def __init__(self, first_page: _Optional[int] = ..., generations: _Optional[bytes] = ..., filled: _Optional[bytes] = ..., previous_pages: _Optional[bytes] = ..., previous_generations: _Optional[bytes] = ..., namespace_indexes: _Optional[bytes] = ..., weights_versions: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., namespaces: _Optional[_Iterable[str]] = ..., pinned_pages: _Optional[bytes] = ..., is_last: bool = ...) -> None: ...
+    pinned_transfers: _containers.RepeatedCompositeFieldContainer[PinnedTransfer]
+    def __init__(self, first_page: _Optional[int] = ..., generations: _Optional[bytes] = ..., filled: _Optional[bytes] = ..., previous_pages: _Optional[bytes] = ..., previous_generations: _Optional[bytes] = ..., namespace_indexes: _Optional[bytes] = ..., weights_versions: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., namespaces: _Optional[_Iterable[str]] = ..., pinned_pages: _Optional[bytes] = ..., is_last: bool = ..., pinned_transfers: _Optional[_Iterable[_Union[PinnedTransfer, _Mapping]]] = ...) -> None: ...
+
+class PinnedTransfer(_message.Message):
+    __slots__ = ("transfer_id", "pages")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    pages: bytes
+    def __init__(self, transfer_id: _Optional[str] = ..., pages: _Optional[bytes] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""The router's HTTP edge as its daemon starts and stops it."""
+"""The router's HTTP server as its daemon starts and stops it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Guided decoding: what the tokenizer, which compiles grammars, and the worker, which follows them, have in common."""

@@ -1,0 +1,119 @@
+"""The seam to a library that compiles grammars and follows them token by token."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+import numpy as np
+import numpy.typing as npt
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.source import GrammarSource
+from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+
+MaskWords = npt.NDArray[np.int32]
+"""A bit a token, [ceil(vocab_size / 32)]: bit i of word w is id 32 w + i; 1 = the token may follow."""
+
+_MODULES = {"xgrammar": "radixmesh.daemons.runtime.guided.xgrammar_backend"}
+BACKENDS = tuple(_MODULES)
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedVocabulary:
+    """token_bytes: what each id stands for in text; b"" for those that stand for nothing (special tokens, unused ids).
+
+    eos_ids: what may follow a complete text. vocab_size: ids of the model's logits, at least len(token_bytes).
+    """
+
+    token_bytes: Sequence[bytes]
+    eos_ids: tuple[int, ...]
+    vocab_size: int
+
+    @classmethod
+    def of(cls, vocabulary: Vocabulary) -> GuidedVocabulary:
+        """Special tokens never match text: a string that reads "<|im_end|>" is made of ordinary tokens."""
+        texts = token_bytes(vocabulary)
+        for special in vocabulary.special_ids:
+            texts[special] = b""
+        for eos in vocabulary.identity.eos_ids:
+            if eos < len(texts):
+                texts[eos] = b""
+        return cls(texts, tuple(vocabulary.identity.eos_ids), vocabulary.vocab_size)
+
+
+class GrammarMatcher(ABC):
+    """One output on its way through its grammar. One thread at a time."""
+
+    @abstractmethod
+    def fill(self, words: MaskWords) -> None:
+        """Writes which tokens may come next; EOS ids are among them where the text may end."""
+
+    @abstractmethod
+    def accept(self, token: int) -> bool:
+        """Goes on by one token. False, and nothing changed, if the grammar does not allow it."""
+
+    @abstractmethod
+    def rollback(self, num_tokens: int) -> None:
+        """Takes the last accepted tokens back."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool:
+        """An EOS id was accepted: nothing follows."""
+
+    @abstractmethod
+    def forced_text(self) -> bytes:
+        """The text that must come next; b"" where the grammar has a choice."""
+
+
+class CompiledGrammar(ABC):
+    """Shared by all outputs that follow it."""
+
+    num_bytes: int
+    """Memory that it takes."""
+
+    @abstractmethod
+    def matcher(self) -> GrammarMatcher:
+        """At the start of a text."""
+
+
+class GrammarBackend(ABC):
+    """A library with a vocabulary. format: name and version of its artefacts, e.g. "xgrammar/0.2.8"."""
+
+    format: str
+
+    @abstractmethod
+    def compile(self, source: GrammarSource) -> bytes:
+        """The artefact, which begins with the format and a newline; equal sources give equal bytes.
+
+        Raises INVALID_GRAMMAR for what it cannot express. May take any time and memory: called in a process of its own.
+        """
+
+    @abstractmethod
+    def load(self, artefact: bytes) -> CompiledGrammar:
+        """Raises INVALID_GRAMMAR for bytes that are no artefact of this format and vocabulary."""
+
+
+def installed_format(name: str) -> str:
+    """The format of a backend's artefacts, without importing its library, which takes seconds; "" = not installed."""
+    try:
+        return f"{name}/{metadata.version(name)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def load_backend(name: str, vocabulary: GuidedVocabulary) -> GrammarBackend:
+    """Raises MeshError UNSUPPORTED where the library is not installed."""
+    try:
+        module = importlib.import_module(_MODULES[name])
+    except ImportError as error:
+        message = f"guided decoding needs {name} ({error}): install radixmesh[guided]"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "grammar"}) from error
+    backend: GrammarBackend = module.make_backend(vocabulary)
+    return backend

@@ -1,0 +1,130 @@
+"""Grammars by xgrammar (Dong et al. 2024, arXiv:2411.15100). Imports torch and transformers, as xgrammar does."""
+
+from __future__ import annotations
+
+import json
+
+import xgrammar
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarMatcher,
+    GuidedVocabulary,
+    MaskWords,
+    installed_format,
+)
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, invalid_grammar
+
+# A model that may write any number of blanks between two keys can write nothing else for ever.
+_MAX_WHITESPACE = 16
+_MAX_REASON_CHARS = 500
+
+
+def make_backend(vocabulary: GuidedVocabulary) -> GrammarBackend:
+    return XGrammarBackend(vocabulary)
+
+
+class XGrammarBackend(GrammarBackend):
+    """Compiles on one thread: several compilations are several processes."""
+
+    format = installed_format("xgrammar")
+
+    def __init__(self, vocabulary: GuidedVocabulary) -> None:
+        self._eos_ids = list(vocabulary.eos_ids)
+        self._info = xgrammar.TokenizerInfo(
+            list(vocabulary.token_bytes),
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.vocab_size,
+            stop_token_ids=self._eos_ids,
+        )
+        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        self._head = f"{self.format}\n".encode()
+
+    def compile(self, source: GrammarSource) -> bytes:
+        try:
+            compiled = self._compile(source)
+            return self._head + compiled.serialize_json().encode()
+        except (RuntimeError, ValueError, TypeError) as error:
+            reason = _reason(error)
+            raise invalid_grammar(f"the {source.form.value} cannot be compiled: {reason}", "") from error
+
+    def load(self, artefact: bytes) -> CompiledGrammar:
+        if not artefact.startswith(self._head):
+            given = artefact[:64].split(b"\n", 1)[0].decode(errors="replace")
+            message = f"the grammar is of format {given!r}, this worker follows {self.format!r}: compile it anew"
+            raise invalid_grammar(message, "format")
+        try:
+            text = artefact[len(self._head) :].decode()
+            compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+        except (RuntimeError, ValueError) as error:
+            message = f"the grammar's bytes cannot be read ({_reason(error)}): compile it anew for this model"
+            raise invalid_grammar(message, "format") from error
+        return _Compiled(compiled, self._eos_ids)
+
+    def _compile(self, source: GrammarSource) -> xgrammar.CompiledGrammar:
+        compiler, text = self._compiler, source.text
+        if source.form is GrammarForm.JSON_SCHEMA:
+            schema = _schema(text)
+            # strict_mode would close objects that say nothing of further properties: the schema's author decides.
+            return compiler.compile_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE)
+        if source.form is GrammarForm.ANY_JSON:
+            return compiler.compile_json_schema("true", strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE)
+        if source.form is GrammarForm.REGEX:
+            return compiler.compile_regex(text)
+        if source.form is GrammarForm.EBNF:
+            return compiler.compile_grammar(text)
+        return compiler.compile_structural_tag(text)
+
+
+class _Compiled(CompiledGrammar):
+    def __init__(self, compiled: xgrammar.CompiledGrammar, eos_ids: list[int]) -> None:
+        self._compiled = compiled
+        self._eos_ids = eos_ids
+        self.num_bytes = compiled.memory_size_bytes
+
+    def matcher(self) -> GrammarMatcher:
+        return _Matcher(xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=self._eos_ids))
+
+
+class _Matcher(GrammarMatcher):
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
+
+    def fill(self, words: MaskWords) -> None:
+        self._matcher.fill_next_token_bitmask(words[None], 0)
+
+    def accept(self, token: int) -> bool:
+        if self._matcher.is_terminated():  # It would warn on the process's standard error.
+            return False
+        return bool(self._matcher.accept_token(token))
+
+    def rollback(self, num_tokens: int) -> None:
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self._matcher.is_terminated())
+
+    def forced_text(self) -> bytes:
+        return self._matcher.find_jump_forward_string().encode()
+
+
+def _schema(text: str) -> str:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid_grammar(f"the json_schema is no JSON ({error})", "") from error
+    if not isinstance(schema, dict | bool):
+        raise invalid_grammar("the json_schema is neither an object nor true: send a JSON schema", "")
+    return text
+
+
+def _reason(error: Exception) -> str:
+    """The library's words without its time stamp and source line."""
+    if isinstance(error, MeshError):
+        return error.message
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return text.rpartition(".cc:")[2].partition(": ")[2][:_MAX_REASON_CHARS] or text[:_MAX_REASON_CHARS]

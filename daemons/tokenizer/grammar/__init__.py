@@ -1,0 +1,1 @@
+"""Grammars are compiled in processes of their own: a compilation may take seconds and gigabytes, or end its process."""

@@ -1,0 +1,121 @@
+"""The tokenizer's grammar compiler: what it makes, its cache, its limits, and processes that die."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, grammar_source
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
+from tests.support.small_tokenizers import byte_level, write_folder
+
+SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
+# An alternation of counted repetitions: minutes of compilation.
+BOMB = json.dumps({"type": "string", "pattern": "^(" + "|".join(f"(a{{{n},{n + 500}}}b?)+" for n in range(400)) + ")$"})
+pytest.importorskip("xgrammar")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    write_folder(path, byte_level())
+    return path
+
+
+@pytest.fixture
+async def compiler(folder: Path) -> AsyncIterator[GrammarCompiler]:
+    made = GrammarCompiler(folder, "xgrammar", GrammarLimits(timeout_s=20.0))
+    yield made
+    made.close()
+
+
+async def test_an_artefact_is_named_by_its_bytes_and_follows_the_grammar(
+    compiler: GrammarCompiler, folder: Path
+) -> None:
+    source = GrammarSource(GrammarForm.JSON_SCHEMA, SCHEMA)
+    first, second = await asyncio.gather(compiler.compile(source), compiler.compile(source))
+    assert first == second, "equal sources that come at once are compiled once"
+    assert first.hash == hashlib.sha256(first.data).hexdigest()
+    assert first.data.startswith(compiler.format.encode() + b"\n")
+    assert (await compiler.compile(source)).is_cached
+    # The same bytes by another process, as another replica has.
+    vocabulary = GuidedVocabulary.of(Vocabulary.load(folder))
+    backend = load_backend("xgrammar", vocabulary)
+    assert backend.compile(source) == first.data
+    matcher = backend.load(first.data).matcher()
+    words = np.zeros(-(-vocabulary.vocab_size // 32), np.int32)
+    matcher.fill(words)
+    allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+    assert {vocabulary.token_bytes[token][:1] for token in allowed} == {b"{"}
+
+
+async def test_what_cannot_be_compiled_is_said_by_name(compiler: GrammarCompiler) -> None:
+    for form, text, said in (
+        (GrammarForm.JSON_SCHEMA, "{", "no JSON"),
+        (GrammarForm.JSON_SCHEMA, '{"type": "objekt"}', "objekt"),
+        (GrammarForm.REGEX, "(a", "parenthesis"),
+        (GrammarForm.EBNF, "root ::= other", "other"),
+        (GrammarForm.STRUCTURAL_TAG, "{}", "format"),
+    ):
+        with pytest.raises(MeshError, match=said) as caught:
+            await compiler.compile(GrammarSource(form, text))
+        assert caught.value.reason == ErrorReason.ERROR_REASON_INVALID_GRAMMAR
+
+
+async def test_a_bomb_ends_at_the_time_limit_and_the_next_grammar_compiles(folder: Path) -> None:
+    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(timeout_s=1.0, memory_bytes=4 << 30))
+    try:
+        with pytest.raises(MeshError) as caught:
+            await compiler.compile(GrammarSource(GrammarForm.JSON_SCHEMA, BOMB))
+        assert caught.value.reason == ErrorReason.ERROR_REASON_INVALID_GRAMMAR
+        assert caught.value.metadata["limit"] in ("time", "memory")
+        assert (await compiler.compile(GrammarSource(GrammarForm.REGEX, "[ab]+"))).data
+    finally:
+        compiler.close()
+
+
+async def test_a_killed_process_costs_no_request(compiler: GrammarCompiler) -> None:
+    await compiler.compile(GrammarSource(GrammarForm.REGEX, "a"))
+    for pid in compiler.pids:
+        os.kill(pid, signal.SIGKILL)
+    assert (await compiler.compile(GrammarSource(GrammarForm.REGEX, "b"))).data
+
+
+async def test_more_than_may_wait_is_refused(folder: Path) -> None:
+    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(max_waiting=2))
+    try:
+        calls = [
+            asyncio.ensure_future(compiler.compile(GrammarSource(GrammarForm.REGEX, f"a{number}")))
+            for number in range(4)
+        ]
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        refused = [error for error in done if isinstance(error, MeshError)]
+        assert [error.reason for error in refused] == [ErrorReason.ERROR_REASON_OVERLOADED] * 2
+    finally:
+        compiler.close()
+
+
+def test_a_source_is_one_of_five_and_bounded() -> None:
+    assert grammar_source(common_pb2.Grammar(any_json=True)) == GrammarSource(GrammarForm.ANY_JSON)
+    for message, reason in (
+        (common_pb2.Grammar(), ErrorReason.ERROR_REASON_MISSING_FIELD),
+        (common_pb2.Grammar(any_json=False), ErrorReason.ERROR_REASON_MISSING_FIELD),
+        (common_pb2.Grammar(regex=""), ErrorReason.ERROR_REASON_INVALID_GRAMMAR),
+        (common_pb2.Grammar(ebnf="a" * ((1 << 20) + 1)), ErrorReason.ERROR_REASON_INVALID_GRAMMAR),
+    ):
+        with pytest.raises(MeshError) as caught:
+            grammar_source(message)
+        assert caught.value.reason == reason
