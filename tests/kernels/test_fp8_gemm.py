@@ -20,13 +20,13 @@ from radixmesh.daemons.worker.cuda.fp8.gemm import (
 from radixmesh.daemons.worker.cuda.fp8.tuning import (
     Fp8Kernels,
     create_fp8_gemm,
+    fp8_groups,
     matrix_group,
-    matrix_groups,
     measured_sizes,
 )
-from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
 from radixmesh.daemons.worker.cuda.gemm.autotuner import Autotuner, Benchmark, Benchmarks, Operands, Timing
-from radixmesh.daemons.worker.cuda.gemm.backend import GemmProblem
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, GemmProblem
+from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, quantize_matrix
@@ -110,14 +110,15 @@ def test_what_the_library_does_not_take_ours_computes(
     assert bool(calls) is is_library
 
 
-def _layer() -> LayerMatrices:
-    square, wide = torch.randn(256, 256), torch.randn(512, 256)
-    return LayerMatrices(
-        qkv=quantize_matrix(wide, is_grouped=True),
-        o=quantize_matrix(square, is_grouped=True),
-        gate_up=torch.zeros(512, 256),
-        down=quantize_matrix(square, is_grouped=True),
-    )
+def _matrices() -> list[TunableMatrices]:
+    """Of two layers, whose gate and up are not FP8."""
+    square, wide = (quantize_matrix(torch.randn(size, 256), is_grouped=True) for size in (256, 512))
+    return [
+        TunableMatrices((torch.zeros(512, 256),) * 2, GemmEpilogue.PLAIN),
+        TunableMatrices((square, square), GemmEpilogue.ADDED),
+        TunableMatrices((wide, wide), GemmEpilogue.PLAIN),
+        TunableMatrices((square, square), GemmEpilogue.ADDED),
+    ]
 
 
 class _SetTimes(Benchmarks):
@@ -156,7 +157,7 @@ class _Times(Benchmark[TileConfig]):
 def test_the_fastest_is_chosen_for_each_shape_and_size(baseline_us, default_us, other_us, chosen):
     benchmarks = _SetTimes(baseline_us, default_us, other_us)
     kernels = Fp8Kernels(ScaledMmGemm(TritonFp8Gemm()), TritonFp8Gemm(), torch.bfloat16)
-    table, _ = Autotuner(benchmarks).tune(kernels, matrix_groups([_layer(), _layer()]), (16, 64))
+    table, _ = Autotuner(benchmarks).tune(kernels, fp8_groups(_matrices()), (16, 64))
     created = sorted((*problem[:3], count) for problem, count in benchmarks.created)
     assert created == [(16, 256, 256, 4), (16, 512, 256, 2), (64, 256, 256, 4), (64, 512, 256, 2)]
     wanted = [] if chosen is None else [problem for problem, _ in benchmarks.created]

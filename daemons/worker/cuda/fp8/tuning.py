@@ -13,10 +13,10 @@ from radixmesh.daemons.worker.cuda.fp8.gemm import (
     TunedFp8Gemm,
     tried_library,
 )
-from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
 from radixmesh.daemons.worker.cuda.gemm.autotuner import GemmKernels, MatrixGroup, Operands, TuningPolicy
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmProblem
 from radixmesh.daemons.worker.cuda.gemm.tuning import tune_kind
+from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
@@ -26,7 +26,7 @@ _ROWS = (16, 64, 256, 512, 2048)
 
 
 def create_fp8_gemm(
-    layers: Sequence[LayerMatrices],
+    groups: Sequence[TunableMatrices],
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -45,7 +45,7 @@ def create_fp8_gemm(
     sizes = measured_sizes(max_rows)
     kernels = Fp8Kernels(library, ours, dtype)
     table = tune_kind(
-        lambda: kernels, matrix_groups(layers), sizes, device, event="fp8_gemm_tuned", failed="fp8_gemm_not_tuned"
+        lambda: kernels, fp8_groups(groups), sizes, device, event="fp8_gemm_tuned", failed="fp8_gemm_not_tuned"
     )
     return TunedFp8Gemm(library, ours, table, sizes)
 
@@ -56,14 +56,14 @@ def measured_sizes(max_rows: int) -> tuple[int, ...]:
     return tuple(size for size in _ROWS if size <= last)
 
 
-def matrix_groups(layers: Sequence[LayerMatrices]) -> list[MatrixGroup[QuantizedMatrix]]:
-    """Matrices of one shape and form of scales from all layers."""
+def fp8_groups(groups: Sequence[TunableMatrices]) -> list[MatrixGroup[QuantizedMatrix]]:
+    """FP8 matrices of one shape and form of scales, whatever they are for: nothing is fused into their GEMMs."""
     found: dict[tuple[object, ...], list[QuantizedMatrix]] = {}
-    for layer in layers:
-        for matrix in layer.all():
+    for group in groups:
+        for matrix in group.matrices:
             if isinstance(matrix, QuantizedMatrix):
                 found.setdefault((*matrix.shape, matrix.group_rows, matrix.is_grouped), []).append(matrix)
-    return [matrix_group(group) for group in found.values()]
+    return [matrix_group(matrices) for matrices in found.values()]
 
 
 def matrix_group(matrices: Sequence[QuantizedMatrix]) -> MatrixGroup[QuantizedMatrix]:

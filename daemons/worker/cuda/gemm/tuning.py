@@ -1,4 +1,4 @@
-"""Tuned GEMMs for a decoder's weights in the model's dtype: cuBLASLt's, and on Hopper the project's own."""
+"""Tuned GEMMs for a model's matrices in its own dtype: cuBLASLt's, and on Hopper the project's own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from radixmesh.daemons.worker.cuda.gemm.backend import (
 from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, check_small_gemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_kernels import CublasLtKernels
 from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Kernels, check_kernel
-from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights, MlpWeights
+from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import DTYPES, GemmSm90
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
@@ -38,13 +38,17 @@ _log = get_logger(__name__)
 
 
 def tuned_gemm(
-    weights: DecoderWeights, sizes: Sequence[int], device: torch.device, *, use_pdl: bool = False
+    matrices: Sequence[TunableMatrices],
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    device: torch.device,
+    *,
+    use_pdl: bool = False,
 ) -> GemmBackend:
-    """For steps of `sizes` rows, of weights into which the norms are folded; torch for everything else.
+    """For steps of `sizes` rows; torch for everything else. matrices: the largest share of a step first.
 
     use_pdl: the project's own GEMMs compete too where the device has compute capability 9.0; they run on no other.
     """
-    dtype = weights.final_norm_D.dtype
     table: dict[GemmProblem, GemmKernel] = {}
 
     def cublaslt() -> CublasLtKernels:
@@ -57,9 +61,9 @@ def tuned_gemm(
         check_kernel(kernel, dtype, device)
         return Sm90Kernels(kernel, TunedGemm(table))
 
-    table |= tune_kind(cublaslt, matrix_groups(weights), sizes, device, event="gemm_tuned", failed="gemm_not_tuned")
+    table |= tune_kind(cublaslt, plain_groups(matrices), sizes, device, event="gemm_tuned", failed="gemm_not_tuned")
     if use_pdl and torch.cuda.get_device_capability(device) == (9, 0) and dtype in DTYPES:
-        groups = matrix_groups(weights, has_gated=True)
+        groups = plain_groups(matrices, has_gated=True)
         table |= tune_kind(sm90, groups, sizes, device, event="gemm_pdl_tuned", failed="gemm_pdl_not_used")
     return TunedGemm(table) if table else TorchGemm()
 
@@ -100,25 +104,18 @@ def tune_kind(
     return table
 
 
-def matrix_groups(weights: DecoderWeights, *, has_gated: bool = False) -> list[MatrixGroup[torch.Tensor]]:
-    """A dense decoder's, largest share of a step first; [N, K] views of weights that lie [out, in].
-
-    has_gated: gate and up as one GEMM with SwiGLU, where their norm is folded and there is no bias between.
-    """
-    mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
-    attentions = [layer.attention for layer in weights.layers]
-    # In float16 norms are not folded into the weights: a kernel of its own computes them.
-    is_gated = (
-        has_gated and weights.final_norm_D.dtype != torch.float16 and all(mlp.b_gate_up_F2 is None for mlp in mlps)
-    )
-    matrices = [
-        ([mlp.w_gate_up_DF2 for mlp in mlps], GemmEpilogue.GATED if is_gated else GemmEpilogue.PLAIN),
-        ([mlp.w_down_FD for mlp in mlps], GemmEpilogue.ADDED),
-        ([attention.w_qkv_DX for attention in attentions], GemmEpilogue.PLAIN),
-        ([attention.w_o_QD for attention in attentions], GemmEpilogue.ADDED),
-        ([weights.head_DO], GemmEpilogue.PLAIN),
-    ]
-    return [matrix_group([w_KN.t() for w_KN in group], epilogue) for group, epilogue in matrices if group]
+def plain_groups(matrices: Sequence[TunableMatrices], *, has_gated: bool = False) -> list[MatrixGroup[torch.Tensor]]:
+    """Those that are all in the model's dtype, in the same order. has_gated: gate and up are one GEMM with SwiGLU where
+    their norm is deferred; otherwise a kernel behind a plain one computes the gate."""
+    groups = []
+    for group in matrices:
+        weights = [w_NK for w_NK in group.matrices if isinstance(w_NK, torch.Tensor)]
+        epilogue = group.epilogue
+        if epilogue is GemmEpilogue.GATED and not (has_gated and group.has_deferred_norm):
+            epilogue = GemmEpilogue.PLAIN
+        if len(weights) == len(group.matrices):
+            groups.append(matrix_group(weights, epilogue))
+    return groups
 
 
 def matrix_group(weights: Sequence[torch.Tensor], epilogue: GemmEpilogue) -> MatrixGroup[torch.Tensor]:
