@@ -46,7 +46,7 @@ from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Gemm, Sm90Kernel
 from radixmesh.daemons.worker.cuda.gemm.tuning import plain_groups, tune_kind
 from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel, Kernels
-from radixmesh.daemons.worker.cuda.ops import KvTarget, TritonOps
+from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
@@ -55,6 +55,7 @@ from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
 from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
+from radixmesh.kernels.rope_kv import KvTarget
 
 _LAYERS, _CHECKED_LAYERS = 28, 4
 _CANDIDATES = 9

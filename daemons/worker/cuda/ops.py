@@ -6,58 +6,22 @@ Legend: T rows, D hidden size, N features out, K features in, H heads, d head_di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TiledGemm, TorchGemm
 from radixmesh.kernels import gemv
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
-from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
+from radixmesh.kernels.rope_kv import (
+    HeadNorms,
+    HeadShape,
+    KvTarget,
+    RopeAngles,
+    rope_write_kv,
+    rope_write_kv_reference,
+)
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
-
-
-class KvTarget(NamedTuple):
-    """Places of a step's rows: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
-    int32 [slots, pages]."""
-
-    positions_T: torch.Tensor
-    row_slots_T: torch.Tensor
-    page_tables: torch.Tensor
-    page_size: int
-
-
-class RopeAngles(NamedTuple):
-    """float32 [positions, d / 2] each."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-class HeadShape(NamedTuple):
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class HeadNorms(NamedTuple):
-    """RMSNorm weights [d] of each query and key head; None where the model has none."""
-
-    query: torch.Tensor | None
-    key: torch.Tensor | None
-    eps: float
-
-
-class DeferredNormGemm(NamedTuple):
-    """Result [T, N] of a GEMM whose norm and bias [N] are left to the kernel that reads it.
-
-    norm_input_TD: the rows [T, D] that went into the GEMM without being normed; None: they were normed before. The
-    reader multiplies each row by its inverse RMS, 1 / sqrt(mean(x^2) + eps), then adds the bias.
-    """
-
-    out_TN: torch.Tensor
-    bias_N: torch.Tensor | None = None
-    norm_input_TD: torch.Tensor | None = None
 
 
 class Ops(ABC):
@@ -144,25 +108,7 @@ class TorchOps(Ops):
         heads: HeadShape,
         norms: HeadNorms,
     ) -> torch.Tensor:
-        return rope_write_kv_reference(
-            qkv.out_TN,
-            angles.cos,
-            angles.sin,
-            target.positions_T,
-            target.row_slots_T,
-            target.page_tables,
-            target.page_size,
-            keys_SKd,
-            values_SKd,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            norms.query,
-            norms.key,
-            norms.eps,
-            norm_input_TD=qkv.norm_input_TD,
-            bias_X=qkv.bias_N,
-        )
+        return rope_write_kv_reference(qkv, angles, target, keys_SKd, values_SKd, heads, norms)
 
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
         return silu_mul_reference(gate_up.out_TN, norm_input_TD=gate_up.norm_input_TD, bias_2F=gate_up.bias_N, eps=eps)
@@ -204,26 +150,7 @@ class TritonOps(Ops):
         heads: HeadShape,
         norms: HeadNorms,
     ) -> torch.Tensor:
-        return rope_write_kv(
-            qkv.out_TN,
-            angles.cos,
-            angles.sin,
-            target.positions_T,
-            target.row_slots_T,
-            target.page_tables,
-            target.page_size,
-            keys_SKd,
-            values_SKd,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            norms.query,
-            norms.key,
-            norms.eps,
-            norm_input_TD=qkv.norm_input_TD,
-            bias_X=qkv.bias_N,
-            use_pdl=self._use_pdl,
-        )
+        return rope_write_kv(qkv, angles, target, keys_SKd, values_SKd, heads, norms, use_pdl=self._use_pdl)
 
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
         return silu_mul(

@@ -25,13 +25,13 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     create_linear,
 )
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, RopeAngles
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norms
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.rope import RopeTable
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 
 class LoadedDecoder(LoadedModel):

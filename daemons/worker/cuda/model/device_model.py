@@ -21,9 +21,10 @@ from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
-from radixmesh.daemons.worker.cuda.ops import KvTarget, Ops
+from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
+from radixmesh.kernels.rope_kv import KvTarget
 
 
 @dataclass(frozen=True, slots=True)
