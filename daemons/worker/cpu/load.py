@@ -50,7 +50,9 @@ def load_runner(
     hidden_pool = hidden_pools().create(embed_pooling)
     num_threads = threads or torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    placement = Placement(device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup())
+    placement = Placement(
+        device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup(), max_total_len=max_total_len
+    )
     built = load_model(model, placement)
     length = min(built.model.max_total_len, max_total_len or built.model.max_total_len)
     layout = built.model.kv_layout

@@ -106,7 +106,9 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
     attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype), where)
     check_kernels(settings)
     _check_rows(settings)
-    placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
+    placement = Placement(
+        device=where, dtype=dtype, group=LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
+    )
     with fitting("weights", "the model, --dtype or --quantization"):
         model = load_model(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)

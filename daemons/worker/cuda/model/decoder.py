@@ -26,7 +26,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
 )
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norms
-from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
@@ -101,6 +101,7 @@ class DeviceDecoder(DeviceModel):
         self.kernels = kernels
         self._final_norm = Norm(weights.final_norm_D, config.norm_eps)
         self._head = PlainLinear(kernels.plain, weights.head_DO.t())
+        assert config.rope is not None
         rope = RopeTable(config.head_dim, config.rope, weights.final_norm_D.device)
         angles = RopeAngles(*rope.all(max_total_len))
         self._layers = [_create_layer(loaded, index, kernels, kv, angles) for index in range(config.num_layers)]
@@ -127,14 +128,36 @@ class DeviceDecoder(DeviceModel):
 
 def check_decoder(config: DecoderConfig) -> None:
     """Raises MeshError UNSUPPORTED for what only the CPU backend computes."""
-    what = "routed experts" if config.experts is not None else "a score head" if config.is_scoring else ""
-    if not what:
-        return
-    raise MeshError(
-        ErrorReason.ERROR_REASON_UNSUPPORTED,
-        f"the model has {what}, which the cuda backend does not compute yet: use --backend cpu",
-        {"feature": what},
-    )
+    rope = config.rope
+    missing = {
+        "routed experts": config.experts is not None,
+        "a score head": config.is_scoring,
+        "layers with different RoPE": config.layer_ropes is not None,
+        "no RoPE": rope is None,
+        "partial RoPE": rope is not None and rope.rotary_dim is not None,
+        "interleaved RoPE": rope is not None and rope.is_interleaved,
+        "position embeddings": config.has_position_embedding,
+        f"{config.norm_kind.value} norms": config.norm_kind is not NormKind.RMS,
+        "norms over all heads": config.head_norm is HeadNorm.ALL,
+        "no norms before attention and MLP": not config.has_input_norms,
+        "norms behind attention and MLP": config.has_output_norms,
+        "parallel attention and MLP": config.is_parallel,
+        "soft-capped scores": config.attention_softcap is not None,
+        "soft-capped logits": config.logit_softcap is not None,
+        "scaled embeddings": config.embedding_scale != 1.0,
+        "scaled residuals": config.residual_scale != 1.0,
+        "divided logits": config.logits_divisor != 1.0,
+        "attention sinks": config.has_sinks,
+        f"the activation {config.activation}": config.activation not in ("silu", "swish"),
+        "an MLP without a gate": not config.is_gated,
+    }
+    what = ", ".join(name for name, is_there in missing.items() if is_there)
+    if what:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"the model has {what}, which the cuda backend does not compute yet: use --backend cpu",
+            {"feature": what},
+        )
 
 
 def mlp_of(layer: DecoderLayer) -> MlpWeights:
