@@ -199,7 +199,7 @@ def rope_write_kv_reference(
     heads: HeadShape,
     norms: HeadNorms,
 ) -> torch.Tensor:
-    """What `rope_write_kv` computes, in torch."""
+    """The same as `rope_write_kv`, in torch."""
     num_heads, num_kv_heads, head_dim = heads
     positions, dtype = target.positions_T.long(), qkv.out_TN.dtype
     qkv_TX = qkv.out_TN.float()

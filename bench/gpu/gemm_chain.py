@@ -305,7 +305,7 @@ def _outputs(chain: Chain, graph: torch.cuda.CUDAGraph, inputs: list[torch.Tenso
 def _repeated(
     chain: Chain, graph: torch.cuda.CUDAGraph, inputs: list[torch.Tensor], first: list[torch.Tensor]
 ) -> tuple[int, float, int]:
-    """How often an output differs from the first one of the same input, by how much at most, and of how many."""
+    """Number of outputs that differ from the first one of the same input, by how much at most, and number of all."""
     differs = torch.zeros((), dtype=torch.int64, device="cuda")
     most = torch.zeros((), device="cuda")
     num_replays = 0

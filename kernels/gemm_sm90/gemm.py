@@ -44,7 +44,7 @@ class GemmSm90:
         self._codes.update({variant: code.result() for variant, code in compiling.items() if code.exception() is None})
 
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
-        """Whether it can compute `out` of the others."""
+        """True if a kernel can compute `out` of the others."""
         return accepts(x_TK, w_NK, out, is_gated)
 
     def load(self, variant: Variant) -> None:

@@ -80,7 +80,7 @@ def test_tuned_gemms_are_torchs(kernel: GemmSm90) -> None:
         expected_TF = gate_up_silu_reference(residual_TN, w_NK, 1e-5)
         scale_T1 = inverse_rms_reference(residual_TN, 1e-5)
         tolerance_TF = gated_tolerance(residual_TN, w_NK, expected_TF, scale_T1, is_random=True)
-        # Where the gate is not fused, gate and up are rounded once more.
+        # A gate that is not fused rounds gate and up once more.
         assert excess(gated_TF, expected_TF, 2 * tolerance_TF) <= 1
 
 

@@ -163,7 +163,7 @@ class _ExtendAttention(PlannedKernel):
 
     @abstractmethod
     def _kv_arrays(self, rows: PagedRows) -> torch.Tensor:
-        """What the generation's planning reads of the rows' pages, on the host."""
+        """The array of the rows' pages, on the host, that this generation's planning reads."""
 
     @abstractmethod
     def _last_plan_arguments(self) -> tuple[object, ...]: ...

@@ -110,7 +110,7 @@ class GemmKernels(ABC, Generic[Weight, Candidate, Kernel]):
 
     @abstractmethod
     def bind(self, measured: Mapping[GemmProblem, Candidate | None], sizes: Sequence[int]) -> dict[GemmProblem, Kernel]:
-        """What the table is to hold for steps of `sizes` rows. What cannot be launched is left out here rather than
+        """Entries of the table for steps of `sizes` rows. A kernel that cannot be launched is left out here rather than
         found by the first step."""
 
 

@@ -49,7 +49,7 @@ class GemmKernel(ABC):
 
     @abstractmethod
     def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor) -> bool:
-        """Whether tensors of the problem's shapes lie as the kernel expects."""
+        """True if tensors of the problem's shapes lie as the kernel expects."""
 
     @abstractmethod
     def run(

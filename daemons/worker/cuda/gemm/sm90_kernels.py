@@ -86,7 +86,7 @@ class Sm90Kernels(GemmKernels[torch.Tensor, GemmConfig, GemmKernel]):
         return {config: (nbytes - least) * _CACHE_US_BYTE for config, nbytes in read.items()}
 
     def prepare(self, problems: Collection[GemmProblem]) -> None:
-        """What fails here says so when it is launched."""
+        """A kernel that does not compile says so when it is launched."""
         self._kernel.prepare(_variant(problem, config) for problem in problems for config in self.candidates(problem))
 
     def operands(self, problem: GemmProblem, weights: Sequence[torch.Tensor]) -> Sm90Operands:
@@ -123,7 +123,7 @@ class Sm90Operands(Operands[torch.Tensor, GemmConfig]):
         self._square_sums = (
             self._x_TK.float().square().sum(dim=1).div_(_NUM_SQUARE_SUMS).expand(_NUM_SQUARE_SUMS, -1).contiguous()
         )
-        # What candidates leave: their graphs write there.
+        # Partial sums that candidates write: their graphs hold these buffers.
         self._square_sums_out: dict[GemmConfig, torch.Tensor | None] = {}
 
     def check(self, candidate: GemmConfig, weights: Sequence[torch.Tensor]) -> None:
