@@ -60,7 +60,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         if ours != theirs:
             message = "the ranks of the group serve different models: start all on one folder"
             raise MeshError(ErrorReason.ERROR_REASON_MODEL_MISMATCH, message, {"ours": ours, "theirs": theirs})
-        for name in ("page_size", "vocab_size", "eos_ids"):
+        for name in ("page_size", "vocab_size", "eos_ids", "kv_dtype", "kv_layout"):
             if getattr(info, name) != getattr(first, name):
                 message = f"the ranks of the group differ in {name}: start all with the same settings"
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})

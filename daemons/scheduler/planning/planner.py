@@ -288,6 +288,8 @@ class Planner:
             return self.take_outputs()
         step = state.in_flight.answered(result)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        if result.released_transfers:
+            self.end_lease(state.pages.leases.end(result.released_transfers))
         self._retraction.requeue_answered(state)
         self._decode_reserve.stepped()
         self.flush.processed(result.step_id)

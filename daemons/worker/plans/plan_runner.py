@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -18,6 +18,7 @@ from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
 from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.transfer_pins import TransferPins
 from radixmesh.worker.v1 import worker_pb2
 
 # Of a few hundred bytes at most: well below the largest message.
@@ -45,7 +46,9 @@ class PlanRunner:
         on_step: Callable[[], None],
         traces: SlotTraces | None = None,
         dp_rank: int = 0,
+        pins: TransferPins | None = None,
     ) -> None:
+        self._pins = pins or TransferPins()
         self._dp_rank = dp_rank
         self._traces = traces
         self._executor = executor
@@ -60,6 +63,7 @@ class PlanRunner:
         if self._died_step is None:
             if self._traces is not None:
                 self._traces.begin_epoch()
+            self._pins.begin_epoch()
             self._executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
@@ -112,6 +116,8 @@ class PlanRunner:
         for chunk in traced:
             chunk.ran(result)
         self._on_step()
+        if released := self._pins.take_released():
+            result = replace(result, released_transfers=released)
         response = worker_pb2.ExecuteResponse(result=result_to_proto(result))
         return Answer(step_id=step_id, response=response, result=result)
 
@@ -126,9 +132,10 @@ class PlanRunner:
             starts = range(0, len(namespaces), _NAMES_A_MESSAGE)
             nothing = _empty_range(num_pages)
             parts += [(nothing, tuple(namespaces[start : start + _NAMES_A_MESSAGE])) for start in starts]
-        last = len(parts) - 1
+        last, pinned = len(parts) - 1, self._pins.held()
         return [
-            records_to_proto(records, is_last=i == last, namespaces=names) for i, (records, names) in enumerate(parts)
+            records_to_proto(records, is_last=i == last, namespaces=names, pinned=pinned if i == last else None)
+            for i, (records, names) in enumerate(parts)
         ]
 
     def _has_one_died(self) -> bool:

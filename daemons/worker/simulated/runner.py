@@ -48,6 +48,7 @@ class SimulatedRunner(ModelRunner):
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.kv_dtype, self.kv_layout = "uint64", f"page={page_size};hash"
         self.vocab_size = vocab_size
         self.max_total_len = max_total_len
         self.alphabet = alphabet
