@@ -119,6 +119,19 @@ def test_a_state_beside_keys_and_values_or_another_mask_is_found_when_loading(
     assert caught.value.reason_name == "UNSUPPORTED"
 
 
+def test_rows_that_mix_outside_of_attention_are_found_when_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _model("CohereForCausalLM").save_pretrained(tmp_path)
+    mlp = transformers.models.cohere.modeling_cohere.CohereMLP
+    alone = mlp.forward
+    # A short convolution, as some layers of newer models have.
+    monkeypatch.setattr(mlp, "forward", lambda self, x: alone(self, x + 0.1 * x.roll(1, dims=1)))
+    with pytest.raises(MeshError, match="more than keys and values") as caught:
+        _runner(tmp_path)
+    assert caught.value.reason_name == "UNSUPPORTED"
+
+
 def test_the_flag_forbids_it(tmp_path: Path) -> None:
     _model("CohereForCausalLM").save_pretrained(tmp_path)
     with pytest.raises(MeshError, match=r"known: .*LlamaForCausalLM") as caught:

@@ -115,7 +115,7 @@ def _adopt(model: PreTrainedModel, placement: Placement, max_total_len: int) -> 
 
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise ValueError("its layers take no position_ids")
-    ids = torch.arange(_CHECKED) % model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(_CHECKED) % next(model.get_input_embeddings().parameters()).shape[0]
     with torch.inference_mode():
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
         step = AttentionStep()
