@@ -30,16 +30,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
 from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import MatrixGroup, matrix_groups, tuned_gemm
 from radixmesh.daemons.worker.cuda.gemm.pdl_benchmark import GraphBenchmark
 from radixmesh.daemons.worker.cuda.gemm.pdl_gemm import GemmEpilogue, PdlGemm, PdlShape
 from radixmesh.daemons.worker.cuda.gemm.pdl_kernel import Sm90Kernel
+from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel, Kernels
 from radixmesh.daemons.worker.cuda.ops import KvTarget, TritonOps
+from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
+from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.rope_config import RopeConfig
 from radixmesh.kernels.gemm_sm90.candidates import candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
@@ -137,7 +141,8 @@ class _Chain:
     def __init__(self, num_rows: int, num_layers: int) -> None:
         self.num_rows = num_rows
         self.config = _decoder_config(num_layers)
-        self.weights = _weights(num_layers)
+        placement = Placement(device=torch.device("cuda"), dtype=torch.bfloat16, group=LocalGroup())
+        self.loaded = LoadedDecoder(DecoderModel(self.config, _weights(num_layers), placement))
         self.kv = _Kv(num_layers, num_rows * _CONTEXT + 1)
         self.input_TD, self.output_TD = _random(num_rows, _HIDDEN), torch.empty_like(_random(num_rows, _HIDDEN))
         slots = torch.arange(num_rows, device="cuda", dtype=torch.int32)
@@ -166,33 +171,33 @@ class _Chain:
             use_pdl=True,
         )
         self.stream = torch.cuda.Stream()
-        self._decoders: list[DeviceDecoder] = []
+        self._models: list[DeviceModel] = []
 
     def graph(self, gemm: GemmBackend) -> torch.cuda.CUDAGraph:
         """From the input to the output, which are its own."""
         ops = TritonOps(use_pdl=True, gemm=gemm)
-        decoder = DeviceDecoder(self.config, self.weights, self.kv, ops, max_total_len=_CONTEXT + 1)
+        model = self.loaded.create(Kernels(ops), self.kv, _CONTEXT + 1)
         # Tensors that the graph reads must stay alive.
-        self._decoders.append(decoder)
+        self._models.append(model)
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):
-            self._run(decoder)
+            self._run(model)
             self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             try:
-                self._run(decoder)
+                self._run(model)
             finally:
                 graph.capture_end()
         return graph
 
-    def _run(self, decoder: DeviceDecoder) -> None:
+    def _run(self, model: DeviceModel) -> None:
         step = self._step
         # A kernel, not a copy, which nothing can begin beside.
         x_TD = torch.mul(self.input_TD, 1)
         attention = self._attention.begin(step, "")
         target = KvTarget(step.row_positions, step.row_slots, step.page_tables, 1)
-        torch.mul(decoder.forward_embedded(x_TD, target, attention), 1, out=self.output_TD)
+        torch.mul(model.layers(x_TD, target, attention), 1, out=self.output_TD)
 
     def replay(self, graph: torch.cuda.CUDAGraph, count: int = 1) -> float:
         """Microseconds a layer, of a replay."""
@@ -319,11 +324,11 @@ def measure(num_rows: int) -> dict[str, object]:
     started = time.monotonic()
     chain = _Chain(num_rows, _LAYERS)
     kernel = Sm90Kernel(GemmSm90(CudaDriver(), Nvrtc().cubin))
-    tuned = tuned_gemm(chain.weights, [num_rows], torch.device("cuda"))
+    tuned = tuned_gemm(chain.loaded.tunable_matrices(), torch.bfloat16, [num_rows], torch.device("cuda"))
     # One by one, then in their places in the layer, where what stands ahead of and behind them counts.
     ranked: dict[PdlShape, list[GemmConfig]] = {}
     alone, refused = {}, []
-    for (group, _), (shape, options) in zip(_groups(chain.weights), _configs(chain).items(), strict=True):
+    for (group, _), (shape, options) in zip(_groups(chain.loaded), _configs(chain).items(), strict=True):
         benchmark = GraphBenchmark(kernel, tuned, chain.stream, shape, group.weights)
         library_us, times_us, notes = _alone(benchmark, options)
         refused += [f"{_name(shape)} {note}" for note in notes]
@@ -380,9 +385,9 @@ def _name(shape: PdlShape) -> str:
     }[shape.num_out, shape.num_in]
 
 
-def _groups(weights: DecoderWeights) -> list[tuple[MatrixGroup, GemmEpilogue]]:
+def _groups(loaded: LoadedDecoder) -> list[tuple[MatrixGroup, GemmEpilogue]]:
     uses = (GemmEpilogue.GATED, GemmEpilogue.ADDED, GemmEpilogue.PLAIN, GemmEpilogue.ADDED)
-    return list(zip(matrix_groups(weights)[:4], uses, strict=True))
+    return list(zip(matrix_groups(loaded.tunable_matrices())[:4], uses, strict=True))
 
 
 def _configs(chain: _Chain) -> dict[PdlShape, list[GemmConfig]]:
@@ -390,7 +395,7 @@ def _configs(chain: _Chain) -> dict[PdlShape, list[GemmConfig]]:
         PdlShape.of(chain.num_rows, group.weights[0], use): _options(
             chain.num_rows, group.weights[0].shape[0], group.weights[0].shape[1], use is GemmEpilogue.GATED
         )
-        for group, use in _groups(chain.weights)
+        for group, use in _groups(chain.loaded)
     }
 
 

@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.cuda.fp8.gemm import (
     tried_library,
 )
 from radixmesh.daemons.worker.cuda.fp8.tuning import Candidate, Fp8Benchmark, choose, create_fp8_gemm, measured_sizes
-from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
+from radixmesh.daemons.worker.cuda.model.device_model import GemmUse, TunableMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, quantize_matrix
@@ -105,14 +105,15 @@ def test_what_the_library_does_not_take_ours_computes(
     assert bool(calls) is is_library
 
 
-def _layer() -> LayerMatrices:
-    square, wide = torch.randn(256, 256), torch.randn(512, 256)
-    return LayerMatrices(
-        qkv=quantize_matrix(wide, is_grouped=True),
-        o=quantize_matrix(square, is_grouped=True),
-        gate_up=torch.zeros(512, 256),
-        down=quantize_matrix(square, is_grouped=True),
-    )
+def _matrices() -> list[TunableMatrices]:
+    """Of two layers, whose gate and up are not FP8."""
+    square, wide = (quantize_matrix(torch.randn(size, 256), is_grouped=True) for size in (256, 512))
+    return [
+        TunableMatrices((torch.zeros(512, 256),) * 2, GemmUse.PLAIN),
+        TunableMatrices((square, square), GemmUse.ADDED),
+        TunableMatrices((wide, wide), GemmUse.PLAIN),
+        TunableMatrices((square, square), GemmUse.ADDED),
+    ]
 
 
 class _Stand(Fp8Benchmark):
@@ -148,7 +149,7 @@ def test_the_fastest_is_chosen_for_each_shape_and_size(library_us, default_us, o
         takes = {default_tile(num_rows, num_out): default_us, other_tiles(num_rows, num_out)[0]: other_us}
         return _Stand(takes | ({} if library_us is None else {None: library_us}), refused=library_us is None)
 
-    table = choose([_layer(), _layer()], (16, 64), create)
+    table = choose(_matrices(), (16, 64), create)
     assert sorted(made) == [(16, (256, 256), 4), (16, (512, 256), 2), (64, (256, 256), 4), (64, (512, 256), 2)]
     for shape, choices in table.items():
         assert [choice.max_rows for choice in choices] == [16, 64]

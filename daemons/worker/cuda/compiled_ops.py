@@ -55,7 +55,7 @@ class CompiledOps(TritonOps):
         self._compiled_silu = torch.compile(torch_ops.silu_mul, fullgraph=True, backend=backend, options=options)
         self._compiled_rope = torch.compile(torch_ops.rope_write_kv, fullgraph=True, backend=backend, options=writing)
 
-    def check(self, w_D: torch.Tensor, eps: float) -> None:
+    def check(self, w_D: torch.Tensor, eps: float = 1e-6) -> None:
         """Compiles the norm. Raises MeshError UNSUPPORTED where torch.compile does not work."""
         try:
             with torch.inference_mode():

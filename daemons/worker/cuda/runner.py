@@ -22,8 +22,8 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
@@ -77,7 +77,7 @@ class DeviceRunner(ModelRunner):
     def __init__(
         self,
         device: Device,
-        decoder: DeviceDecoder,
+        model: DeviceModel,
         pool: KvPool,
         create_attention: AttentionCreator,
         limits: RunnerLimits,
@@ -88,15 +88,15 @@ class DeviceRunner(ModelRunner):
         """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
-        self.vocab_size = decoder.config.vocab_size
-        self.num_layers = decoder.config.num_layers
+        self.vocab_size = model.vocab_size
+        self.num_layers = model.num_layers
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
         self._limits = limits
         self._admissions = 0
         self._use_pdl = use_pdl
         self._device = device
-        self._decoder = decoder
+        self._model = model
         self.pool = pool
         # Plans may grant `Limits.max_pages_per_slot` at most. With a column less, the last page of one slot would
         # be written to the next one's table.
@@ -113,7 +113,7 @@ class DeviceRunner(ModelRunner):
             )
             self._prompts = PromptSteps(
                 device,
-                decoder,
+                model,
                 self._attention,
                 self._slots,
                 page_size=pool.page_size,
@@ -125,7 +125,7 @@ class DeviceRunner(ModelRunner):
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
-        self._host_logits = HostLogits(device, decoder)
+        self._host_logits = HostLogits(device, model)
 
     def can_batch(self, sampling: Sampling) -> bool:
         return not sampling.wants_logprobs
@@ -148,7 +148,7 @@ class DeviceRunner(ModelRunner):
                 for variant in self._attention.variants(num_rows):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
-            self._sampler.warm_up(self._decoder.dtype)
+            self._sampler.warm_up(self._model.dtype)
             for rows, segments in warm_up_steps(
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
@@ -206,12 +206,12 @@ class DeviceRunner(ModelRunner):
             views.num_entries_1,
             tables,
             self._slots.last_tokens,
-            self._decoder.embedding_VD,
+            self._model.embedding_VD,
             use_pdl=self._use_pdl,
         )
         attention = self._attention.begin(views.attention(tables), variant)
         target = KvTarget(views.positions, views.slots, tables, self.page_size)
-        logits_TV = self._decoder.logits(self._decoder.forward_embedded(x_TD, target, attention))
+        logits_TV = self._model.logits(self._model.layers(x_TD, target, attention))
         # The token of a row is at the position that follows its KV.
         to = self._target(views.ring_index_1)
         self._sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
@@ -263,7 +263,7 @@ class DeviceRunner(ModelRunner):
         forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=self._admissions)
         if len(slots):
             to = forward.sampled
-            logits_TV = self._decoder.logits(forward.hidden_TD.index_select(0, to.rows))
+            logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
             self._sampler.sample(logits_TV, to.slots, to.positions, slots, self._target(to.ring_index_1))
         host_sampled = {}
         for index, segment in enumerate(segments):

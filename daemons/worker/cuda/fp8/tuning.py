@@ -20,8 +20,8 @@ from radixmesh.daemons.worker.cuda.fp8.gemm import (
     TunedFp8Gemm,
     tried_library,
 )
-from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
 from radixmesh.daemons.worker.cuda.gemm.timed_graph import TimedGraph, beyond_cache
+from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
@@ -54,7 +54,7 @@ CreateFp8Benchmark = Callable[[int, Sequence[QuantizedMatrix]], Fp8Benchmark]
 
 
 def create_fp8_gemm(
-    layers: Sequence[LayerMatrices],
+    groups: Sequence[TunableMatrices],
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -74,7 +74,7 @@ def create_fp8_gemm(
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     sizes = measured_sizes(max_rows)
     try:
-        table = choose(layers, sizes, partial(GraphFp8Benchmark, library, ours, dtype, stream))
+        table = choose(groups, sizes, partial(GraphFp8Benchmark, library, ours, dtype, stream))
     # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
     except RuntimeError as error:
         _log.warning("fp8_gemm_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
@@ -97,12 +97,12 @@ def measured_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def choose(
-    layers: Sequence[LayerMatrices], sizes: Sequence[int], create_benchmark: CreateFp8Benchmark
+    groups: Sequence[TunableMatrices], sizes: Sequence[int], create_benchmark: CreateFp8Benchmark
 ) -> dict[MatrixShape, tuple[Choice, ...]]:
     """The fastest for each shape and size."""
     return {
         shape: tuple(_fastest(size, shape.num_out, create_benchmark(size, matrices)) for size in sizes)
-        for shape, matrices in _by_shape(layers).items()
+        for shape, matrices in _by_shape(groups).items()
     }
 
 
@@ -167,10 +167,10 @@ def _candidates(num_rows: int, num_out: int) -> Iterator[Candidate]:
         yield Candidate(tile)
 
 
-def _by_shape(layers: Sequence[LayerMatrices]) -> Mapping[MatrixShape, list[QuantizedMatrix]]:
+def _by_shape(groups: Sequence[TunableMatrices]) -> Mapping[MatrixShape, list[QuantizedMatrix]]:
     found: dict[MatrixShape, list[QuantizedMatrix]] = {}
-    for layer in layers:
-        for matrix in layer.all():
+    for group in groups:
+        for matrix in group.matrices:
             if isinstance(matrix, QuantizedMatrix):
                 found.setdefault(MatrixShape.of(matrix), []).append(matrix)
     return found

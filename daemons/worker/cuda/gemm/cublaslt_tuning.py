@@ -16,7 +16,7 @@ from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm, T
 from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, CublasLtMatmul, GemmShape, check_small_gemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import CublasLtError
 from radixmesh.daemons.worker.cuda.gemm.timed_graph import TimedGraph, beyond_cache
-from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights, MlpWeights
+from radixmesh.daemons.worker.cuda.model.device_model import GemmUse, TunableMatrices
 
 _log = get_logger(__name__)
 
@@ -56,15 +56,17 @@ CreateBenchmark = Callable[[GemmShape, Sequence[torch.Tensor]], Benchmark]
 """For a shape, with the weights of all layers."""
 
 
-def tuned_gemm(weights: DecoderWeights, sizes: Sequence[int], device: torch.device) -> GemmBackend:
+def tuned_gemm(
+    matrices: Sequence[TunableMatrices], dtype: torch.dtype, sizes: Sequence[int], device: torch.device
+) -> GemmBackend:
     """Tuned backend for steps of `sizes` rows; plain torch, with a log line, if cuBLASLt cannot be used."""
     started = time.monotonic()
     try:
         lt = CublasLt(device)
-        check_small_gemm(lt, weights.final_norm_D.dtype)
+        check_small_gemm(lt, dtype)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         tuner = CublasLtTuner(lt, partial(GraphBenchmark, lt, stream), time.monotonic)
-        gemm = tuner.tune(matrix_groups(weights), sizes)
+        gemm = tuner.tune(matrix_groups(matrices), sizes)
     # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
     except (RuntimeError, OSError, AttributeError, ctypes.ArgumentError) as error:
         _log.warning("gemm_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
@@ -188,18 +190,14 @@ def fastest(
     return best, least[None] - least[best]
 
 
-def matrix_groups(weights: DecoderWeights) -> list[MatrixGroup]:
-    """A dense decoder's, largest share of a step first; [N, K] views of weights that lie [out, in]."""
-    mlps = [layer.mlp for layer in weights.layers if isinstance(layer.mlp, MlpWeights)]
-    attentions = [layer.attention for layer in weights.layers]
-    groups = [
-        MatrixGroup([mlp.w_gate_up_DF2.t() for mlp in mlps], is_added=False),
-        MatrixGroup([mlp.w_down_FD.t() for mlp in mlps], is_added=True),
-        MatrixGroup([attention.w_qkv_DX.t() for attention in attentions], is_added=False),
-        MatrixGroup([attention.w_o_QD.t() for attention in attentions], is_added=True),
-        MatrixGroup([weights.head_DO.t()], is_added=False),
-    ]
-    return [group for group in groups if group.weights]
+def matrix_groups(matrices: Sequence[TunableMatrices]) -> list[MatrixGroup]:
+    """In the order of `matrices`; those that are all in the model's dtype."""
+    groups = []
+    for group in matrices:
+        weights = [w_NK for w_NK in group.matrices if isinstance(w_NK, torch.Tensor)]
+        if len(weights) == len(group.matrices):
+            groups.append(MatrixGroup(weights, is_added=group.use is GemmUse.ADDED))
+    return groups
 
 
 def _by_weight(sizes: Sequence[int]) -> list[int]:

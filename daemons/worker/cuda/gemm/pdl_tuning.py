@@ -20,7 +20,7 @@ from radixmesh.daemons.worker.cuda.gemm.pdl_gemm import (
     spread_configs,
 )
 from radixmesh.daemons.worker.cuda.gemm.pdl_kernel import Sm90Kernel, check_kernel
-from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
+from radixmesh.daemons.worker.cuda.model.device_model import GemmUse, TunableMatrices
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import DTYPES, MAX_ROWS, GemmSm90
@@ -41,11 +41,14 @@ _CACHE_US_BYTE = 2e-8
 
 
 def create_pdl_gemm(
-    weights: DecoderWeights, sizes: Sequence[int], device: torch.device, others: GemmBackend
+    matrices: Sequence[TunableMatrices],
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    device: torch.device,
+    others: GemmBackend,
 ) -> GemmBackend:
     """For steps of `sizes` rows whose norms are folded into the weights. `others`, and a line of log, where the device,
     the driver or the compiler is not what it should be. sm_90a code runs on compute capability 9.0 alone."""
-    dtype = weights.final_norm_D.dtype
     if torch.cuda.get_device_capability(device) != (9, 0) or dtype not in DTYPES:
         return others
     started = time.monotonic()
@@ -54,7 +57,7 @@ def create_pdl_gemm(
         check_kernel(kernel, dtype, device)
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         tuner = PdlTuner(partial(GraphBenchmark, kernel, others, stream), time.monotonic)
-        gemm = tuner.tune(kernel, _uses(weights), sizes, others)
+        gemm = tuner.tune(kernel, _uses(matrices), sizes, others)
     except (RuntimeError, OSError, AttributeError) as error:
         _log.warning("gemm_pdl_not_used", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
         return others
@@ -183,14 +186,12 @@ def _later(take: Callable[[], float], micros: float) -> float:
     return take() + micros
 
 
-def _uses(weights: DecoderWeights) -> list[tuple[MatrixGroup, GemmEpilogue]]:
-    """A dense decoder's matrices, largest share of a step first; the first are gate and up."""
-    groups = matrix_groups(weights)
-    # In float16 norms are not folded into the weights: a kernel of its own computes them.
-    has_gated = weights.final_norm_D.dtype != torch.float16 and all(
-        getattr(layer.mlp, "b_gate_up_F2", None) is None for layer in weights.layers
-    )
-    uses = [GemmEpilogue.ADDED if group.is_added else GemmEpilogue.PLAIN for group in groups]
-    if has_gated:
-        uses[0] = GemmEpilogue.GATED
-    return list(zip(groups, uses, strict=True))
+def _uses(matrices: Sequence[TunableMatrices]) -> list[tuple[MatrixGroup, GemmEpilogue]]:
+    """In the order of `matrices`. Without a deferred norm, a kernel of its own norms the rows and another computes the
+    gate."""
+    uses = []
+    for group in matrices:
+        is_gated = group.use is GemmUse.GATED and group.has_deferred_norm
+        use = GemmEpilogue.ADDED if group.use is GemmUse.ADDED else GemmEpilogue.PLAIN
+        uses += [(of, GemmEpilogue.GATED if is_gated else use) for of in matrix_groups([group])]
+    return uses
