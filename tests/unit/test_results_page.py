@@ -40,7 +40,7 @@ def test_a_rerun_of_all_commands_writes_all_that_the_page_reads(
 
 
 def _reports(committed: dict[str, Any]) -> dict[str, Any]:
-    """What the commands would print to give the committed figures."""
+    """Outputs of the commands that give the committed figures."""
     head = {"machine": committed["machine"], "versions": committed["versions"], "start_log": []}
     cold = head | {"start_s": committed["start_s"]["kernels of products compiled"]}
     warm = head | {"start_s": committed["start_s"]["warm kernel caches"]}
