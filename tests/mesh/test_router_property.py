@@ -89,8 +89,8 @@ def test_concatenated_deltas_equal_the_oracle_whatever_dies_when(
     stop_at: int | None,
     per_step: int,
 ) -> None:
-    monkeypatch.setattr(peer_link, "_MIN_BACKOFF_S", 0.001)
-    monkeypatch.setattr(peer_link, "_MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(peer_link, "REDIAL_S", 0.001)
+    monkeypatch.setattr(peer_link, "MAX_REDIAL_S", 0.01)
     plain = oracle_text(oracle_ids(PROMPT, seed, max_tokens), PROMPT)[0]
     stops = [plain[stop_at : stop_at + 2]] if stop_at is not None and len(plain) > stop_at + 2 else []
     request = router_pb2.GenerateRequest(prompt_ids=pack_ints(PROMPT), n=n, request_id="r")

@@ -13,7 +13,7 @@ _MARGIN = 1.5
 # Fewer outputs than this are no overload, whatever the others have.
 _LEAST_OUTPUTS = 4
 # Replicas whose outputs differ by less than that share of the mean are even.
-_EVEN_SHARE = 0.15
+_EVEN_SHARE = 0.08
 # Nobody knows how long an output that may end by itself will be: once more what it is, at least this.
 _LEAST_REMAINING = 64
 
