@@ -28,7 +28,7 @@ JsonObject = dict[str, object]
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/", "/docs", "/page/{file}"})
 # Paths that change the mesh, for keys of --admin-keys-file.
 ADMIN_PATHS = frozenset({"/flush_cache"})
-# What --no-http-page leaves out.
+# Left out by --no-http-page.
 PAGE_PATHS = frozenset({"/", "/docs", "/page/{file}", "/mesh"})
 # Paths that show state and version without a key, and more with one.
 LIMITED_PATHS = frozenset({"/mesh"})

@@ -33,7 +33,7 @@ _TEXT = msgspec.json.Decoder(str)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairRequest(Body):
-    """What bodies of pairs have in common.
+    """The common part of bodies of pairs.
 
     firsts, seconds: the texts, of which a single one goes with all of the others. The ids of a pair are those of the
     first text, with special tokens, and those of the second without; `is_joined`: those of both written as one text.
