@@ -14,24 +14,24 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, QuantizedLayers
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention, GroupedQueryAttention
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
-    GemmUse,
     Kernels,
     LoadedModel,
     TunableMatrices,
     create_linear,
 )
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, RopeAngles
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norms
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.daemons.worker.models.rope import RopeTable
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 
 class LoadedDecoder(LoadedModel):
@@ -63,13 +63,13 @@ class LoadedDecoder(LoadedModel):
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
         has_bias = any(mlp_of(layer).b_gate_up_F2 is not None for layer in self.weights.layers)
-        gated = GemmUse.GATED if self.is_folded and not has_bias else GemmUse.PLAIN
+        gated = GemmEpilogue.GATED if self.is_folded and not has_bias else GemmEpilogue.PLAIN
         groups = (
             TunableMatrices(tuple(of.gate_up for of in self.matrices), gated, self.is_folded),
-            TunableMatrices(tuple(of.down for of in self.matrices), GemmUse.ADDED),
-            TunableMatrices(tuple(of.qkv for of in self.matrices), GemmUse.PLAIN, self.is_folded),
-            TunableMatrices(tuple(of.o for of in self.matrices), GemmUse.ADDED),
-            TunableMatrices((self.weights.head_DO.t(),), GemmUse.PLAIN),
+            TunableMatrices(tuple(of.down for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices(tuple(of.qkv for of in self.matrices), GemmEpilogue.PLAIN, self.is_folded),
+            TunableMatrices(tuple(of.o for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices((self.weights.head_DO.t(),), GemmEpilogue.PLAIN),
         )
         return tuple(group for group in groups if group.matrices)
 
