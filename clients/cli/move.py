@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
 
 
 async def _ask(address: str, options: argparse.Namespace, access: Access) -> tuple[int, int | None]:
-    """How many have moved, and how many a drained scheduler still runs. Raises MeshError."""
+    """Outputs that have moved, and those that a drained scheduler still runs. Raises MeshError."""
     async with open_channel(address, access.tls) as channel:
         stub = router_pb2_grpc.RouterAdminServiceStub(channel)
         try:

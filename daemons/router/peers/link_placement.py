@@ -70,7 +70,7 @@ class LinkPlacement:
         return self._placement.choose(wanted, [self._rows[link].number for link in links])
 
     def state_of(self, link: SchedulerLink) -> ReplicaState:
-        """What runs and waits there by now."""
+        """Outputs that run or wait there by now."""
         row, table = self._rows[link].number, self._placement.replicas
         return ReplicaState(num_outputs=int(table.num_outputs[row]), queued_tokens=int(table.queued_tokens[row]))
 

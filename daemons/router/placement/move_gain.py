@@ -43,7 +43,7 @@ class MovableOutputs:
 
 
 def is_uneven(here: int, there: int, mean: float) -> bool:
-    """Whether a replica with `here` outputs is overloaded, beside one with `there` and a mean over all."""
+    """True if a replica with `here` outputs is overloaded, beside one with `there` and a mean over all."""
     return here >= _LEAST_OUTPUTS and here - there > max(2.0, 2 * _EVEN_SHARE * mean)
 
 
