@@ -127,8 +127,9 @@ def test_experts_compute_what_torch_does(
     want = routed_experts_reference(x_TD, routes, w_gate_up, w_down, residual_TD)
     got = routed_experts(x_TD, routes, w_gate_up, w_down, residual_TD=residual_TD, out=residual_TD)
     assert residual_TD is None or got.data_ptr() == residual_TD.data_ptr()
-    # Rounded behind the gate, behind down and at the end, as is the reference.
-    assert float((got.float() - want.float()).norm() / want.float().norm()) < 2 * typical_chain_error(4, dtype)
+    # Sums in float32; rounded behind the gate, behind down and at the end, as is the reference.
+    error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < error
 
 
 def test_a_rows_bits_do_not_depend_on_the_others() -> None:
