@@ -12,15 +12,9 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend
-from radixmesh.daemons.worker.cuda.ops import (
-    DeferredNormGemm,
-    HeadNorms,
-    HeadShape,
-    KvTarget,
-    RopeAngles,
-    TorchOps,
-    TritonOps,
-)
+from radixmesh.daemons.worker.cuda.ops import TorchOps, TritonOps
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 _Options = dict[str, str | int | bool | Callable[..., object]]
 

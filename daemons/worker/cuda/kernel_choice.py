@@ -12,8 +12,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
 from radixmesh.daemons.worker.cuda.fp8.tuning import create_fp8_gemm
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
-from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import tuned_gemm
-from radixmesh.daemons.worker.cuda.gemm.pdl_tuning import create_pdl_gemm
+from radixmesh.daemons.worker.cuda.gemm.tuning import tuned_gemm
 from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 
@@ -54,9 +53,7 @@ def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequenc
     if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
             sizes = [size for size in graph_rows if size > 1]
-            gemm = tuned_gemm(model.tunable_matrices(), model.dtype, sizes, device)
-            if settings.use_pdl:
-                gemm = create_pdl_gemm(model.tunable_matrices(), model.dtype, sizes, device, gemm)
+            gemm = tuned_gemm(model.tunable_matrices(), model.dtype, sizes, device, use_pdl=settings.use_pdl)
     if name == "torch":
         return TorchOps()
     if name == "compiled":

@@ -24,7 +24,6 @@ from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, HostSampledSegment
@@ -44,6 +43,7 @@ from radixmesh.daemons.worker.runner import (
     StepOutput,
 )
 from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.sampling.sample import TokenTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
 

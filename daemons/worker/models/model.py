@@ -68,9 +68,11 @@ class RowProbe(NamedTuple):
 class Model(ABC):
     """A causal transformer over a paged KV pool. Weights are filled once, before the first forward.
 
+    is_batch_invariant: with verified tiles a row's bits depend on its own sequence alone.
     tasks: with GENERATE among them `logits` works, with EMBED `final_hidden`, with SCORE `scores`.
     """
 
+    is_batch_invariant: bool = True
     tasks: frozenset[Task] = frozenset({Task.GENERATE, Task.EMBED})
     vocab_size: int
     max_total_len: int

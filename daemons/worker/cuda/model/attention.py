@@ -12,7 +12,8 @@ import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.linear import Linear, Norm, Residual
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, Ops, RopeAngles
+from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 
 class Attention(ABC):

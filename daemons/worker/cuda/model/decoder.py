@@ -16,11 +16,11 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, QuantizedLayers
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention, GroupedQueryAttention
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
-    GemmUse,
     Kernels,
     LoadedModel,
     TunableMatrices,
@@ -34,7 +34,6 @@ from radixmesh.daemons.worker.cuda.model.general import (
 )
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, reorder, reordered, row_order
-from radixmesh.daemons.worker.cuda.ops import HeadNorms, HeadShape, KvTarget, RopeAngles
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norm
 from radixmesh.daemons.worker.models.activations import ACTIVATIONS
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
@@ -42,6 +41,7 @@ from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 
 class LoadedDecoder(LoadedModel):
@@ -99,13 +99,13 @@ class LoadedDecoder(LoadedModel):
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
         has_bias = any(mlp_of(layer).b_gate_up_F2 is not None for layer in self.weights.layers)
-        gated = GemmUse.GATED if self.is_gate_up_folded and not has_bias else GemmUse.PLAIN
+        gated = GemmEpilogue.GATED if self.is_gate_up_folded and not has_bias else GemmEpilogue.PLAIN
         groups = (
             TunableMatrices(tuple(of.gate_up for of in self.matrices), gated, self.is_gate_up_folded),
-            TunableMatrices(tuple(of.down for of in self.matrices), GemmUse.ADDED),
-            TunableMatrices(tuple(of.qkv for of in self.matrices), GemmUse.PLAIN, self.is_qkv_folded),
-            TunableMatrices(tuple(of.o for of in self.matrices), GemmUse.ADDED),
-            TunableMatrices((self.weights.head_DO.t(),), GemmUse.PLAIN),
+            TunableMatrices(tuple(of.down for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices(tuple(of.qkv for of in self.matrices), GemmEpilogue.PLAIN, self.is_qkv_folded),
+            TunableMatrices(tuple(of.o for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices((self.weights.head_DO.t(),), GemmEpilogue.PLAIN),
         )
         return tuple(group for group in groups if group.matrices)
 
@@ -200,6 +200,9 @@ def check_decoder(config: DecoderConfig, *, is_quantized: bool) -> None:
     missing = {
         "routed experts": config.experts is not None,
         "a score head": config.is_scoring,
+        "norms of heads after RoPE": config.head_norm is HeadNorm.AFTER_ROPE,
+        "chunked attention": config.chunks is not None,
+        "query temperatures": config.query_temperature is not None,
         "soft-capped scores": config.attention_softcap is not None,
         "attention sinks": config.has_sinks,
         "FP8 weights that lie [in, out]": is_quantized and config.names.is_in_first,

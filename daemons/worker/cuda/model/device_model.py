@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch.nn import functional
@@ -20,29 +19,21 @@ from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
-from radixmesh.daemons.worker.cuda.ops import KvTarget, Ops
+from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
-
-
-class GemmUse(Enum):
-    """The operation behind a GEMM, which a kernel may fuse."""
-
-    PLAIN = "plain"
-    ADDED = "added"
-    """Added to the residual."""
-    GATED = "gated"
-    """Gate and up side by side: silu(gate) x up."""
+from radixmesh.kernels.rope_kv import KvTarget
 
 
 @dataclass(frozen=True, slots=True)
 class TunableMatrices:
-    """Matrices [N, K] of one shape and use, from all layers. has_deferred_norm: their GEMMs take rows before the norm,
-    whose weights are folded into the matrices; the result is scaled by each row's inverse RMS."""
+    """Matrices [N, K] of one shape and epilogue, from all layers. has_deferred_norm: their GEMMs take rows before the
+    norm, whose weights are folded into the matrices; the result is scaled by each row's inverse RMS."""
 
     matrices: tuple[Matrix, ...]
-    use: GemmUse
+    epilogue: GemmEpilogue
     has_deferred_norm: bool = False
 
 

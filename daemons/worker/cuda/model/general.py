@@ -14,10 +14,12 @@ from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
-from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, HeadNorms, HeadShape, KvTarget, Ops, RopeAngles
+from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.models.activations import Activation
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.decoder.norms import Norm
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 _SILU = ("silu", "swish")
 _NO_NORMS = HeadNorms(None, None, 0.0)

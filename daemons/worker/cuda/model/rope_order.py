@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import torch
 
-from radixmesh.daemons.worker.cuda.ops import RopeAngles
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.daemons.worker.models.rope_config import RopeConfig
 from radixmesh.kernels.fp8.quantized import GROUP, QuantizedMatrix
+from radixmesh.kernels.rope_kv import RopeAngles
 
 
 def head_order(head_dim: int, rope: RopeConfig | None) -> torch.Tensor | None:

@@ -19,12 +19,12 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.ops import KvTarget
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
+from radixmesh.kernels.rope_kv import KvTarget
 
 # A graph's grids have room for so many chunks at least; a larger one has for chunks of `_LEAST_CHUNK` rows each.
 _LEAST_CHUNKS = 16

@@ -14,47 +14,50 @@ pytest.importorskip("triton")
 import torch
 from support.rounding import excess, gated_tolerance, gemm_tolerance, sum_tolerance, unit_roundoff
 
-from radixmesh.daemons.worker.cuda.gemm import pdl_benchmark
-from radixmesh.daemons.worker.cuda.gemm.backend import TorchGemm
-from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import MatrixGroup, fastest
-from radixmesh.daemons.worker.cuda.gemm.pdl_benchmark import PdlBenchmark
-from radixmesh.daemons.worker.cuda.gemm.pdl_gemm import (
-    GemmEpilogue,
-    PdlGemm,
-    PdlKernel,
-    PdlShape,
+from radixmesh.daemons.worker.cuda.gemm import autotuner, sm90_kernels
+from radixmesh.daemons.worker.cuda.gemm.autotuner import (
+    Autotuner,
+    Benchmark,
+    Benchmarks,
+    GraphBenchmark,
+    Operands,
+    Timing,
+    TuningPolicy,
+    TuningReport,
+    fastest,
 )
-from radixmesh.daemons.worker.cuda.gemm.pdl_kernel import check_kernel
-from radixmesh.daemons.worker.cuda.gemm.pdl_tuning import PdlTuner
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, GemmKernel, GemmProblem, TorchGemm, TunedGemm
+from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Gemm, Sm90Kernels, check_kernel
+from radixmesh.daemons.worker.cuda.gemm.tuning import matrix_group
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver, Kernel, Launch
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
-from radixmesh.kernels.gemm_sm90.variants import GemmConfig, variant_of
+from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
 from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
 _N, _K, _EPS = 256, 128, 1e-5
 
 
-class _TorchKernel(PdlKernel):
+class _TorchKernel(GemmSm90):
     """Computes as the kernel would, wrongly by `error`."""
 
     def __init__(self, error: float = 0.0, can: bool = True) -> None:
         self.launched: list[tuple[str, GemmConfig]] = []
-        self.prepared: list[list[tuple[PdlShape, GemmConfig]]] = []
+        self.prepared: list[list[Variant]] = []
         self.square_sums: list[torch.Tensor | None] = []
-        self.broken: set[PdlShape] = set()
+        self.broken: set[Variant] = set()
         self._error = error
         self._can = can
 
-    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, *, is_gated: bool) -> bool:
+    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
         return self._can
 
-    def prepare(self, needed: Iterable[tuple[PdlShape, GemmConfig]]) -> None:
-        self.prepared.append(list(needed))
+    def prepare(self, variants: Iterable[Variant]) -> None:
+        self.prepared.append(list(variants))
 
-    def load(self, shape: PdlShape, config: GemmConfig) -> None:
-        if shape in self.broken:
+    def load(self, variant: Variant) -> None:
+        if variant in self.broken:
             raise OSError("does not load")
 
     def linear(
@@ -63,14 +66,16 @@ class _TorchKernel(PdlKernel):
         w_NK: torch.Tensor,
         config: GemmConfig,
         *,
-        residual_TN: torch.Tensor | None,
-        out: torch.Tensor,
+        residual_TN: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
         square_sums_out: torch.Tensor | None = None,
-    ) -> None:
+    ) -> torch.Tensor:
+        assert out is not None
         self.launched.append(("linear" if residual_TN is None else "added", config))
         out.copy_(linear_reference(x_TK, w_NK, residual_TN) * (1 + self._error))
         if square_sums_out is not None:
             square_sums_out.copy_(out.float().square().sum(dim=1) / len(square_sums_out))
+        return out
 
     def new_square_sums(self, x_TK: torch.Tensor, w_NK: torch.Tensor, config: GemmConfig) -> torch.Tensor:
         return torch.empty(3, x_TK.shape[0])
@@ -81,28 +86,42 @@ class _TorchKernel(PdlKernel):
         w_2FK: torch.Tensor,
         config: GemmConfig,
         *,
-        eps: float,
-        out: torch.Tensor,
+        eps: float | None = None,
+        out: torch.Tensor | None = None,
         square_sums: torch.Tensor | None = None,
-    ) -> None:
+    ) -> torch.Tensor:
+        assert out is not None
         self.launched.append(("gated", config))
         self.square_sums.append(square_sums)
         if square_sums is not None:
             sums_T, rtol = x_TK.float().square().sum(dim=1), 2 * sum_tolerance(x_TK.shape[1], 1.0)
             torch.testing.assert_close(square_sums.sum(dim=0), sums_T, rtol=rtol, atol=0)
-        out.copy_(gate_up_silu_reference(x_TK, w_2FK, eps) * (1 + self._error))
+        return out.copy_(gate_up_silu_reference(x_TK, w_2FK, eps) * (1 + self._error))
 
 
-class _Times(PdlBenchmark):
+class _Times(Benchmark[GemmConfig]):
     """Microseconds of others, and of all configurations of one tile; those of other tiles do not run."""
 
     def __init__(self, others: float, tile: int, micros: float) -> None:
         self._others, self._tile, self._micros = others, tile, micros
 
-    def candidate(self, config: GemmConfig | None) -> Callable[[], float]:
-        if config is not None and config.tile != self._tile:
+    def candidate(self, candidate: GemmConfig | None) -> Timing:
+        if candidate is not None and candidate.tile != self._tile:
             raise RuntimeError("does not run")
-        return lambda: self._others if config is None else self._micros + config.split_k
+        return lambda: self._others if candidate is None else self._micros + candidate.split_k
+
+
+class _SetTimes(Benchmarks):
+    """10 us of others. on_create is called before each problem."""
+
+    def __init__(self, micros: Callable[[GemmProblem], float], on_create: Callable[[], None] = lambda: None) -> None:
+        self._micros, self._on_create = micros, on_create
+
+    def create(
+        self, problem: GemmProblem, operands: Operands[torch.Tensor, GemmConfig], weights: Sequence[torch.Tensor]
+    ) -> Benchmark[GemmConfig]:
+        self._on_create()
+        return _Times(10.0, 64, self._micros(problem))
 
 
 class _Driver(CudaDriver):
@@ -118,14 +137,21 @@ class _Driver(CudaDriver):
         self.num_launched += 1
 
 
-def _tuned(kernel: PdlKernel, micros: Callable[[PdlShape], float], sizes: Sequence[int]) -> PdlGemm:
+def _tuned(kernel: GemmSm90, micros: Callable[[GemmProblem], float], sizes: Sequence[int]) -> TunedGemm:
+    table, _ = _tune(kernel, Autotuner(_SetTimes(micros), lambda: 0.0), sizes)
+    return TunedGemm(table)
+
+
+def _tune(
+    kernel: GemmSm90, tuner: Autotuner, sizes: Sequence[int], epilogues: Iterable[GemmEpilogue] = GemmEpilogue
+) -> tuple[dict[GemmProblem, GemmKernel], TuningReport]:
     weights = [_random(_N, _K) for _ in range(2)]
-    groups = [(MatrixGroup(weights, is_added=use is GemmEpilogue.ADDED), use) for use in GemmEpilogue]
+    groups = [matrix_group(weights, epilogue) for epilogue in epilogues]
+    return tuner.tune(Sm90Kernels(kernel, TorchGemm()), groups, sizes)
 
-    def create(shape: PdlShape, weights: Sequence[torch.Tensor]) -> PdlBenchmark:
-        return _Times(10.0, 64, micros(shape))
 
-    return PdlTuner(create, lambda: 0.0).tune(kernel, groups, sizes, TorchGemm())
+def _problem(num_rows: int, w_NK: torch.Tensor, epilogue: GemmEpilogue) -> GemmProblem:
+    return matrix_group([w_NK], epilogue).problem(num_rows)
 
 
 def _candidates(is_gated: bool) -> list[GemmConfig]:
@@ -145,7 +171,7 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-def _run_all(gemm: PdlGemm, num_rows: int) -> None:
+def _run_all(gemm: TunedGemm, num_rows: int) -> None:
     """Results are right whoever computes them."""
     x_TK, w_NK, before_TN = _random(num_rows, _K), _random(_N, _K), _random(num_rows, _N)
     _check_gemm(gemm, x_TK, w_NK)
@@ -162,14 +188,14 @@ def _run_all(gemm: PdlGemm, num_rows: int) -> None:
     assert excess(gated_TF, expected_TF, tolerance_TF) <= 1
 
 
-def _check_gemm(gemm: PdlGemm, x_TK: torch.Tensor, w_NK: torch.Tensor) -> None:
+def _check_gemm(gemm: TunedGemm, x_TK: torch.Tensor, w_NK: torch.Tensor) -> None:
     expected_TN = linear_reference(x_TK, w_NK)
     assert excess(gemm.linear(x_TK, w_NK), expected_TN, gemm_tolerance(x_TK, w_NK, expected_TN)) <= 1
 
 
 def test_the_fastest_configuration_serves_its_rows_and_those_up_to_half_as_many() -> None:
     kernel = _TorchKernel()
-    gemm = _tuned(kernel, lambda shape: 2.0, [4, 12, 16])
+    gemm = _tuned(kernel, lambda problem: 2.0, [4, 12, 16])
     assert len(gemm) == 6
     _run_all(gemm, 16)
     _run_all(gemm, 12)
@@ -192,7 +218,7 @@ def test_the_fastest_configuration_serves_its_rows_and_those_up_to_half_as_many(
 
 def test_what_is_not_faster_is_left_to_others() -> None:
     kernel = _TorchKernel()
-    gemm = _tuned(kernel, lambda shape: 2.0 if shape.use is GemmEpilogue.ADDED else 12.0, [16])
+    gemm = _tuned(kernel, lambda problem: 2.0 if problem.epilogue is GemmEpilogue.ADDED else 12.0, [16])
     x_TK, w_NK, added_TN = _random(16, _K), _random(_N, _K), _random(16, _N)
     gemm.linear(x_TK, w_NK)
     gemm.add_linear(x_TK, w_NK, added_TN)
@@ -202,7 +228,7 @@ def test_what_is_not_faster_is_left_to_others() -> None:
 
 def test_tensors_that_the_kernel_does_not_take_are_others() -> None:
     kernel = _TorchKernel(can=False)
-    gemm = _tuned(kernel, lambda shape: 2.0, [16])
+    gemm = _tuned(kernel, lambda problem: 2.0, [16])
     assert len(gemm) == 3
     x_TK, w_NK, before_TN = _random(16, _K), _random(_N, _K), _random(16, _N)
     _check_gemm(gemm, x_TK, w_NK)
@@ -213,39 +239,32 @@ def test_tensors_that_the_kernel_does_not_take_are_others() -> None:
 
 def test_what_is_a_little_slower_alone_is_chosen_all_the_same() -> None:
     # A configuration takes so much and as many microseconds as it has splits.
-    assert len(_tuned(_TorchKernel(), lambda shape: 11.95 - 1, [16])) == 3
-    assert len(_tuned(_TorchKernel(), lambda shape: 12.05 - 1, [16])) == 0
+    assert len(_tuned(_TorchKernel(), lambda problem: 11.95 - 1, [16])) == 3
+    assert len(_tuned(_TorchKernel(), lambda problem: 12.05 - 1, [16])) == 0
 
 
 def test_a_gain_that_suffices_is_the_callers_to_say() -> None:
     takes: dict[int | None, Callable[[], float]] = {None: lambda: 100.0, 0: lambda: 101.0, 1: lambda: 97.0}
-    assert fastest(takes) == (None, 0.0)
-    assert fastest(takes, 0.02) == (1, 3.0)
+    assert fastest(takes, TuningPolicy(least_gain=0.05)) == (None, 0.0)
+    assert fastest(takes, TuningPolicy(least_gain=0.02)) == (1, 3.0)
     del takes[1]
-    assert fastest(takes, 0.02) == (None, 0.0)
-    assert fastest(takes, -0.02) == (0, -1.0)
-    assert fastest(takes, -0.005) == (None, 0.0)
-    assert fastest({None: lambda: 1.0}, -0.02) == (None, 0.0)
+    assert fastest(takes, TuningPolicy(least_gain=0.02)) == (None, 0.0)
+    assert fastest(takes, TuningPolicy(allowed_us=2.0)) == (0, -1.0)
+    assert fastest(takes, TuningPolicy(allowed_us=0.5)) == (None, 0.0)
+    assert fastest({None: lambda: 1.0}, TuningPolicy(allowed_us=2.0)) == (None, 0.0)
 
 
 def test_kernels_are_made_ready_at_once_before_any_is_measured() -> None:
     """Those that are measured, then those of sizes between."""
     kernel, seconds, measured_at = _TorchKernel(), iter([0.0, 100.0, 101.0, 102.0, 150.0, 157.0]), []
-    weights = [_random(_N, _K) for _ in range(2)]
-
-    def create(shape: PdlShape, weights: Sequence[torch.Tensor]) -> PdlBenchmark:
-        measured_at.append(len(kernel.prepared))
-        return _Times(10.0, 64, 2.0)
-
+    benchmarks = _SetTimes(lambda problem: 2.0, lambda: measured_at.append(len(kernel.prepared)))
     # The time of compiling is not part of the budget.
-    tuner = PdlTuner(create, lambda: next(seconds), budget_s=10.0)
-    groups = [(MatrixGroup(weights, is_added=False), GemmEpilogue.PLAIN)]
-    gemm = tuner.tune(kernel, groups, [4, 12, 16], TorchGemm())
-    shape = PdlShape.of(16, weights[0], GemmEpilogue.PLAIN)
+    table, report = _tune(kernel, Autotuner(benchmarks, lambda: next(seconds)), [4, 12, 16], [GemmEpilogue.PLAIN])
     before, behind = kernel.prepared
-    assert before == [(shape, config) for config in _candidates(False)] and measured_at == [1]
-    assert [shape.num_rows for shape, _ in behind] == [12, 16] and len(gemm) == 2
-    assert (tuner.num_measured, tuner.num_left_out, tuner.compile_seconds) == (1, 0, 107.0)
+    assert before == [variant_of(config, 16, False, torch.bfloat16) for config in _candidates(False)]
+    assert measured_at == [1]
+    assert [variant.rows for variant in behind] == [16, 16] and [problem.num_rows for problem in table] == [12, 16]
+    assert (report.num_measured, report.num_left_out, report.prepare_seconds) == (1, 0, 107.0)
 
 
 def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,9 +300,9 @@ def test_kernels_are_compiled_beside_each_other(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_does_not_load_is_left_to_others() -> None:
     kernel = _TorchKernel()
-    kernel.broken = {PdlShape.of(num_rows, _random(_N, _K), GemmEpilogue.PLAIN) for num_rows in (12, 16)}
-    gemm = _tuned(kernel, lambda shape: 2.0, [12, 16])
-    assert len(gemm) == 4
+    kernel.broken = {variant_of(config, 16, False, torch.bfloat16) for config in _candidates(False)}
+    gemm = _tuned(kernel, lambda problem: 2.0, [12, 16])
+    assert {epilogue for *_, epilogue in gemm.problems} == {GemmEpilogue.GATED}
     x_TK, w_NK = _random(12, _K), _random(_N, _K)
     _check_gemm(gemm, x_TK, w_NK)
     assert kernel.launched == []
@@ -300,38 +319,41 @@ def test_what_does_not_load_is_left_to_others() -> None:
     ],
 )
 def test_the_largest_size_is_measured_though_it_is_no_usual_one(sizes: list[int], measured: list[int]) -> None:
-    kernel = _TorchKernel()
-    gemm = _tuned(kernel, lambda shape: 2.0, sizes)
-    rows = list(dict.fromkeys(shape.num_rows for shape, _ in kernel.prepared[0]))
+    kernels = Sm90Kernels(_TorchKernel(), TorchGemm())
+    rows = list(kernels.measured_rows(sizes))
+    gemm = _tuned(_TorchKernel(), lambda problem: 2.0, sizes)
     assert sorted(rows) == sorted(measured) and rows[:2] == measured[:2]
     assert len(gemm) == 3 * len([size for size in sizes if size <= 256]) or 2 in sizes
 
 
-@pytest.mark.parametrize("use", GemmEpilogue)
-def test_a_stand_takes_no_candidate_that_errs(monkeypatch: pytest.MonkeyPatch, use: GemmEpilogue) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+@pytest.mark.parametrize("epilogue", GemmEpilogue)
+def test_a_candidate_that_errs_is_not_timed(monkeypatch: pytest.MonkeyPatch, epilogue: GemmEpilogue) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(pdl_benchmark, "silu_mul", _silu_mul)
+    monkeypatch.setattr(sm90_kernels, "silu_mul", _silu_mul)
     launched: list[Callable[[], object]] = []
 
     def timed(launches: Sequence[Callable[[], object]], stream: object) -> SimpleNamespace:
         launched.extend(launches)
         return SimpleNamespace(micros=lambda: 1.0)
 
-    monkeypatch.setattr(pdl_benchmark, "TimedGraph", timed)
+    monkeypatch.setattr(autotuner, "TimedGraph", timed)
     weights = [_random(_N, _K)]
-    shape, config = PdlShape.of(16, weights[0], use), GemmConfig(tile=64, split_k=1, stages=3)
+    problem, config = _problem(16, weights[0], epilogue), GemmConfig(tile=64, split_k=1, stages=3)
+
+    def benchmark(kernel: GemmSm90) -> Benchmark[GemmConfig]:
+        operands = Sm90Kernels(kernel, TorchGemm()).operands(problem, weights)
+        return GraphBenchmark(None, operands, weights)  # type: ignore[arg-type]
+
     kernel = _TorchKernel()
-    benchmark = pdl_benchmark.GraphBenchmark(kernel, TorchGemm(), None, shape, weights)  # type: ignore[arg-type]
-    assert benchmark.candidate(config)() == 1.0 and benchmark.candidate(None)() == 1.0
+    timings = benchmark(kernel)
+    assert timings.candidate(config)() == 1.0 and timings.candidate(None)() == 1.0
     for launch in launched:
         launch()
     # A gated GEMM is checked with squares that were left, and without.
-    assert len(kernel.launched) == (3 if use is GemmEpilogue.GATED else 2) and len(launched) == 2
-    kernel = _TorchKernel(error=0.05)
-    benchmark = pdl_benchmark.GraphBenchmark(kernel, TorchGemm(), None, shape, weights)  # type: ignore[arg-type]
+    assert len(kernel.launched) == (3 if epilogue is GemmEpilogue.GATED else 2) and len(launched) == 2
     with pytest.raises(RuntimeError, match="differs"):
-        benchmark.candidate(config)
+        benchmark(_TorchKernel(error=0.05)).candidate(config)
 
 
 def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_gemm_that_reads_it() -> None:
@@ -339,9 +361,10 @@ def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_gemm_that_reads_
     kernel = _TorchKernel()
     weights = [_random(_K, _N)]
     config = GemmConfig(tile=64, split_k=1, stages=3)
-    gated = PdlShape.of(16, _random(_N, _K), GemmEpilogue.GATED)
-    table = {PdlShape.of(16, weights[0], GemmEpilogue.ADDED): config, gated: config}
-    gemm = PdlGemm(kernel, table, TorchGemm())
+    gated = _problem(16, _random(_N, _K), GemmEpilogue.GATED)
+    problems = [_problem(16, weights[0], GemmEpilogue.ADDED), gated]
+    table = {problem: Sm90Gemm(kernel, config, problem.epilogue) for problem in problems}
+    gemm = TunedGemm(table)
     x_TN, residual_TK, w_NK = _random(16, _N), _random(16, _K), _random(_N, _K)
     gemm.gate_up_silu(residual_TK, w_NK, _EPS)
     gemm.add_linear(x_TN, weights[0], residual_TK)
@@ -356,18 +379,17 @@ def test_who_adds_to_a_residual_leaves_its_squares_to_the_gated_gemm_that_reads_
     gemm.gate_up_silu(residual_TK, w_NK, _EPS)
     assert [square_sums is not None for square_sums in kernel.square_sums] == [False, False, True, False, False]
     # If no gated GEMM of that many rows prefetches its weights, none are left.
-    gemm = PdlGemm(kernel, {shape: config for shape in table if shape != gated}, TorchGemm())
+    del table[gated]
+    gemm = TunedGemm(table)
     gemm.add_linear(x_TN, weights[0], residual_TK)
     assert gemm.gate_up_silu(residual_TK, w_NK, _EPS) is None
 
 
-def test_a_budget_that_is_spent_leaves_the_rest_to_others() -> None:
+def test_a_budget_that_is_spent_leaves_the_rest_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sm90Kernels, "policy", TuningPolicy(budget_s=2.0))
     now = iter(range(100))
-    weights = [_random(_N, _K)]
-    tuner = PdlTuner(lambda shape, weights: _Times(10.0, 64, 2.0), lambda: float(next(now)), budget_s=2.0)
-    groups = [(MatrixGroup(weights, is_added=False), use) for use in GemmEpilogue]
-    gemm = tuner.tune(_TorchKernel(), groups, [16], TorchGemm())
-    assert (len(gemm), tuner.num_measured, tuner.num_left_out) == (1, 1, 2)
+    table, report = _tune(_TorchKernel(), Autotuner(_SetTimes(lambda problem: 2.0), lambda: float(next(now))), [16])
+    assert (len(table), report.num_measured, report.num_left_out) == (1, 1, 2)
 
 
 def test_a_kernel_that_errs_is_found() -> None:
