@@ -90,12 +90,12 @@ class GeneralMlp(Mlp):
 
 
 def needs_general_attention(config: DecoderConfig) -> bool:
-    """Whether the fused attention part cannot compute what the config asks for."""
+    """True where the fused attention part lacks a feature of the config."""
     return _has_other_norms(config) or config.head_norm is HeadNorm.ALL
 
 
 def needs_general_mlp(config: DecoderConfig) -> bool:
-    """The same of the MLP. A fused one behind a general attention would take sums of squares of the residual that are
+    """As `needs_general_attention`, of the MLP. A fused one behind a general attention would take sums of squares of the residual that are
     not of its rows any more."""
     return needs_general_attention(config) or config.activation not in _SILU or not config.is_gated
 
