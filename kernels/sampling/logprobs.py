@@ -14,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
+from radixmesh.daemons.runtime.sampling import MAX_TOP_LOGPROBS
 from radixmesh.kernels.sampling.candidates import BLOCK
-from radixmesh.kernels.sampling.sample_params import packed_order, value_of
+from radixmesh.kernels.sampling.sample_params import SampleParams, packed_order, value_of
 
-_MAX_SPLITS = 64
-_PROGRAMS = 1024
-_LEAST = -(2**63)
+# Whatever the batch: sums depend on how a row is cut, and in deterministic mode no bit may depend on other rows.
+_MAX_SPLITS = 32
 
 
 class LogprobScratch:
@@ -128,21 +128,18 @@ def token_logprobs(
     ring_index_1: torch.Tensor,
     scratch: LogprobScratch,
     ring_RTL: torch.Tensor,
-    *,
-    num_asking: int,
 ) -> None:
     """Writes the logprobs of each row whose slot asks for some into ring_RTL[ring_index_1[0]], int32 [>= T, L].
 
     logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified. num_top_S int32 by slot: alternatives
     that are asked for, at most `scratch.max_top` and V; -1: no logprobs. tokens_RT[ring_index_1[0], t] is the row's
     token. A row of the ring holds the bits of the token's logprob, then num_top ids, then the bits of their logprobs,
-    by (logprob descending, id ascending). num_asking: about how many rows ask, for how rows are cut.
+    by (logprob descending, id ascending).
     """
     num_rows, vocab_size = logits_TV.shape
     _check(logits_TV, row_slots_T, num_top_S, tokens_RT, scratch, ring_RTL)
     blocks = triton.cdiv(vocab_size, BLOCK)
-    splits = min(max(_PROGRAMS // max(num_asking, 1), 1), blocks, _MAX_SPLITS)
-    num_blocks = triton.cdiv(blocks, splits)
+    num_blocks = triton.cdiv(blocks, _MAX_SPLITS)
     splits = triton.cdiv(blocks, num_blocks)
     _survey_kernel[(splits, num_rows)](
         logits_TV, row_slots_T, num_top_S, scratch.highest_TS, scratch.weights_TS, scratch.best_TSK,
@@ -154,6 +151,17 @@ def token_logprobs(
         scratch.best_TSK, ring_RTL, vocab_size, logits_TV.stride(0), splits, ring_RTL.stride(0), ring_RTL.stride(1),
         tokens_RT.stride(0), MAX_SPLITS=_MAX_SPLITS, WIDTH=scratch.width, num_warps=4,
     )  # fmt: skip
+
+
+def compile_logprobs(params: SampleParams, vocab_size: int, dtype: torch.dtype) -> None:
+    """Runs the kernels once for the dummy slot, with logits of `dtype`: no request waits for a compiler."""
+    device = params.num_top_S.device
+    zeros_T = torch.zeros(1, dtype=torch.int32, device=device)
+    num_top_S = torch.ones_like(params.num_top_S)
+    ring_RTL = torch.zeros(1, 1, 1 + 2 * MAX_TOP_LOGPROBS, dtype=torch.int32, device=device)
+    scratch = LogprobScratch(1, MAX_TOP_LOGPROBS, device)
+    logits_TV = torch.zeros(1, vocab_size, dtype=dtype, device=device)
+    token_logprobs(logits_TV, zeros_T, num_top_S, zeros_T[None], zeros_T, scratch, ring_RTL)
 
 
 def _check(

@@ -49,6 +49,8 @@ class SampleParams:
     """int32: how many of a slot's suppressed ids count."""
     min_tokens_S: torch.Tensor
     """int32: ids are suppressed while the output has fewer tokens."""
+    num_top_S: torch.Tensor
+    """int32: alternatives whose logprobs are asked for; -1: no logprobs."""
 
     @classmethod
     def allocate(
@@ -77,6 +79,7 @@ class SampleParams:
             suppressed_ids_SU=full(torch.int32, 0, max_suppressed),
             num_suppressed_S=full(torch.int32, 0),
             min_tokens_S=full(torch.int32, 0),
+            num_top_S=full(torch.int32, -1),
         )
 
 

@@ -24,8 +24,7 @@ def _check(logits_TV: torch.Tensor, num_top: list[int], tokens: list[int]) -> No
     ring = torch.full((3, num_rows + 1, 1 + 2 * MAX_TOP_LOGPROBS), -7, dtype=torch.int32, device=device)
     tokens_RT = ints([[-1] * num_rows, tokens, [-1] * num_rows])  # type: ignore[list-item]
     slots, num_top_S = ints(list(range(num_rows))[::-1]), ints([*num_top[::-1], -1])
-    asking = sum(count >= 0 for count in num_top)
-    token_logprobs(logits_TV, slots, num_top_S, tokens_RT, ints([1]), scratch, ring, num_asking=asking)
+    token_logprobs(logits_TV, slots, num_top_S, tokens_RT, ints([1]), scratch, ring)
     got = ring.cpu().numpy()
     assert (got[[0, 2]] == -7).all() and (got[1, num_rows] == -7).all()
     for row, count in enumerate(num_top):
