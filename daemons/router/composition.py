@@ -69,6 +69,8 @@ def make_router(
             ),
             wait_s=settings.scheduler_wait_s,
             migrate_after_s=settings.migrate_after_s,
+            evens_out=settings.move_on_overload,
+            on_moved=lambda reason, count: metrics.moved_outputs.labels(reason).inc(count),
             aliases=ModelAliases.parse(settings.model_aliases),
             clock=clock,
         )

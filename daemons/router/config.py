@@ -62,6 +62,9 @@ class RouterSettings(CommonSettings):
     tokenizer_wait_s: float = setting(10.0, "seconds that a prompt waits for a tokenizer")
     tokenizer_hedge_s: float = setting(0.4, "seconds after which a second tokenizer is asked too")
     migrate_after_s: float = setting(1.0, "seconds after which requests leave a scheduler whose group does not serve")
+    move_on_overload: bool = setting(
+        True, "running outputs leave a scheduler that has many more than another, where that saves more than it costs"
+    )
     api_keys_file: Path | None = setting(
         None, "keys that clients must send, one a line, a tenant's name behind it or not; read again when it changes"
     )
