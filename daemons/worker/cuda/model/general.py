@@ -95,8 +95,8 @@ def needs_general_attention(config: DecoderConfig) -> bool:
 
 
 def needs_general_mlp(config: DecoderConfig) -> bool:
-    """As `needs_general_attention`, of the MLP. A fused one behind a general attention would take sums of squares of the residual that are
-    not of its rows any more."""
+    """As `needs_general_attention`, of the MLP. A fused one behind a general attention would take sums of squares of
+    the residual that are not of its rows any more."""
     return needs_general_attention(config) or config.activation not in _SILU or not config.is_gated
 
 
