@@ -178,7 +178,7 @@ def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(load, "CudaDevice", lambda: SimpleNamespace(torch_device=where))
-    monkeypatch.setattr(load, "load_device_runner", stop)
+    monkeypatch.setattr(load, "load_on_device", stop)
     settings = replace(
         TINY_SETTINGS,
         dtype="auto",
