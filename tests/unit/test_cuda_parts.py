@@ -13,7 +13,7 @@ from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
+from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
 
@@ -38,9 +38,11 @@ def test_tokens_are_kept_when_their_turn_comes_again():
     fetched = []
     for step in range(8):
         turn = ring.take()
-        ring.rows[turn] = step
-        fetched.append(ring.fetch(1 + step % 2, HostEvent()))
-    assert [one.result().tolist() for one in fetched] == [[step] * (1 + step % 2) for step in range(8)]
+        ring.rows[turn] = ring.logprobs[turn] = step
+        fetched.append(ring.fetch(1 + step % 2, HostEvent(), Asking([0], [step])))
+    results = [one.result() for one in fetched]
+    assert [got.tokens.tolist() for got in results] == [[step] * (1 + step % 2) for step in range(8)]
+    assert [got.logprobs[0].top_ids.tolist() for got in results] == [[[step] * step] for step in range(8)]
 
 
 class _Event(TimedEvent):
@@ -117,10 +119,10 @@ def test_graphs_keep_their_logits_and_memory_is_left_for_them():
     settings = memory.MemorySettings(
         mem_fraction=0.9, num_pages=None, page_size=1, num_slots=8, max_tokens_per_step=64, max_total_len=128
     )
-    plain = memory._work_bytes(settings, _MODEL)
-    graphs = memory._work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), _MODEL)
+    plain = memory.work_bytes(settings, _MODEL)
+    graphs = memory.work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), _MODEL)
     assert graphs - plain == 2 * 15 * 1000 * 2
-    attention = memory._work_bytes(replace(settings, attention_bytes=12345), _MODEL)
+    attention = memory.work_bytes(replace(settings, attention_bytes=12345), _MODEL)
     assert attention - plain == 12345
 
 
@@ -149,7 +151,7 @@ def few_pages(monkeypatch):
 
 def test_pages_take_what_is_left_and_the_log_has_the_numbers(few_pages, monkeypatch):
     lines = []
-    monkeypatch.setattr(memory, "_log", SimpleNamespace(info=lambda event, **fields: lines.append((event, fields))))
+    monkeypatch.setattr(memory, "log", SimpleNamespace(info=lambda event, **fields: lines.append((event, fields))))
     num_pages = few_pages()
     ((event, fields),) = lines
     assert event == "memory_sized" and fields["num_pages"] == num_pages == fields["pages_that_fit"]
@@ -199,7 +201,7 @@ def test_steps_go_on_where_a_trace_cannot_be_written(tmp_path):
             raise OSError(28, "No space left on device", path)
 
     profiler = TorchProfiler(tmp_path, "me")
-    profiler._profile, profiler._steps_left = Trace(), 1
+    profiler.running, profiler.steps_left = Trace(), 1
     profiler.on_step()
     profiler.on_step()
     with pytest.raises(MeshError, match="No space left"):

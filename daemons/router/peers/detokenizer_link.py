@@ -79,7 +79,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self._hello = hello
         self._events = events
         self.identity = common_pb2.ModelIdentity()
-        self._can_share = False
+        self.can_share = False
         self._last_handle = 0
         self._entries: dict[int, Entry] = {}
         self._opens: dict[int, Entry] = {}
@@ -104,14 +104,15 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         return not ours or not theirs or ours == theirs
 
     def open(self, output: Output) -> None:
-        """Takes an output; all of its ids are (re)played."""
+        """Takes an output; all of its ids are (re)played. Without any it goes out with its first ones, in one frame."""
         # A handle is never used twice on a link: what is still on its way for an old entry finds nobody.
         self._last_handle += 1
         entry = Entry(output, self, self._last_handle)
         output.entry = entry
         self._entries[entry.handle] = entry
         self._opens[entry.handle] = entry
-        self.wake()
+        if output.ids:
+            self.wake()
 
     def mark(self, entry: Entry) -> None:
         """The output has new ids, or no more will come. The hot path: once per output and frame."""
@@ -119,9 +120,13 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self._has_news.set()
 
     def close_entry(self, entry: Entry) -> None:
-        """The output needs no more text."""
+        """The output needs no more text. The replica is told with the next frame, or by flush_closes()."""
         if self._forget(entry):
             self._closes.append(entry.handle)
+
+    def flush_closes(self) -> None:
+        """Call every 0.1 s or so: a frame of its own for every entry that ends would cost as much as its tokens."""
+        if self._closes:
             self.wake()
 
     def _forget(self, entry: Entry) -> bool:
@@ -139,7 +144,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         return _Request(hello=self._hello)
 
     def _welcome(self, frame: _Response) -> str:
-        self._can_share = check_hello(frame.hello, self._hello) >= SHARING_VERSION
+        self.can_share = check_hello(frame.hello, self._hello) >= SHARING_VERSION
         self.identity = frame.hello.model
         return frame.hello.instance_id
 
@@ -157,7 +162,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
     def _is_answer_owed(self) -> bool:
         return self._num_owed > 0
 
-    def _next_frame(self) -> _Request | None:
+    def next_frame(self) -> _Request | None:
         frame, budget = _Request(), FrameBudget()
         if self._closes and budget.take(4 * len(self._closes)):
             frame.close_handles = pack_ints(self._closes)
@@ -177,7 +182,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         shared: dict[Request, int] = {}
         while self._opens:
             entry = next(iter(self._opens.values()))
-            message = _open_of(entry, shared.get(entry.output.request) if self._can_share else None)
+            message = _open_of(entry, shared.get(entry.output.request) if self.can_share else None)
             size = message.ByteSize()
             if size > MAX_OPEN_BYTES:
                 refused.append((entry, too_large(f"output {entry.output.index} of the request", size, MAX_OPEN_BYTES)))

@@ -33,14 +33,13 @@ from radixmesh.daemons.worker.step_handle import DONE, StepHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Places where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. Also tells if slots and pages
+    """Places where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. Also tells if pages
     are still those of the launch. segment_ids: copies of the segments' ids; None where the step is done by now."""
 
     pages: IntArray
     page_generations: IntArray
     offsets: IntArray
     segment_ids: list[IntArray] | None
-    row_generations: IntArray
     row_ids: IntArray
     is_known: BoolArray
     """Of each row: whether its token was known at the launch, and row_ids holds it."""
@@ -74,7 +73,7 @@ class StepExecutor:
         assert runner.max_tokens_per_row == 1 or not runner.is_asynchronous, "a launch needs exact lengths"
         self._epoch = 0
         self._group_generation = 0
-        self._last_step = 0
+        self.last_step = 0
         self._launched: dict[int, StepHandle[StepResult]] = {}
         self._last_sampled = np.zeros(num_slots, np.int32)
 
@@ -83,7 +82,7 @@ class StepExecutor:
         self.finish_all()
         self.table.clear()
         self.blobs.begin_epoch()
-        self._epoch, self._group_generation, self._last_step = epoch, group_generation, 0
+        self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
 
     def reset(self) -> None:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
@@ -106,7 +105,7 @@ class StepExecutor:
         self._check_order(plan)
         check_plan(plan, self.limits, self.table, self.records)
         self._apply(plan)
-        self._last_step = plan.step_id
+        self.last_step = plan.step_id
         builder = ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
         if not plan.has_forward:
             return StepHandle(DONE, partial(builder.build, at_ns=ready_ns))
@@ -147,11 +146,11 @@ class StepExecutor:
                 f"the plan is for group generation {plan.group_generation}: claim the worker anew",
                 {"group_generation": str(self._group_generation)},
             )
-        if plan.step_id != self._last_step + 1:
+        if plan.step_id != self.last_step + 1:
             raise MeshError(
                 ErrorReason.ERROR_REASON_STEP_GAP,
-                f"step {plan.step_id} follows step {self._last_step}: steps have no gaps",
-                {"expected": str(self._last_step + 1), "got": str(plan.step_id)},
+                f"step {plan.step_id} follows step {self.last_step}: steps have no gaps",
+                {"expected": str(self.last_step + 1), "got": str(plan.step_id)},
             )
 
     def _apply(self, plan: StepPlan) -> None:
@@ -213,7 +212,6 @@ class StepExecutor:
             page_generations=self.records.generations[all_pages],
             offsets=np.concatenate(positions) % np.int32(size),
             segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
-            row_generations=self.table.generations[rows.slots],
             # Read anew: the rows' own ids are older than what was finished since.
             row_ids=self.table.tokens[rows.slots, rows.positions],
             is_known=self.table.known_len[rows.slots] > rows.positions,
@@ -253,7 +251,7 @@ class StepExecutor:
             written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
         )
         self._last_sampled[rows.slots] = output.tokens
-        is_same = table.generations[rows.slots] == written.row_generations
+        is_same = table.generations[rows.slots] == batch.row_generations
         slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
         table.tokens[slots, positions] = output.tokens[is_same]
         table.known_len[slots] = positions + 1

@@ -39,7 +39,7 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
     stored = read_quantization(config)
     form = chosen_form(quantization, stored)
     if form is not None:
-        _check_device(placement.device, form)
+        check_device(placement.device, form)
         placement = replace(placement, has_projections=False)
     is_dummy = load_format == "dummy"
     quantized: QuantizedLayers | None = None
@@ -51,7 +51,7 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
                 f"the cuda backend does not compute {architecture} yet: use --backend cpu",
                 {"feature": architecture},
             )
-        check_decoder(built.model.config)
+        check_decoder(built.model.config, is_quantized=form is not None)
         if form is not None:
             with _source(folder, built.targets, stored, placement.device, is_dummy=is_dummy) as source:
                 quantized = _load_quantized(built, built.model, source, form, placement, is_dummy or stored is None)
@@ -113,7 +113,7 @@ def _source(
         yield source
 
 
-def _check_device(device: torch.device, form: Fp8Form) -> None:
+def check_device(device: torch.device, form: Fp8Form) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,
