@@ -64,7 +64,7 @@ async def test_two_ranks_say_what_one_says(backend: str) -> None:
     async with workers(2, **fields) as two:
         assert await outputs(two, "two") == expected
         assert all(rank.daemon.core.ledger.last_completed_step > 20 for rank in two)
-        executors = [rank.daemon.core._executor for rank in two]
+        executors = [rank.daemon.core.executor for rank in two]
         assert all(executor is not None and executor.records.filled.any() for executor in executors), "both computed"
         # The KV that each rank has is adopted, and used.
         async with scheduler(two, "three") as daemon:
