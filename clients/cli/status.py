@@ -11,6 +11,7 @@ from pathlib import Path
 from radixmesh.cli.access import access_from_environment
 from radixmesh.cli.daemon_report import DaemonReport, ask_daemon
 from radixmesh.cli.routers import may_send_key
+from radixmesh.cli.routes import show_routes
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.errors import NotRunningError
 from radixmesh.daemons.cluster.processes.process_status import ProcessStatus
@@ -25,6 +26,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("address", nargs="*", help="daemons to ask, instead of those of the cluster that runs here")
     parser.add_argument("-p", "--project", help="which cluster, if several run here")
     parser.add_argument("--timeout", type=float, default=1.0, metavar="SECONDS", help="wait for an answer (default 1)")
+    parser.add_argument("--routes", action="store_true", help="for every router, where it sends requests instead")
     parser.add_argument("--json", action="store_true", help="one JSON object per daemon and line, for programs")
     options = parser.parse_args(arguments)
     terminal = Terminal()
@@ -36,6 +38,9 @@ def run(arguments: list[str]) -> int:
         terminal.error(f"radixmesh status: {error}")
         return 1
     addresses = list(options.address) or [process.address for process in processes]
+    if options.routes:
+        routers = [process.address for process in processes if process.service == "router" and process.address]
+        return show_routes(terminal, list(options.address) or routers, options.timeout, is_json=options.json)
     reports = asyncio.run(_ask_all(addresses, options.timeout, is_named=bool(options.address)))
     known: list[ProcessStatus | None] = list(processes) or [None] * len(addresses)
     for process, address, report in zip(known, addresses, reports, strict=True) if options.json else ():

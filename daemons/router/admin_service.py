@@ -68,21 +68,27 @@ class RouterAdminService(router_pb2_grpc.RouterAdminServiceServicer):
         request: router_pb2.ListSchedulersRequest,
         context: grpc.aio.ServicerContext[router_pb2.ListSchedulersRequest, router_pb2.ListSchedulersResponse],
     ) -> router_pb2.ListSchedulersResponse:
-        return router_pb2.ListSchedulersResponse(schedulers=[_info_of(link) for link in self._schedulers.links])
+        return router_pb2.ListSchedulersResponse(schedulers=[self._info_of(link) for link in self._schedulers.links])
+
+    def _info_of(self, link: SchedulerLink) -> router_pb2.SchedulerInfo:
+        group = _GROUPS.get(link.load.group, f"unknown ({link.load.group})")
+        state, routed = self._schedulers.placement.state_of(link), self._schedulers.placement.routed(link)
+        return router_pb2.SchedulerInfo(
+            address=link.address,
+            is_connected=link.is_connected,
+            is_draining=link.is_draining or link.load.is_draining,
+            instance_id=link.instance_id,
+            models=link.models,
+            num_running=link.num_running,
+            group=group if link.is_connected and link.load.group else "",
+            epoch=link.load.epoch,
+            trust=link.health.state,
+            num_outputs=max(0, state.num_outputs),
+            queued_tokens=max(0, state.queued_tokens),
+            num_routed=routed.num_decisions,
+            routed_tokens=routed.num_tokens,
+            routed_cached_tokens=routed.cached_tokens,
+        )
 
 
 _GROUPS = {number: name.removeprefix("GROUP_STATE_").lower() for name, number in scheduler_pb2.GroupState.items()}
-
-
-def _info_of(link: SchedulerLink) -> router_pb2.SchedulerInfo:
-    group = _GROUPS.get(link.load.group, f"unknown ({link.load.group})")
-    return router_pb2.SchedulerInfo(
-        address=link.address,
-        is_connected=link.is_connected,
-        is_draining=link.is_draining or link.load.is_draining,
-        instance_id=link.instance_id,
-        models=link.models,
-        num_running=link.num_running,
-        group=group if link.is_connected and link.load.group else "",
-        epoch=link.load.epoch,
-    )

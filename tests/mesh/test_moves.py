@@ -11,7 +11,7 @@ import pytest
 from support.fake_scheduler import made_up_token
 from support.router_mesh import MODEL, RouterMesh, oracle_ids, oracle_text, router_mesh
 
-from radixmesh.cli import move
+from radixmesh.cli import move, status
 from radixmesh.client import Completion
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.sampling import output_seed
@@ -213,3 +213,20 @@ async def test_the_verb_moves_and_drains(capsys: pytest.CaptureFixture[str]) -> 
         assert "no scheduler was added" in "".join(capsys.readouterr())
         for seed, task in enumerate(answers):
             check(await task, seed, 40)
+
+
+async def test_the_routes_of_a_router_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    async with router_mesh(schedulers=2) as mesh, mesh.client() as client:
+        await asyncio.gather(*(client.complete(PROMPT, seed=seed, max_tokens=4) for seed in range(6)))
+        mesh.router().schedulers.drain(addresses(mesh)[1])
+        router = mesh.routers[0].address
+        assert await asyncio.to_thread(status.run, [router, "--routes", "--json", "--timeout", "30"]) == 0
+        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [row["scheduler"] for row in told] == addresses(mesh)
+        assert [row["state"] for row in told] == ["serving", "draining"]
+        assert sum(row["routed"] for row in told) == 6
+        assert all(row["hit_rate"] is None or 0 <= row["hit_rate"] <= 1 for row in told)
+        assert await asyncio.to_thread(status.run, [router, "--routes", "--timeout", "30"]) == 0
+        shown = capsys.readouterr().out
+        assert "ROUTED" in shown and addresses(mesh)[0] in shown
+        assert await asyncio.to_thread(status.run, ["unix:/nowhere", "--routes", "--timeout", "1"]) == 1

@@ -26,10 +26,13 @@ def candidates(links: Sequence[SchedulerLink], request: Request) -> list[Schedul
 
 
 def able(links: Sequence[SchedulerLink], output: Output, now: float) -> list[SchedulerLink]:
-    """Candidates that take submits now; those whose group serves, if there are any; none that has just refused it."""
+    """Candidates that take submits now; those whose group serves, if there are any; none that has just refused it.
+
+    Those in trouble, or in a slow start with their share already, are passed over while there are others.
+    """
     open_links = [link for link in candidates(links, output.request) if link.takes_submits]
     serving = [link for link in open_links if link.is_group_serving]
-    return [link for link in serving or open_links if output.backoff_until.get(link.address, 0.0) <= now]
+    return _trusted([link for link in serving or open_links if output.backoff_until.get(link.address, 0.0) <= now])
 
 
 def nobody(links: Sequence[SchedulerLink], output: Output, wait_s: float) -> MeshError:
@@ -40,6 +43,21 @@ def nobody(links: Sequence[SchedulerLink], output: Output, wait_s: float) -> Mes
         wanted += f" and {request.max_total_len} tokens"
     message = f"no scheduler could take {wanted} for {wait_s:g} s: retry, with resume to continue"
     return MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
+
+
+def _trusted(links: list[SchedulerLink]) -> list[SchedulerLink]:
+    if len(links) < 2:
+        return links
+    sound = [link for link in links if not link.health.is_passed_over]
+    shares = [link.health.share for link in sound]
+    if any(share < 1.0 for share in shares):
+        mean = sum(link.num_running for link in sound) / len(sound)
+        sound = [
+            link
+            for link, share in zip(sound, shares, strict=True)
+            if share >= 1.0 or link.num_running < 1 + share * mean
+        ]
+    return sound or links
 
 
 def _same_model(links: Sequence[SchedulerLink], request: Request) -> list[SchedulerLink]:

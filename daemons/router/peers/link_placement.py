@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
@@ -18,10 +18,20 @@ _TICK_S = 1.0
 
 
 @dataclass(slots=True)
+class Routed:
+    """Decisions for one scheduler. num_tokens: of prompts and outputs; cached_tokens of these were known to be there."""
+
+    num_decisions: int = 0
+    num_tokens: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass(slots=True)
 class _Row:
     number: int
     follower: CacheFollower | None
     num_connects: int = 0
+    routed: Routed = field(default_factory=Routed)
 
 
 class LinkPlacement:
@@ -74,6 +84,10 @@ class LinkPlacement:
         row, table = self._rows[link].number, self._placement.replicas
         return ReplicaState(num_outputs=int(table.num_outputs[row]), queued_tokens=int(table.queued_tokens[row]))
 
+    def routed(self, link: SchedulerLink) -> Routed:
+        """Decisions for the scheduler since it was added."""
+        return self._rows[link].routed
+
     def matched_tokens(self, output: Output, link: SchedulerLink) -> int:
         """Tokens of prompt and output that the scheduler has cached, as far as is known; 0 if no cache is followed."""
         return self._placement.matched_tokens(self._wanted(output, link), self._rows[link].number)
@@ -84,6 +98,10 @@ class LinkPlacement:
             self._placement.replicas.take_sent(self._rows[link].number, link.last_sequence, 0, 0)
             return
         self._placement.take_sent(decision, link.last_sequence)
+        routed = self._rows[link].routed
+        routed.num_decisions += 1
+        routed.num_tokens += decision.num_tokens
+        routed.cached_tokens += decision.matched_tokens
         self._on_decision(decision)
 
     def on_load(self, link: SchedulerLink) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.frame_stream import Dial
+from radixmesh.daemons.router.peers.link_health import LinkHealth
 from radixmesh.daemons.router.peers.peer_link import PeerLink
 from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
@@ -19,8 +20,13 @@ from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.requests.journal import Ending, Output, OutputState, Request
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import SHARING_VERSION, check_hello
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.scheduler.v1 import scheduler_pb2
 
+log = get_logger(__name__)
+
+# Ends of an output that say something of the scheduler and its workers, and nothing of the request.
+_OWN_FAULTS = frozenset((ErrorReason.ERROR_REASON_STEP_FAILED, ErrorReason.ERROR_REASON_INTERNAL))
 _Request = scheduler_pb2.ServeRequest
 _Response = scheduler_pb2.ServeResponse
 # As the router's own requests have at most: nobody can have been given a longer id.
@@ -42,6 +48,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         super().__init__(address, dial, peer_timeout_s, clock)
         self._hello = hello
         self._events = events
+        self.health = LinkHealth(clock)
         self.is_draining = False
         self.is_left = False
         """Its outputs go on elsewhere as soon as another scheduler can take them."""
@@ -211,11 +218,15 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     def _on_connected(self) -> None:
         self.group_since = self._clock()
+        if self.num_connects > 1:
+            self.health.came_back()
         self._events.on_load(self)
         self._events.on_scheduler_changed(self)
 
     def _on_lost(self) -> None:
         outputs = self.outputs()
+        if outputs:
+            self._note_failure()
         for output in outputs:
             self.release(output)
             number = output.scheduler_handle - self._handle_of_0
@@ -225,6 +236,10 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             if not answer.done():
                 answer.set_exception(MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "the scheduler was lost"))
         self._events.on_scheduler_lost(outputs)
+
+    def _note_failure(self) -> None:
+        if self.health.failed():
+            log.warning("scheduler_passed_over", address=self.address)
 
     def _is_answer_owed(self) -> bool:
         return True  # A Load comes every second.
@@ -294,6 +309,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         error = None
         if finished.HasField("error") or not is_regular:  # A client has to be told something.
             error = MeshError.from_proto(finished.error)
+            if error.reason in _OWN_FAULTS:
+                self._note_failure()
         ending = Ending(
             reason=finished.reason,
             num_output=min(finished.num_output, len(output.ids)) if is_regular else len(output.ids),

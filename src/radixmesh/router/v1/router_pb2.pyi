@@ -273,7 +273,7 @@ class ListSchedulersResponse(_message.Message):
     def __init__(self, schedulers: _Optional[_Iterable[_Union[SchedulerInfo, _Mapping]]] = ...) -> None: ...
 
 class SchedulerInfo(_message.Message):
-    __slots__ = ("address", "is_connected", "is_draining", "instance_id", "models", "num_running", "group", "epoch")
+    __slots__ = ("address", "is_connected", "is_draining", "instance_id", "models", "num_running", "group", "epoch", "trust", "num_outputs", "queued_tokens", "num_routed", "routed_tokens", "routed_cached_tokens")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -282,6 +282,12 @@ class SchedulerInfo(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TRUST_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROUTED_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     address: str
     is_connected: bool
     is_draining: bool
@@ -290,4 +296,10 @@ class SchedulerInfo(_message.Message):
     num_running: int
     group: str
     epoch: int
-    def __init__(self, address: _Optional[str] = ..., is_connected: bool = ..., is_draining: bool = ..., instance_id: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., num_running: _Optional[int] = ..., group: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    trust: str
+    num_outputs: int
+    queued_tokens: int
+    num_routed: int
+    routed_tokens: int
+    routed_cached_tokens: int
+    def __init__(self, address: _Optional[str] = ..., is_connected: bool = ..., is_draining: bool = ..., instance_id: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., num_running: _Optional[int] = ..., group: _Optional[str] = ..., epoch: _Optional[int] = ..., trust: _Optional[str] = ..., num_outputs: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., num_routed: _Optional[int] = ..., routed_tokens: _Optional[int] = ..., routed_cached_tokens: _Optional[int] = ...) -> None: ...
