@@ -16,6 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.requests.resolver import (
     MAX_N,
     MAX_NAME_BYTES,
+    check_guided,
     check_ids,
     check_names,
     check_offered,
@@ -65,7 +66,9 @@ def check_resume(request: router_pb2.GenerateRequest) -> None:
         raise _bad_resume(f"{len(resume.outputs)} outputs for {n} seeds: send one per index, in order")
     if not identity.vocab_size or not identity.max_total_len:
         raise _bad_resume("resolved.model_identity lacks vocab_size or max_total_len")
-    check_offered(resolved.task, resolved.HasField("grammar"))
+    check_offered(resolved.task)
+    if resolved.HasField("grammar"):
+        check_guided(resolved.task, stop_from_proto(resolved.stop), resolved.grammar)
     max_tokens = resolved.stop.max_tokens
     room = identity.max_total_len - len(resolved.prompt_ids) // 4
     if resolved.prompt_ids and not 1 <= max_tokens <= room:
@@ -101,6 +104,7 @@ def rebuild(
         seeds=claimed.seeds,
         sampling=sampling_to_proto(replace(sampling, seed=None)),
         stop=stop_to_proto(stop),
+        grammar=claimed.grammar if claimed.HasField("grammar") else None,
         ids_only=claimed.ids_only or is_pooled(task),
         cache_salt=claimed.cache_salt,
         priority=claimed.priority,
