@@ -27,8 +27,9 @@ from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_recorder import read_plans
+from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.worker.v1 import worker_pb2
 
 _IN_FLIGHT = 4
@@ -68,7 +69,7 @@ def replay(runner: DeviceRunner, plans: Sequence[worker_pb2.StepPlan]) -> dict[s
     runner.clear()
     executor = StepExecutor(runner, num_slots=512, max_tokens_per_step=8192)
     executor.begin_epoch(plans[0].header.epoch, plans[0].header.group_generation)
-    pending: deque[LaunchedStep] = deque()
+    pending: deque[StepHandle[StepResult]] = deque()
     settled: list[StepResult] = []
     start = time.perf_counter()
     for message in plans:
@@ -81,10 +82,10 @@ def replay(runner: DeviceRunner, plans: Sequence[worker_pb2.StepPlan]) -> dict[s
                 # It shares pages that a step under way fills: the scheduler had that step's result when it planned.
                 if not pending:
                     raise
-            settled.append(pending.popleft().finish())
+            settled.append(pending.popleft().result())
         while len(pending) >= _IN_FLIGHT or (pending and pending[0].is_done):
-            settled.append(pending.popleft().finish())
-    settled += [step.finish() for step in pending]
+            settled.append(pending.popleft().result())
+    settled += [step.result() for step in pending]
     seconds = time.perf_counter() - start
     num_tokens = sum(len(result.ids) for result in settled)
     busy_ns = sum(result.device_end_ns - result.device_start_ns for result in settled)

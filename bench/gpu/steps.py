@@ -30,7 +30,8 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.runner import DecodeRows, RunningStep, SampleInput, Segment
+from radixmesh.daemons.worker.runner import DecodeRows, SampleInput, Segment, StepOutput
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 NUM_SLOTS = 512
 
@@ -46,7 +47,7 @@ class Bench:
                 for plane in ("keys", "values"):
                     runner.pool.tokens(plane, layer).normal_()
 
-    def decode(self, num_rows: int, context: int, num_steps: int) -> tuple[float, list[RunningStep]]:
+    def decode(self, num_rows: int, context: int, num_steps: int) -> tuple[float, list[StepHandle[StepOutput]]]:
         """Seconds a step; the context grows by one every step, from `context` - num_steps on."""
         length = context + num_steps + 8
         tables = self._tables(num_rows, length)
@@ -70,7 +71,7 @@ class Bench:
             )
             steps.append(self.runner.launch(rows, (), 0))
             if len(steps) > 3:
-                steps[-3].output()
+                steps[-3].result()
         steps[-1].wait()
         return (time.perf_counter() - start) / num_steps, steps
 
@@ -105,7 +106,7 @@ class Bench:
         alone = []
         for _ in range(3):
             start = time.perf_counter()
-            self.runner.launch(rows, [segment], 0).output()
+            self.runner.launch(rows, [segment], 0).result()
             alone.append(time.perf_counter() - start)
         steps, launches = [], []
         start = time.perf_counter()

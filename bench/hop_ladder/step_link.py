@@ -14,7 +14,8 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.group_service import grpc_connect
 from radixmesh.daemons.scheduler.messages import snapshot_of
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.step_queue import DoneJob, StepQueue
+from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.step_queue import StepQueue
 
 # The default that worker and scheduler agree on over gRPC.
 _PLANS_IN_FLIGHT = 4
@@ -80,11 +81,11 @@ class ThreadLink(StepLink):
     async def close(self) -> None:
         self._queue.close()
 
-    def _run(self, plan: StepPlan, ready_ns: int) -> DoneJob[StepResult | Exception]:
+    def _run(self, plan: StepPlan, ready_ns: int) -> StepHandle[StepResult | Exception]:
         try:
-            return DoneJob(self._executor.run(plan, ready_ns=ready_ns))
+            return StepHandle.of(self._executor.run(plan, ready_ns=ready_ns))
         except Exception as error:  # A job of the queue must not raise; the planner's side says what becomes of it.
-            return DoneJob(error)
+            return StepHandle.of(error)
 
 
 class ExecuteLink(StepLink):

@@ -32,6 +32,7 @@ from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
 from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.daemons.worker.transfer_pins import TransferPins
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -83,6 +84,7 @@ class WorkerCore:
         self.config = config
         self.ledger = EpochLedger()
         self.blobs = BlobStore(max_bytes=config.blob_store_bytes, max_blob_bytes=config.max_blob_bytes)
+        self.pins = TransferPins()
         self._hello = make_hello(instance_id, "worker")
         self._progress = progress
         self._metrics = metrics
@@ -114,6 +116,7 @@ class WorkerCore:
             self._profiler.on_step,
             SlotTraces(self._tracer) if self._tracer.is_on else None,
             self.member.layout.dp_rank,
+            self.pins,
         )
         self._hello.model.CopyFrom(model)
         self._state = worker_pb2.WORKER_STATE_READY
@@ -125,10 +128,9 @@ class WorkerCore:
     def worker_hello(self) -> worker_pb2.WorkerHello:
         """Hello that a scheduler reads before it claims."""
         ledger = self.ledger
-        epoch = ledger.highest_epoch
         return worker_pb2.WorkerHello(
             hello=self._hello,
-            highest_epoch=epoch,
+            highest_epoch=ledger.highest_epoch,
             holder_instance_id=ledger.holder_instance_id,
             is_holder_connected=ledger.is_holder_connected,
             # With unfinished plans it is the holder who waits for us, however long a step takes.
@@ -164,6 +166,8 @@ class WorkerCore:
             capabilities.is_deterministic = self._executor.runner.is_deterministic
             capabilities.weights_version = self._executor.weights_version
             capabilities.weights_digest = self._hello.model.model_fingerprint
+            capabilities.kv_dtype = self._executor.runner.kv_dtype
+            capabilities.kv_layout = self._executor.runner.kv_layout
             capabilities.tasks.extend(TASK_TO_PROTO[task] for task in sorted(limits.tasks))
             capabilities.barrier_ops.append("flush_cache")
         return capabilities

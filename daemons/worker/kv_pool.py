@@ -32,6 +32,12 @@ class KvPool(KvPlanes):
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.dtype_name = str(dtype).removeprefix("torch.")
+        planes = ";".join(
+            f"{plane.name}{list(plane.row_shape)}+{plane.padding}".replace(" ", "") for plane in layout.planes
+        )
+        self.layout_name = f"layers={layout.num_layers};page={page_size};{planes}"
+        """Fingerprint of how a page lies in memory: of layers, page size, and the planes with their padding."""
         try:
             stored = {
                 plane.name: torch.empty(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task, TokenLogprobs
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,39 +119,6 @@ class StepOutput:
     end_ns: int
 
 
-class RunningStep(ABC):
-    """A forward that was launched."""
-
-    is_done: bool
-    """True if wait() returned, or nothing has to be waited for."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Blocks until the device is done, without the interpreter's lock. Any thread may wait, and again.
-
-        Raises what the device says of a step that died.
-        """
-
-    @abstractmethod
-    def output(self) -> StepOutput:
-        """Result of the step; waits for it. To be called once, on the thread that launched."""
-
-
-class DoneStep(RunningStep):
-    """A step of a runner that computes where it is called."""
-
-    is_done = True
-
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-
-    def wait(self) -> None:
-        return
-
-    def output(self) -> StepOutput:
-        return self._output
-
-
 class ModelRunner(ABC):
     """Runs forwards over a paged KV pool. One thread calls it; calls do not overlap.
 
@@ -161,6 +129,12 @@ class ModelRunner(ABC):
     max_tokens_per_row: int = 1
     """Most tokens that a decode yields in a step. 1: exactly one. Otherwise it may yield any number from 0 on, which is
     known when the step is done: such a runner cannot be asynchronous yet."""
+    takes_grammars: bool = False
+    """True if rows can be constrained by the grammar that an admit names."""
+    kv_dtype: str = ""
+    """Element type of KV pages; empty: not known to others, who then share none."""
+    kv_layout: str = ""
+    """Fingerprint of how a page lies in memory; empty: likewise."""
     suppresses_rows: bool = False
     """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 
@@ -198,9 +172,9 @@ class ModelRunner(ABC):
         """A request took a slot: what its decode rows will need of it. Default: nothing is kept by slot."""
         return
 
-    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
+    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         """Starts one forward of rows and segments; steps run in the order of their launches. Default: runs it whole."""
-        return DoneStep(self.step(rows, segments, ready_ns))
+        return StepHandle.of(self.step(rows, segments, ready_ns))
 
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
         """One forward of rows and segments, times included; `ready_ns`: when its plan was there, same clock.

@@ -1,7 +1,7 @@
 """One thread that runs everything which touches slots, records and the model, in the order it was handed in.
 
-A job that only starts something (a forward on a device) hands back a RunningJob; the next job starts at once, and the
-first is finished, on the same thread, when a second thread has seen its end. So the device always has its next step.
+A job that only starts something (a forward on a device) hands back its StepHandle; the next job starts at once, and the
+first is collected, on the same thread, when a second thread has seen its end. So the device always has its next step.
 """
 
 from __future__ import annotations
@@ -9,78 +9,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
+
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-
-class RunningJob(ABC, Generic[T_co]):
-    """Something that was started on the step thread and is finished there."""
-
-    @property
-    @abstractmethod
-    def is_done(self) -> bool:
-        """True if finish() will not wait."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Blocks until it is done, on another thread than the steps'. May raise: finish() then says why."""
-
-    @abstractmethod
-    def finish(self) -> T_co:
-        """Its outcome; on the step thread, in the order of the starts. Does not raise."""
-
-
-class DoneJob(RunningJob[T_co]):
-    """A job that was over when it had started."""
-
-    is_done = True
-
-    def __init__(self, outcome: T_co) -> None:
-        self._outcome = outcome
-
-    def wait(self) -> None:
-        return
-
-    def finish(self) -> T_co:
-        return self._outcome
 
 
 class _Started(NamedTuple):
-    job: RunningJob[object]
+    step: StepHandle[object]
     deliver: Callable[[], None]
 
 
 class StepQueue:
     """Jobs start one after the other off the event loop; what comes of them comes back on the loop.
 
-    Jobs hand their errors back as values where somebody expects them: submit()'s jobs must not raise.
+    Jobs hand their errors back as values where somebody expects them: submit()'s jobs, and their steps, must not raise.
     """
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._running: deque[_Started] = deque()
-        self._waits: SimpleQueue[RunningJob[object] | None] = SimpleQueue()
+        self._waits: SimpleQueue[StepHandle[object] | None] = SimpleQueue()
         # Not joined at exit: a wedged device must not keep the process alive.
         threading.Thread(target=self._work, name="steps", daemon=True).start()
         threading.Thread(target=self._wait, name="waits", daemon=True).start()
 
-    def submit(self, start: Callable[[], RunningJob[T]], on_done: Callable[[T], None]) -> None:
+    def submit(self, start: Callable[[], StepHandle[T]], on_done: Callable[[T], None]) -> None:
         """Queues `start`; `on_done` gets the outcome on the calling thread's event loop."""
         loop = asyncio.get_running_loop()
 
         def run() -> None:
-            job = start()
-            self._running.append(_Started(job, lambda: _call_on(loop, on_done, job.finish())))
-            if job.is_done:
+            step = start()
+            self._running.append(_Started(step, lambda: _call_on(loop, on_done, step.result())))
+            if step.is_done:
                 self._finish_all()
             else:
-                self._waits.put(job)
+                self._waits.put(step)
 
         self._jobs.put(run)
 
@@ -111,15 +79,15 @@ class StepQueue:
             job()
 
     def _wait(self) -> None:
-        while (job := self._waits.get()) is not None:
-            # An error here is raised again by finish(), where it is expected.
+        while (step := self._waits.get()) is not None:
+            # An error here is raised again by result(), where it is expected.
             with contextlib.suppress(Exception):
-                job.wait()
+                step.wait()
             self._jobs.put(self._finish_done)
 
     def _finish_done(self) -> None:
         """Finishes what is over, oldest first. Something that had to wait for all may have done so by now."""
-        while self._running and self._running[0].job.is_done:
+        while self._running and self._running[0].step.is_done:
             self._running.popleft().deliver()
 
     def _finish_all(self) -> None:

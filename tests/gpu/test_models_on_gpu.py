@@ -16,10 +16,11 @@ from support.model_folders import random_model
 from support.plan_driver import GREEDY
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan, StepResult
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
-from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 pytestmark = pytest.mark.gpu
 
@@ -127,7 +128,7 @@ class Script:
         self._executor = StepExecutor(runner, num_slots=SLOTS, max_tokens_per_step=64)
         self._executor.begin_epoch(1)
         self._size, self._lag, self._chunk_len, self._num_out = runner.page_size, lag, chunk_len, num_out
-        self._launched: deque[tuple[LaunchedStep, list[int]]] = deque()
+        self._launched: deque[tuple[StepHandle[StepResult], list[int]]] = deque()
         self._pages = iter(range(runner.num_pages - 1, -1, -1))
         self._decodes: list[int] = []
         self._num_steps = 0
@@ -202,7 +203,7 @@ class Script:
 
     def _take(self) -> None:
         step, slots = self._launched.popleft()
-        ids = iter(step.finish().ids.tolist())
+        ids = iter(step.result().ids.tolist())
         for slot in slots:
             self.ids[slot].append(next(ids))
 

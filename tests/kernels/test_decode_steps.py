@@ -73,7 +73,7 @@ def test_a_slot_that_is_taken_anew_decodes_at_once_what_its_own_request_says(dev
     def run(**parts: object) -> None:
         launched.append(executor.launch(StepPlan(epoch=1, step_id=len(launched) + 1, **parts)))
         while len(launched) - len(tokens) > lag:
-            tokens.append(launched[len(tokens)].finish().ids.tolist())
+            tokens.append(launched[len(tokens)].result().ids.tolist())
 
     def finish(num_pages: int) -> None:
         for _ in range(NUM_TOKENS - 1):
@@ -99,7 +99,7 @@ def test_a_slot_that_is_taken_anew_decodes_at_once_what_its_own_request_says(dev
         decode_set=decodes,
     )
     finish(1)
-    tokens += [step.finish().ids.tolist() for step in launched[len(tokens) :]]
+    tokens += [step.result().ids.tolist() for step in launched[len(tokens) :]]
     of_request = [tokens[first : first + NUM_TOKENS] for first in range(0, len(tokens), NUM_TOKENS)]
     assert len(set(map(tuple, tokens))) > 2, "tokens that are all the same would show nothing"
     assert of_request == [of_request[0]] * 3 and all(len(ids) == 1 for ids in tokens)

@@ -26,6 +26,7 @@ from support.replaying_device import ReplayingDevice
 from support.torch_flashinfer import use_torch_modules
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
@@ -90,7 +91,7 @@ def test_greedy_tokens_are_those_of_the_cpu_worker_in_float32(
     runner = _runner(folder, page_size=page_size)
     check_same(drive(runner, chunk_len=chunk_len, lag=lag, options=GREEDY_OPTIONS), want, atol=atol)
     assert set(ran) == {"decode", "fa3" if is_hopper else "fa2"}
-    _check_pool(runner, torch.float16, padding=64 - runner._decoder.config.head_dim)
+    _check_pool(runner, torch.float16, padding=64 - ConfigReader.open(folder).integer("head_dim"))
 
 
 def _check_pool(runner: DeviceRunner, dtype: torch.dtype, *, padding: int) -> None:

@@ -10,11 +10,12 @@ from support.running_daemon import running
 from support.worker_client import WorkerClient
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.group_member import RankLayout, UnconnectedMember
+from radixmesh.daemons.worker.group_member import UnconnectedMember
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.worker.v1 import worker_pb2

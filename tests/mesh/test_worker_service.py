@@ -427,14 +427,20 @@ async def test_blobs_are_checked_and_bounded(tmp_path):
             blob_hash = blob_hash or hashlib.sha256(data).hexdigest()
             return await client.stub.PutBlob(worker_pb2.PutBlobRequest(hash=blob_hash, data=data))
 
-        assert not (await put(b"a" * 100)).was_known
+        first = await put(b"a" * 100)
+        assert not first.was_known and first.ttl_ms == 30_000
         assert (await put(b"a" * 100)).was_known
-        await put(b"b" * 100)
-        assert not (await put(b"a" * 100)).was_known
-        for data, blob_hash, reason in ((b"x" * 101, None, "BLOB_TOO_LARGE"), (b"x", "00", "INVALID_ARGUMENT")):
+        for data, blob_hash, reason in (
+            (b"b" * 100, None, "OVERLOADED"),  # The first is kept for its time.
+            (b"x" * 101, None, "BLOB_TOO_LARGE"),
+            (b"x", "00", "INVALID_ARGUMENT"),
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await put(data, blob_hash)
             assert mesh_error_from_rpc(caught.value).reason_name == reason
+        await client.hold(1)
+        assert not (await put(b"b" * 100)).was_known, "a new epoch"
+        assert not (await put(b"a" * 50)).was_known
 
 
 async def test_verbs_that_are_not_offered_say_so(tmp_path):

@@ -82,12 +82,12 @@ def main(fault: str, folder: Path) -> int:
     held: list[torch.Tensor] = []
     for step in range(1, 6):
         if step == 3:
-            answers = [job.finish() for job in answers]
+            answers = [job.result() for job in answers]
             FAULTS[fault](runner, held)
         decodes = np.zeros(0 if step == 1 else 1, np.int32)
         plan = StepPlan(epoch=1, step_id=step, decode_set=decodes, **(first if step == 1 else {}))
         answers.append(plans.launch(plan_to_proto(plan), 0, None))
-    print(json.dumps([told(answer if isinstance(answer, Answer) else answer.finish()) for answer in answers]))
+    print(json.dumps([told(answer if isinstance(answer, Answer) else answer.result()) for answer in answers]))
     return 1
 
 

@@ -8,26 +8,22 @@ from dataclasses import replace
 
 import numpy as np
 
-from radixmesh.daemons.runtime.steps.step import Admit
-from radixmesh.daemons.worker.plans.executor import LaunchedStep
-from radixmesh.daemons.worker.runner import DecodeRows, RunningStep, Segment, StepOutput
+from radixmesh.daemons.runtime.steps.step import Admit, StepResult
+from radixmesh.daemons.worker.runner import DecodeRows, Segment, StepOutput
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from support.planner_world import World
 
 _UNKNOWN = np.int32(-7)
 
 
-class LaggingStep(RunningStep):
-    def __init__(self, output: StepOutput) -> None:
-        self._output = output
-        self.is_done = False
+class LaggingEvent(DeviceEvent):
+    """Done once somebody has waited for it."""
+
+    is_done = False
 
     def wait(self) -> None:
         self.is_done = True
-
-    def output(self) -> StepOutput:
-        self.is_done = True
-        return self._output
 
 
 class LaggingRunner(SimulatedRunner):
@@ -42,7 +38,7 @@ class LaggingRunner(SimulatedRunner):
     def admitted(self, admit: Admit) -> None:
         self._last_tokens[admit.slot] = (admit.output_ids if len(admit.output_ids) else admit.prompt_ids)[-1]
 
-    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
+    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         ids = self._last_tokens[rows.slots]
         assert (ids != _UNKNOWN).all()
         output = self.step(replace(rows, ids=ids), segments, ready_ns)
@@ -50,14 +46,20 @@ class LaggingRunner(SimulatedRunner):
         for segment, got in zip(segments, output.segments, strict=True):
             if got.token is not None:
                 self._last_tokens[segment.slot] = got.token
-        return LaggingStep(output)
+        event = LaggingEvent()
+
+        def collect() -> StepOutput:
+            event.wait()
+            return output
+
+        return StepHandle(event, collect)
 
 
 class LaggingWorld(World):
     """Plans are launched at once and finished `lag` plans later, or when there are no more."""
 
     def __init__(self, *, lag: int, **choices: object) -> None:
-        self.launched: deque[LaunchedStep] = deque()
+        self.launched: deque[StepHandle[StepResult]] = deque()
         self.lag = lag
         choices.setdefault("runner_class", LaggingRunner)
         super().__init__(**choices)  # type: ignore[arg-type]
@@ -69,7 +71,7 @@ class LaggingWorld(World):
                 return True
         if not self.launched:
             return False
-        self.results.append(self.launched.popleft().finish())
+        self.results.append(self.launched.popleft().result())
         return True
 
     def begin_epoch(self) -> int:

@@ -13,8 +13,9 @@ import torch
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan, StepResult
-from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.step_handle import StepHandle
 from support.rounding import largest_logprob_error
 
 PROMPTS = [list(range(20, 20 + n)) for n in (1, 5, 17, 30)]
@@ -44,7 +45,7 @@ class PlanDriver:
         self.pages: dict[int, np.ndarray] = {}
         self.results: list[StepResult] = []
         self._page_size, self._lag = runner.page_size, lag
-        self._launched: deque[LaunchedStep] = deque()
+        self._launched: deque[StepHandle[StepResult]] = deque()
         self._rows: deque[list[int]] = deque()
         self._decodes: list[int] = []
         self._step = 0
@@ -136,7 +137,7 @@ class PlanDriver:
             self._take()
 
     def _take(self) -> None:
-        result = self._launched.popleft().finish()
+        result = self._launched.popleft().result()
         self.results.append(result)
         ids = iter(result.ids.tolist())
         for slot, count in zip(self._rows.popleft(), result.counts.tolist(), strict=True):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.lagging import LaggingRunner, LaggingStep, LaggingWorld
+from support.lagging import LaggingRunner, LaggingWorld
 from support.planner_world import VOCAB_SIZE
 from support.plans import admit, chunk, grant
 from support.stormy_hour import Storm, StormyHour
@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.scheduler.sequence import SequenceKey
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 
 def _storm(world: LaggingWorld, rng: np.random.Generator, num_requests: int) -> list:
@@ -92,9 +93,8 @@ def test_a_storm_over_steps_in_flight(lag):
     assert hour.counts["refuse"] and hour.counts["diverged"] and hour.counts["adopted_tokens"], hour.counts
 
 
-class _DeadStep(LaggingStep):
-    def output(self):
-        raise RuntimeError("an illegal memory access was encountered")
+def _dead():
+    raise RuntimeError("an illegal memory access was encountered")
 
 
 class _DyingRunner(LaggingRunner):
@@ -107,7 +107,7 @@ class _DyingRunner(LaggingRunner):
         if self.num_launches == self.refuses_at:
             raise MemoryError("out of memory")
         step = super().launch(rows, segments, ready_ns)
-        return _DeadStep(step._output) if self.num_launches == self.dies_at else step
+        return StepHandle(step.event, _dead) if self.num_launches == self.dies_at else step
 
 
 def _answers(tmp_path, *, dies_at=0, refuses_at=0, sampling=None):
@@ -120,7 +120,7 @@ def _answers(tmp_path, *, dies_at=0, refuses_at=0, sampling=None):
     plans = [StepPlan(epoch=2, step_id=1, chunks=(chunk(0, 3),), decode_set=as_ints([]), **parts)]
     plans += [StepPlan(epoch=2, step_id=step, decode_set=as_ints([0])) for step in (2, 3, 4)]
     jobs = [runner.launch(plan_to_proto(plan), 0, None) for plan in plans]
-    return [job.finish() for job in jobs]
+    return [job.result() for job in jobs]
 
 
 def _kinds(answers):

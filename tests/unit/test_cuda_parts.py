@@ -11,7 +11,7 @@ from support.plans import Steps, admit, chunk, grant, simulated_executor
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
-from radixmesh.daemons.worker.cuda.device import DeviceClock, DeviceEvent, HostDevice, HostEvent
+from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
@@ -40,10 +40,10 @@ def test_tokens_are_kept_when_their_turn_comes_again():
         turn = ring.take()
         ring.rows[turn] = step
         fetched.append(ring.fetch(1 + step % 2, HostEvent()))
-    assert [one.tokens().tolist() for one in fetched] == [[step] * (1 + step % 2) for step in range(8)]
+    assert [one.result().tolist() for one in fetched] == [[step] * (1 + step % 2) for step in range(8)]
 
 
-class _Event(DeviceEvent):
+class _Event(TimedEvent):
     is_done = True
 
     def __init__(self, recorded_ns, device_s):
@@ -108,16 +108,19 @@ def test_what_does_not_fit_is_named_with_the_flag_to_change(monkeypatch, error, 
         raise RuntimeError("a bug")
 
 
+_MODEL = SimpleNamespace(
+    hidden_size=64, vocab_size=1000, dtype=torch.bfloat16, row_bytes=lambda: 1792, position_bytes=lambda: 64
+)
+
+
 def test_graphs_keep_their_logits_and_memory_is_left_for_them():
-    sizes = {"hidden_size": 64, "query_size": 64, "kv_size": 32, "mlp_size": 128, "head_dim": 16, "vocab_size": 1000}
-    config = SimpleNamespace(**sizes)
     settings = memory.MemorySettings(
         mem_fraction=0.9, num_pages=None, page_size=1, num_slots=8, max_tokens_per_step=64, max_total_len=128
     )
-    plain = memory._work_bytes(settings, config, torch.bfloat16)
-    graphs = memory._work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), config, torch.bfloat16)
+    plain = memory._work_bytes(settings, _MODEL)
+    graphs = memory._work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), _MODEL)
     assert graphs - plain == 2 * 15 * 1000 * 2
-    attention = memory._work_bytes(replace(settings, attention_bytes=12345), config, torch.bfloat16)
+    attention = memory._work_bytes(replace(settings, attention_bytes=12345), _MODEL)
     assert attention - plain == 12345
 
 
@@ -125,7 +128,6 @@ def test_graphs_keep_their_logits_and_memory_is_left_for_them():
 def few_pages(monkeypatch):
     """A GPU of 10 GiB of which 6 are free, and a model whose pages take 64 KiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 10 << 30))
-    sizes = {"hidden_size": 64, "query_size": 64, "kv_size": 32, "mlp_size": 128, "head_dim": 16, "vocab_size": 1000}
     token_bytes = 1 << 16
 
     def choose(**changes):
@@ -140,8 +142,7 @@ def few_pages(monkeypatch):
                 **changes,
             }
         )
-        device = torch.device("cuda")
-        return memory.choose_num_pages(settings, SimpleNamespace(**sizes), token_bytes, torch.bfloat16, device)
+        return memory.choose_num_pages(settings, _MODEL, token_bytes, torch.device("cuda"))
 
     return choose
 

@@ -27,6 +27,7 @@ from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import MAX_TEXT_BYTES, ids_of
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
@@ -303,7 +304,7 @@ async def test_a_group_starts_a_few_of_its_requests_at_once() -> None:
         delivery = SimpleNamespace(stop_writing=lambda: None, start_writing=lambda: None)
         num_taken = 0
 
-        async def take(self) -> router_pb2.GenerateResponse | None:
+        async def take(self) -> Update | None:
             nonlocal starting, most
             self.num_taken += 1
             if self.num_taken > 1:
@@ -312,7 +313,7 @@ async def test_a_group_starts_a_few_of_its_requests_at_once() -> None:
             most = max(most, starting)
             await asyncio.sleep(0)
             starting -= 1
-            return router_pb2.GenerateResponse()
+            return Update()
 
         def close(self) -> None:
             pass

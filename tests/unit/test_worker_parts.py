@@ -1,9 +1,9 @@
 """The worker's smaller parts, each alone."""
 
 import asyncio
-import hashlib
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.epochs import EpochLedger
 from radixmesh.daemons.worker.limits import Limits
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.profile import NoProfiler, TorchProfiler
@@ -23,7 +22,8 @@ from radixmesh.daemons.worker.simulated.clock import RealClock, VirtualClock
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind
 from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
-from radixmesh.daemons.worker.step_queue import DoneJob, RunningJob, StepQueue
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
+from radixmesh.daemons.worker.step_queue import StepQueue
 from radixmesh.worker.v1 import worker_pb2
 
 
@@ -133,24 +133,6 @@ def test_a_million_pages_are_listed_at_once():
     assert sum(len(part.ids) for part in ranges) == 1_000_000
 
 
-# Blobs
-
-
-def test_blobs_are_kept_by_last_use():
-    store = BlobStore(max_bytes=20, max_blob_bytes=10)
-    hashes = {data: hashlib.sha256(data).hexdigest() for data in (b"a" * 10, b"b" * 10, b"c" * 10)}
-    a, b, c = hashes.values()
-    store.put(a, b"a" * 10)
-    store.put(b, b"b" * 10)
-    assert store.get(a) == b"a" * 10
-    store.put(c, b"c" * 10)
-    assert store.num_bytes == 20
-    with pytest.raises(MeshError) as caught:
-        store.get(b)
-    assert (caught.value.reason_name, caught.value.metadata) == ("UNKNOWN_BLOB", {"hash": b})
-    assert store.get(a) and store.get(c)
-
-
 # Faults
 
 
@@ -241,7 +223,7 @@ def test_every_token_of_the_prefix_counts(ids, data):
 
 async def test_jobs_run_in_order_and_hand_back_results_and_errors():
     queue, ran = StepQueue(), []
-    queue.submit(lambda: DoneJob("first"), ran.append)
+    queue.submit(lambda: StepHandle.of("first"), ran.append)
 
     def fail():
         raise ValueError("second")
@@ -254,31 +236,35 @@ async def test_jobs_run_in_order_and_hand_back_results_and_errors():
 
 
 async def test_jobs_start_while_earlier_ones_run_and_finish_in_order():
-    class Device(RunningJob):
-        def __init__(self, name):
-            self.name, self.event = name, threading.Event()
+    class Event(DeviceEvent):
+        def __init__(self):
+            self.gate = threading.Event()
 
         @property
         def is_done(self):
-            return self.event.is_set()
+            return self.gate.is_set()
 
         def wait(self):
-            self.event.wait()
+            self.gate.wait()
 
-        def finish(self):
-            self.event.wait()
-            return self.name
+    def step_of(name):
+        event = Event()
+        return StepHandle(event, lambda: event.wait() or name)
+
+    def start(name):
+        started.append(name)
+        return steps[name]
 
     queue, ran, started = StepQueue(), [], []
-    jobs = [Device(name) for name in "abc"]
-    for job in jobs:
-        queue.submit(lambda job=job: started.append(job.name) or job, ran.append)
+    steps = {name: step_of(name) for name in "abc"}
+    for name in steps:
+        queue.submit(partial(start, name), ran.append)
     while len(started) < 3:
         await asyncio.sleep(0.001)
-    jobs[1].event.set()
+    steps["b"].event.gate.set()
     await asyncio.sleep(0.02)
     assert ran == [], "b is over, but a is not"
-    jobs[0].event.set()
+    steps["a"].event.gate.set()
     while len(ran) < 2:
         await asyncio.sleep(0.001)
     assert ran == ["a", "b"]
@@ -286,11 +272,11 @@ async def test_jobs_start_while_earlier_ones_run_and_finish_in_order():
     after = asyncio.ensure_future(queue.run(lambda: list(ran)))
     await asyncio.sleep(0.02)
     assert not after.done()
-    jobs[2].event.set()
+    steps["c"].event.gate.set()
     await after
     while len(ran) < 3:
         await asyncio.sleep(0.001)
-    queue.submit(lambda: DoneJob("d"), ran.append)
+    queue.submit(lambda: StepHandle.of("d"), ran.append)
     while len(ran) < 4:
         await asyncio.sleep(0.001)
     assert ran == ["a", "b", "c", "d"]

@@ -16,8 +16,10 @@ from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.endpoints.chat import ChatEndpoint
 from radixmesh.daemons.router.http.endpoints.completions import CompletionEndpoint
 from radixmesh.daemons.router.http.endpoints.embeddings import EmbeddingEndpoint
+from radixmesh.daemons.router.http.endpoints.mesh import MeshEndpoint
 from radixmesh.daemons.router.http.endpoints.models import ModelsEndpoint
 from radixmesh.daemons.router.http.endpoints.native import NativeEndpoint
+from radixmesh.daemons.router.http.endpoints.page import PageEndpoint
 from radixmesh.daemons.router.http.endpoints.probes import HealthEndpoint, MetricsEndpoint
 from radixmesh.daemons.router.http.endpoints.server_info import (
     HealthGenerateEndpoint,
@@ -60,6 +62,10 @@ def make_app(context: HttpContext) -> Starlette:
         "/get_server_info": ServerInfoEndpoint(context),
         "/metrics": MetricsEndpoint(context),
         "/openapi.json": OpenApiEndpoint(),
+        "/mesh": MeshEndpoint(context),
+        "/": PageEndpoint("index.html"),
+        "/docs": PageEndpoint("docs.html"),
+        "/page/{file}": PageEndpoint(),
     }
     routes = [Route(path, _as_function(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
     routes += [Route(path, _as_function(endpoint), methods=["GET"]) for path, endpoint in gets.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import NamedTuple, get_type_hints
@@ -23,7 +24,15 @@ from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequ
 JsonObject = dict[str, object]
 
 # Paths that no key is asked for: load balancers have none, and learn a state and a version.
-OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/", "/docs", "/page/{file}"})
+# Paths that show state and version without a key, and more with one.
+LIMITED_PATHS = frozenset({"/mesh"})
+_PAGE = "/page/"
+
+
+def is_open(path: str) -> bool:
+    """True if no key is asked for; the files of the page are the same everywhere."""
+    return path in OPEN_PATHS or path.startswith(_PAGE)
 
 
 class Operation(NamedTuple):
@@ -52,6 +61,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "/get_server_info": Operation("The same as /server_info"),
     "/metrics": Operation("The router's metrics for Prometheus", media_type="text/plain"),
     "/openapi.json": Operation("This description"),
+    "/mesh": Operation("The mesh as the page at / shows it; without a key, where one is asked for, status and version"),
+    "/": Operation("A page to chat and to look at the mesh", media_type="text/html"),
+    "/docs": Operation("This description as a page", media_type="text/html"),
+    "/page/{file}": Operation("The page's files", media_type="text/plain"),
 }
 
 
@@ -85,11 +98,15 @@ def _path_item(path: str, operation: Operation) -> JsonObject:
     described: JsonObject = {
         "summary": operation.summary,
         # {}: without a key too, where the router was given none.
-        "security": [] if path in OPEN_PATHS else [{"key": []}, {}],
+        "security": [] if is_open(path) else [{"key": []}, {}],
         "responses": {"200": {"description": "the answer", "content": content}, "default": {"description": "an error"}},
     }
-    if "{name}" in path:
-        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if parameters:
+        described["parameters"] = parameters
     if operation.body is None:
         return {"get": described}
     schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}

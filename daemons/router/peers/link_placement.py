@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
 from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
+from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.cache_namespace import cache_name
 
@@ -101,6 +102,11 @@ class LinkPlacement:
         row = self._rows.get(link)
         if row is not None:
             self._placement.replicas.take_left(row.number, sequence)
+
+    def tree(self, link: SchedulerLink, *, max_nodes: int, max_visited: int) -> TreeSummary | None:
+        """A picture of the scheduler's prefix tree; None where it is not known."""
+        row = self._rows.get(link)
+        return None if row is None else self._placement.tree(row.number, max_nodes=max_nodes, max_visited=max_visited)
 
     def tick(self, now: float) -> None:
         """Call every 0.1 s or so, with monotonic seconds."""

@@ -102,6 +102,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return (self.load.total_pages or self._num_pages) * self._page_size
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a KV page; 0 before the first connection."""
+        return self._page_size
+
+    @property
     def max_request_len(self) -> int:
         """The most tokens of prompt and output together that context and KV memory hold; 0 before the first connection.
 

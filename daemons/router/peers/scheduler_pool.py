@@ -51,6 +51,8 @@ class SchedulerPool(PeerPool):
         self._links: dict[str, SchedulerLink] = {}
         self._waiting: dict[Output, None] = {}
         self._changed = asyncio.Event()
+        self._served: list[ServedModel] = []
+        self._served_of: tuple[object, ...] = ()
 
     @property
     def links(self) -> tuple[SchedulerLink, ...]:
@@ -98,7 +100,7 @@ class SchedulerPool(PeerPool):
     def models(self) -> list[ServedModel]:
         """Every name heard of with the model that most serve under it, in the order of schedulers."""
         named: dict[str, ServedModel] = {}
-        for model in served_models(self.links):
+        for model in self._served_models():
             named.setdefault(model.name, model)
         return list(named.values())
 
@@ -107,7 +109,16 @@ class SchedulerPool(PeerPool):
 
         like: preferred among several models of that name.
         """
-        return pick_model(served_models(self.links), self._aliases.resolve(name), like)
+        return pick_model(self._served_models(), self._aliases.resolve(name), like)
+
+    def _served_models(self) -> list[ServedModel]:
+        """served_models() of all links, made anew when one has other facts: every request asks several times."""
+        facts = tuple(
+            (link.is_connected, link.max_request_len, link.identity, link.adapters) for link in self._links.values()
+        )
+        if facts != self._served_of:
+            self._served_of, self._served = facts, served_models(self.links)
+        return self._served
 
     def own_name(self, name: str) -> str:
         """The name of the model that an alias stands for, or the name itself."""

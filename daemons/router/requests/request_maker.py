@@ -54,6 +54,10 @@ class RequestMaker:
         self._times = times
         self._scheduler_wait_s = scheduler_wait_s
 
+    @property
+    def num_tokenizers(self) -> int:
+        return self._tokenizers.num_replicas
+
     async def close(self) -> None:
         await self._tokenizers.close()
 

@@ -19,7 +19,7 @@ from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.broadcast import missing_plans
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
-from radixmesh.daemons.scheduler.group.rank_results import merged
+from radixmesh.daemons.scheduler.group.rank_results import TransferReleases, merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan, WorkerStream
 from radixmesh.worker.v1 import worker_pb2
@@ -40,6 +40,7 @@ class GroupStream:
     def __init__(self, streams: Sequence[WorkerStream]) -> None:
         self._streams = tuple(streams)
         self._completed_step = 0
+        self._releases = TransferReleases(())
         self.must_form = False
         """The ranks' KV may differ, or some wait in collectives: the next epoch begins with a new group."""
 
@@ -107,7 +108,9 @@ class GroupStream:
     async def snapshot(self, num_pages: Sequence[int]) -> CacheSnapshot:
         """The page records that all ranks have alike. num_pages: by rank."""
         streams = zip(self._streams, num_pages, strict=True)
-        return common_snapshot(await together([stream.snapshot(num) for stream, num in streams]))
+        snapshots = await together([stream.snapshot(num) for stream, num in streams])
+        self._releases = TransferReleases([snapshot.pinned_transfers for snapshot in snapshots])
+        return common_snapshot(snapshots)
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a plan to all ranks at once: the same bytes, encoded once."""
@@ -120,7 +123,7 @@ class GroupStream:
         while True:
             results = await self._next(each)
             try:
-                result = merged(results)
+                result = self._releases.take(results, merged(results))
             except MeshError as error:
                 self.must_form = error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED
                 raise

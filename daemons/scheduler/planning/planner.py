@@ -61,7 +61,6 @@ class Planner:
         self._group: GroupInfo | None = None
         self._stop_watch = StopWatch(0)
         self._observer = observer or SequenceObserver()
-        self._reader = ResultReader(self._finish, self._observer)
         self._outputs = Outputs()
         self._deadlines = Deadlines()
         self._poison = PoisonIsolation()
@@ -73,6 +72,7 @@ class Planner:
             self._submissions, self._queue, self._limits, self._deadlines, self.counters, self._finish, self._observer
         )
         self._retraction = Retraction(self._queue, self._decode_reserve, self.counters, self._finish)
+        self._reader = ResultReader(self._finish, self._retraction.leave, self._observer)
         self._preemption: Preemption | None = None
         if settings.queue_settings().may_preempt:
             self._preemption = Preemption(
@@ -288,6 +288,8 @@ class Planner:
             return self.take_outputs()
         step = state.in_flight.answered(result)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        if result.released_transfers:
+            self.end_lease(state.pages.leases.end(result.released_transfers))
         self._retraction.requeue_answered(state)
         self._decode_reserve.stepped()
         self.flush.processed(result.step_id)

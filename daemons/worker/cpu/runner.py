@@ -42,6 +42,7 @@ class CpuRunner(ModelRunner):
     ) -> None:
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
+        self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None

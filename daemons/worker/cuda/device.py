@@ -13,24 +13,16 @@ from contextlib import contextmanager
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.worker.step_handle import DeviceEvent
 
 
-class DeviceEvent(ABC):
+class TimedEvent(DeviceEvent):
     """An event on the device's stream. recorded_ns: the host's monotonic time just before it was recorded."""
 
     recorded_ns: int
 
-    @property
     @abstractmethod
-    def is_done(self) -> bool:
-        """True if all work before it has run, and also if the device has failed: wait() raises then."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Blocks until it is done, without the interpreter's lock. Raises RuntimeError if the device failed."""
-
-    @abstractmethod
-    def seconds_since(self, earlier: DeviceEvent) -> float:
+    def seconds_since(self, earlier: TimedEvent) -> float:
         """Device time between two events that are done."""
 
 
@@ -41,7 +33,7 @@ class Device(ABC):
     can_capture: bool
 
     @abstractmethod
-    def record_event(self) -> DeviceEvent:
+    def record_event(self) -> TimedEvent:
         """Records an event behind all work so far."""
 
     @abstractmethod
@@ -67,7 +59,7 @@ class Device(ABC):
         yield
 
 
-class HostEvent(DeviceEvent):
+class HostEvent(TimedEvent):
     """Done when it is recorded."""
 
     def __init__(self) -> None:
@@ -80,7 +72,7 @@ class HostEvent(DeviceEvent):
     def wait(self) -> None:
         return
 
-    def seconds_since(self, earlier: DeviceEvent) -> float:
+    def seconds_since(self, earlier: TimedEvent) -> float:
         assert isinstance(earlier, HostEvent)
         return (self.recorded_ns - earlier.recorded_ns) * 1e-9
 
@@ -91,7 +83,7 @@ class HostDevice(Device):
     torch_device = torch.device("cpu")
     can_capture = False
 
-    def record_event(self) -> DeviceEvent:
+    def record_event(self) -> TimedEvent:
         return HostEvent()
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
@@ -104,7 +96,7 @@ class HostDevice(Device):
         raise AssertionError("the host captures nothing")
 
 
-class CudaEvent(DeviceEvent):
+class CudaEvent(TimedEvent):
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.recorded_ns = time.monotonic_ns()
         # Blocking: the waiting thread sleeps instead of spinning on a core.
@@ -121,7 +113,7 @@ class CudaEvent(DeviceEvent):
     def wait(self) -> None:
         self._event.synchronize()
 
-    def seconds_since(self, earlier: DeviceEvent) -> float:
+    def seconds_since(self, earlier: TimedEvent) -> float:
         assert isinstance(earlier, CudaEvent)
         return float(earlier._event.elapsed_time(self._event)) * 1e-3
 
@@ -137,7 +129,7 @@ class CudaDevice(Device):
         self._stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record_event(self) -> DeviceEvent:
+    def record_event(self) -> TimedEvent:
         return CudaEvent(self._stream)
 
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
@@ -171,21 +163,21 @@ class DeviceClock:
     bounded from both sides: a step cannot start before it was launched, nor end later than it was seen to be done.
     """
 
-    def __init__(self, origin: DeviceEvent) -> None:
+    def __init__(self, origin: TimedEvent) -> None:
         self._last = self._ahead = origin
         self._last_ns = time.monotonic_ns()
 
-    def begin(self, device: Device) -> DeviceEvent:
+    def begin(self, device: Device) -> TimedEvent:
         """The start event of the next launch: the end event of the last one while that still runs, since an event
         between two graphs costs the device some microseconds."""
         return device.record_event() if self._ahead.is_done else self._ahead
 
-    def end(self, device: Device) -> DeviceEvent:
+    def end(self, device: Device) -> TimedEvent:
         """The end event, behind all that was launched."""
         self._ahead = device.record_event()
         return self._ahead
 
-    def place(self, start: DeviceEvent, end: DeviceEvent) -> tuple[int, int]:
+    def place(self, start: TimedEvent, end: TimedEvent) -> tuple[int, int]:
         """Times of a step's start and end events, ns; both are done. Steps are placed in their order."""
         start_ns = max(self._last_ns + int(start.seconds_since(self._last) * 1e9), start.recorded_ns)
         end_ns = start_ns + int(end.seconds_since(start) * 1e9)

@@ -1,7 +1,7 @@
 """Runs steps on a device: steps of decodes alone as captured graphs, steps with chunks through `prompt_steps.py`.
 
     launch   step inputs -> forward -> sample, tokens to the host -> event        nothing waits
-    output   event is done -> tokens, times; logprobs from hidden states that were kept
+    result   event is done -> tokens, times; logprobs from hidden states that were kept
 
 Tokens never pass through the host on their way to the next step: a decode row reads the last token of its slot on the
 device. Logprobs are computed on the host: the hidden states of a segment that asks for them are kept, and its token is
@@ -11,26 +11,24 @@ before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
-from radixmesh.daemons.worker.cuda.device import Device, DeviceClock
-from radixmesh.daemons.worker.cuda.ops import KvTarget
+from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, HostSampledSegment
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
-from radixmesh.daemons.worker.cuda.step.running_step import RunningDeviceStep
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
@@ -39,17 +37,19 @@ from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
     ModelRunner,
-    RunningStep,
     SampleInput,
     Segment,
     SegmentOutput,
+    StepOutput,
 )
+from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.sampling.sample import TokenTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
 
 # Decode steps of the warm-up: the first ones of a device that was just started are slow.
 _WARM_UP_DECODES = 100
-
+_NOTHING: Mapping[int, HostSampledSegment] = {}
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 """Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
@@ -77,7 +77,7 @@ class DeviceRunner(ModelRunner):
     def __init__(
         self,
         device: Device,
-        decoder: DeviceDecoder,
+        model: DeviceModel,
         pool: KvPool,
         create_attention: AttentionCreator,
         limits: RunnerLimits,
@@ -88,15 +88,15 @@ class DeviceRunner(ModelRunner):
         """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
-        self.vocab_size = decoder.config.vocab_size
-        self.num_layers = decoder.config.num_layers
+        self.vocab_size = model.vocab_size
+        self.num_layers = model.num_layers
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
         self._limits = limits
         self._admissions = 0
         self._use_pdl = use_pdl
         self._device = device
-        self._decoder = decoder
+        self._model = model
         self.pool = pool
         # Plans may grant `Limits.max_pages_per_slot` at most. With a column less, the last page of one slot would
         # be written to the next one's table.
@@ -113,7 +113,7 @@ class DeviceRunner(ModelRunner):
             )
             self._prompts = PromptSteps(
                 device,
-                decoder,
+                model,
                 self._attention,
                 self._slots,
                 page_size=pool.page_size,
@@ -125,8 +125,7 @@ class DeviceRunner(ModelRunner):
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
-        self._host_logits = HostLogits(device, decoder)
-        self._running = partial(RunningDeviceStep, self._clock, self._host_logits)
+        self._host_logits = HostLogits(device, model)
 
     def can_batch(self, sampling: Sampling) -> bool:
         return not sampling.wants_logprobs
@@ -149,7 +148,7 @@ class DeviceRunner(ModelRunner):
                 for variant in self._attention.variants(num_rows):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
-            self._sampler.warm_up(self._decoder.dtype)
+            self._sampler.warm_up(self._model.dtype)
             for rows, segments in warm_up_steps(
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
@@ -160,7 +159,7 @@ class DeviceRunner(ModelRunner):
             self._device.record_event().wait()
 
     @torch.inference_mode()
-    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> RunningStep:
+    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         with self._device.in_order():
             self._sampler.send()
             if not segments:
@@ -169,12 +168,12 @@ class DeviceRunner(ModelRunner):
             self._slots.send(slots, rows.page_tables, rows.num_pages)
             return self._launch_chunks(rows, segments)
 
-    def _launch_decodes(self, rows: DecodeRows) -> RunningStep:
+    def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
         num_rows = len(rows.slots)
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self._device)
-            return self._running(start, start)
+            return self._handle(start, start)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
@@ -186,7 +185,7 @@ class DeviceRunner(ModelRunner):
         self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.ring_index_1))
         end = self._clock.end(self._device)
         self._decodes.fence(end)
-        return self._running(start, end, self._tokens.fetch(num_rows, end), num_rows)
+        return self._handle(start, end, self._tokens.fetch(num_rows, end), num_rows)
 
     def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
@@ -207,12 +206,12 @@ class DeviceRunner(ModelRunner):
             views.num_entries_1,
             tables,
             self._slots.last_tokens,
-            self._decoder.embedding_VD,
+            self._model.embedding_VD,
             use_pdl=self._use_pdl,
         )
         attention = self._attention.begin(views.attention(tables), variant)
         target = KvTarget(views.positions, views.slots, tables, self.page_size)
-        logits_TV = self._decoder.logits(self._decoder.forward_embedded(x_TD, target, attention))
+        logits_TV = self._model.logits(self._model.layers(x_TD, target, attention))
         # The token of a row is at the position that follows its KV.
         to = self._target(views.ring_index_1)
         self._sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
@@ -255,7 +254,7 @@ class DeviceRunner(ModelRunner):
         with self._device.in_order():
             self.pool.clear()
 
-    def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> RunningStep:
+    def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step with chunks, and samples all rows but the host-sampled ones."""
         start = self._clock.begin(self._device)
         sampled = [i for i, s in enumerate(segments) if s.sample is not None and not _is_host_sampled(s.sample)]
@@ -264,7 +263,7 @@ class DeviceRunner(ModelRunner):
         forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=self._admissions)
         if len(slots):
             to = forward.sampled
-            logits_TV = self._decoder.logits(forward.hidden_TD.index_select(0, to.rows))
+            logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
             self._sampler.sample(logits_TV, to.slots, to.positions, slots, self._target(to.ring_index_1))
         host_sampled = {}
         for index, segment in enumerate(segments):
@@ -276,7 +275,35 @@ class DeviceRunner(ModelRunner):
                 host_sampled[index] = HostSampledSegment.of(segment, own_TD)
         done = self._clock.end(self._device)
         fetched = self._tokens.fetch(len(slots), done) if len(slots) else None
-        return self._running(start, done, fetched, len(rows.slots), len(segments), sampled, host_sampled)
+        return self._handle(start, done, fetched, len(rows.slots), len(segments), sampled, host_sampled)
+
+    def _handle(
+        self,
+        start: TimedEvent,
+        end: TimedEvent,
+        fetched: StepHandle[IntArray] | None = None,
+        num_decodes: int = 0,
+        num_segments: int = 0,
+        sampled: Sequence[int] = (),
+        host_sampled: Mapping[int, HostSampledSegment] = _NOTHING,
+    ) -> StepHandle[StepOutput]:
+        """A step on the device. `sampled`: indexes of the segments whose tokens follow the decode rows' in `fetched`.
+        The clock places steps in the order in which their results are asked for."""
+
+        def collect() -> StepOutput:
+            end.wait()
+            start_ns, end_ns = self._clock.place(start, end)
+            all_tokens = empty_ints() if fetched is None else fetched.result()
+            of_segment = dict(zip(sampled, all_tokens[num_decodes:].tolist(), strict=True))
+            segments = [
+                self._host_logits.output_of(host_sampled[index], of_segment.get(index))
+                if index in host_sampled
+                else SegmentOutput(token=of_segment.get(index))
+                for index in range(num_segments)
+            ]
+            return StepOutput(tokens=all_tokens[:num_decodes], segments=segments, start_ns=start_ns, end_ns=end_ns)
+
+        return StepHandle(end, collect)
 
 
 def _is_host_sampled(sample: SampleInput) -> bool:

@@ -22,6 +22,21 @@ def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Te
     return functional.rms_norm(x_TD, weight_D.shape, weight_D, eps)
 
 
+def rms_norm_plus_one(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """The same with 1 + weight for weight, rounded to the dtype of x at the end alone, as Gemma does."""
+    return functional.rms_norm(x_TD.float(), weight_D.shape, 1.0 + weight_D.float(), eps).to(x_TD.dtype)
+
+
+def layer_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, bias_D: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """(x - mean(x)) / sqrt(variance + eps) x weight + bias over the last dim (Ba et al. 2016)."""
+    return functional.layer_norm(x_TD, weight_D.shape, weight_D, bias_D, eps)
+
+
+def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap x tanh(x / cap): nearly x where that is small, never beyond +-cap (Bello et al. 2016)."""
+    return cap * torch.tanh(x / cap)
+
+
 def silu_gated(gate_up_TF2: torch.Tensor) -> torch.Tensor:
     """silu(gate) x up of both side by side, [T, F] (SwiGLU: Shazeer 2020)."""
     gate_TF, up_TF = gate_up_TF2.chunk(2, dim=-1)

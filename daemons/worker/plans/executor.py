@@ -8,10 +8,9 @@ One thread calls it. It knows no streams and no epochs' order: whoever feeds it 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
@@ -20,13 +19,16 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
+from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
 from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.plans.uneven_rows import settle_uneven
-from radixmesh.daemons.worker.runner import ModelRunner, RunningStep, StepOutput
+from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
+from radixmesh.daemons.worker.step_handle import DONE, StepHandle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,71 +46,15 @@ class Written:
     """Of each row: whether its token was known at the launch, and row_ids holds it."""
 
 
-class ForwardStep(NamedTuple):
-    """A launched forward, and what was known at its launch."""
-
-    batch: ForwardBatch
-    running: RunningStep
-    written: Written
-
-
-class LaunchedStep:
-    """A plan that was launched. finish() is called on the thread that launched it, in the order of the launches."""
-
-    def __init__(
-        self,
-        executor: StepExecutor,
-        builder: ResultBuilder,
-        ready_ns: int,
-        forward: ForwardStep | None = None,
-        result: StepResult | None = None,
-    ) -> None:
-        """result: of a step that was done when its launch returned."""
-        self._executor = executor
-        self._builder = builder
-        self._ready_ns = ready_ns
-        self._forward = forward
-        self._result = result
-        self._error: Exception | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """True if finish() will not wait."""
-        if self._forward is None or self._result is not None or self._error is not None:
-            return True
-        return self._forward.running.is_done
-
-    def wait(self) -> None:
-        """Blocks until the device is done, on any thread. Raises what the device says of a step that died."""
-        if self._forward is not None:
-            self._forward.running.wait()
-
-    def finish(self) -> StepResult:
-        """The result; the same one if asked again, and the same error of a step that died."""
-        if self._error is not None:
-            raise self._error
-        if self._result is None:
-            try:
-                self._result = self._finished()
-            except Exception as error:
-                self._error = error
-                raise
-        return self._result
-
-    def _finished(self) -> StepResult:
-        if self._forward is None:
-            return self._builder.build(at_ns=self._ready_ns)
-        output = self._executor.settle(self, self._forward)
-        return self._builder.build_forward(self._forward.batch, output)
-
-
 class StepExecutor:
     """Slots, page records and a model, driven by plans.
 
-    max_tokens_per_step: chunks and decodes of one forward together.
+    max_tokens_per_step: chunks and decodes of one forward together. blobs: what slots may name; None: nothing.
     """
 
-    def __init__(self, runner: ModelRunner, *, num_slots: int, max_tokens_per_step: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, num_slots: int, max_tokens_per_step: int, blobs: BlobStore | None = None
+    ) -> None:
         self.limits = Limits(
             page_size=runner.page_size,
             num_pages=runner.num_pages,
@@ -118,66 +64,70 @@ class StepExecutor:
             max_tokens_per_step=max_tokens_per_step,
             max_tokens_per_row=runner.max_tokens_per_row,
             tasks=frozenset(runner.tasks),
+            takes_grammars=runner.takes_grammars and blobs is not None,
         )
         self.runner = runner
         self.table = SlotTable(self.limits)
         self.records = PageRecordTable(self.limits)
+        self.blobs = SlotBlobs(blobs)
         self.weights_version = 1
         assert runner.max_tokens_per_row == 1 or not runner.is_asynchronous, "a launch needs exact lengths"
         self._epoch = 0
         self._group_generation = 0
         self._last_step = 0
-        self._launched: deque[LaunchedStep] = deque()
+        self._launched: dict[int, StepHandle[StepResult]] = {}
         self._last_sampled = np.zeros(num_slots, np.int32)
 
     def begin_epoch(self, epoch: int, group_generation: int = 0) -> None:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
         self.finish_all()
         self.table.clear()
+        self.blobs.begin_epoch()
         self._epoch, self._group_generation, self._last_step = epoch, group_generation, 0
 
     def reset(self) -> None:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
         assert not self._launched, "steps that were aborted have been finished"
         self.table.clear()
+        self.blobs.begin_epoch()
         self.records.reset()
         self.runner.clear()
 
     def run(self, plan: StepPlan, *, ready_ns: int = 0) -> StepResult:
         """Launches one plan and waits for it."""
-        return self.launch(plan, ready_ns=ready_ns).finish()
+        return self.launch(plan, ready_ns=ready_ns).result()
 
-    def launch(self, plan: StepPlan, *, ready_ns: int = 0) -> LaunchedStep:
+    def launch(self, plan: StepPlan, *, ready_ns: int = 0) -> StepHandle[StepResult]:
         """Starts one plan whole, or raises the MeshError that refuses it with nothing changed.
 
-        `ready_ns`: when the plan was there, on the runner's clock. Any other exception, here or of the step's finish():
+        `ready_ns`: when the plan was there, on the runner's clock. Any other exception, here or of the step's result():
         a step died half-way, the tables and KV are undefined from then on.
         """
         self._check_order(plan)
         check_plan(plan, self.limits, self.table, self.records)
         self._apply(plan)
         self._last_step = plan.step_id
-        builder = ResultBuilder(plan, self.weights_version)
+        builder = ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
         if not plan.has_forward:
-            return LaunchedStep(self, builder, ready_ns)
+            return StepHandle(DONE, partial(builder.build, at_ns=ready_ns))
         batch = ForwardBatch.of(plan, self.table, self.limits.page_size, self.runner.max_tokens_per_row)
         if self._launched and self._needs_tokens(batch):
             self.finish_all()
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         if self.runner.max_tokens_per_row > 1:
-            output = running.output()
+            output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
             self.table.is_bounded[self.table.decode_set] = True
-            return LaunchedStep(self, builder, ready_ns, result=builder.build_forward(batch, output))
-        step = LaunchedStep(self, builder, ready_ns, ForwardStep(batch, running, self._written(batch)))
+            return StepHandle.of(builder.build_forward(batch, output))
+        settle = partial(self._settle, plan.step_id, running, batch, self._written(batch), builder)
         self._advance(batch)
-        self._launched.append(step)
+        step = self._launched[plan.step_id] = StepHandle(running.event, settle)
         return step
 
     def finish_all(self) -> None:
         """Waits for every launched step; their results stay with them."""
         while self._launched:
-            self._launched[0].finish()
+            next(iter(self._launched.values())).result()
 
     def snapshot(self) -> tuple[Sequence[PageRecords], Sequence[str]]:
         """Records of all pages in ascending ranges, and the namespaces they index, after all launched steps."""
@@ -211,13 +161,15 @@ class StepExecutor:
             records.flush()
             self.runner.clear()
         for release in plan.releases:
-            table.release(release.slot, release.generation)
+            if table.release(release.slot, release.generation):
+                self.blobs.released(release.slot)
         for admit in plan.admits:
             table.admit(
                 admit,
                 can_batch=self.runner.can_batch(admit.sampling),
                 is_suppressed_by_runner=self.runner.suppresses_rows,
             )
+            self.blobs.admitted(admit)
             self.runner.admitted(admit)
         if plan.grants:
             self._grant(plan.grants)
@@ -277,14 +229,21 @@ class StepExecutor:
             if segment.sample is not None:
                 table.total_len[segment.slot] = segment.sample.position + 1
 
-    def settle(self, step: LaunchedStep, forward: ForwardStep) -> StepOutput:
+    def _settle(
+        self,
+        step_id: int,
+        running: StepHandle[StepOutput],
+        batch: ForwardBatch,
+        written: Written,
+        builder: ResultBuilder,
+    ) -> StepResult:
         """Tokens and records take in what the step computed; those of slots and pages that moved on do not.
 
         Steps settle in the order of their launches.
         """
-        assert self._launched and self._launched[0] is step, "steps settle in the order of their launches"
-        self._launched.popleft()
-        output, batch, written = forward.running.output(), forward.batch, forward.written
+        assert next(iter(self._launched)) == step_id, "steps settle in the order of their launches"
+        del self._launched[step_id]
+        output = running.result()
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
         rows, table = batch.rows, self.table
@@ -302,7 +261,7 @@ class StepExecutor:
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
-        return output
+        return builder.build_forward(batch, output)
 
     def _learn(self, row: Row, position: int, token: int) -> None:
         assert 0 <= token < self.limits.vocab_size, f"the runner sampled {token} for slot {row.slot}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import empty_ints
@@ -13,10 +14,11 @@ from radixmesh.daemons.runtime.steps.result_codec import records_to_proto, refus
 from radixmesh.daemons.runtime.steps.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
 from radixmesh.daemons.worker.group_member import CollectiveAborted
-from radixmesh.daemons.worker.plans.executor import LaunchedStep, StepExecutor
+from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
-from radixmesh.daemons.worker.step_queue import DoneJob, RunningJob
+from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.transfer_pins import TransferPins
 from radixmesh.worker.v1 import worker_pb2
 
 # Of a few hundred bytes at most: well below the largest message.
@@ -34,28 +36,6 @@ class Answer:
     died: BaseException | None = None
 
 
-class RunningPlan(RunningJob[Answer]):
-    """A plan whose forward runs."""
-
-    def __init__(
-        self, runner: PlanRunner, plan: worker_pb2.StepPlan, step: LaunchedStep, traced: Sequence[TracedChunk]
-    ) -> None:
-        self._runner = runner
-        self._plan = plan
-        self._step = step
-        self._traced = traced
-
-    @property
-    def is_done(self) -> bool:
-        return self._step.is_done
-
-    def wait(self) -> None:
-        self._step.wait()
-
-    def finish(self) -> Answer:
-        return self._runner.finish(self._plan, self._step, self._traced)
-
-
 class PlanRunner:
     """Runs messages through an executor and remembers that a refusal ended the epoch."""
 
@@ -66,7 +46,9 @@ class PlanRunner:
         on_step: Callable[[], None],
         traces: SlotTraces | None = None,
         dp_rank: int = 0,
+        pins: TransferPins | None = None,
     ) -> None:
+        self._pins = pins or TransferPins()
         self._dp_rank = dp_rank
         self._traces = traces
         self._executor = executor
@@ -74,13 +56,14 @@ class PlanRunner:
         self._on_step = on_step
         self._is_epoch_over = True
         self._died_step: int | None = None
-        self._running: deque[LaunchedStep] = deque()
+        self._running: deque[StepHandle[StepResult]] = deque()
 
     def begin_epoch(self, epoch: int, group_generation: int) -> None:
         """All slots are free, plans of `epoch` run."""
         if self._died_step is None:
             if self._traces is not None:
                 self._traces.begin_epoch()
+            self._pins.begin_epoch()
             self._executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
@@ -90,14 +73,14 @@ class PlanRunner:
         if self._died_step is None:
             self._executor.reset()
 
-    def launch(
-        self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None
-    ) -> DoneJob[Answer] | RunningPlan:
-        """Starts one plan; its answer comes by finish(). `fault`: what it meets with instead, a MeshError that refuses
-        it unseen or what its step dies of."""
+    def launch(self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None) -> StepHandle[Answer]:
+        """Starts one plan; the handle's result is its answer and does not raise.
+
+        `fault`: what it meets with instead, a MeshError that refuses it unseen or what its step dies of.
+        """
         epoch, step_id = plan.header.epoch, plan.header.step_id
         if self._is_epoch_over:
-            return DoneJob(Answer(step_id=step_id))
+            return StepHandle.of(Answer(step_id=step_id))
         try:
             if fault is not None:
                 raise fault
@@ -106,18 +89,18 @@ class PlanRunner:
             step = self._executor.launch(step_plan, ready_ns=ready_ns)
         except MeshError as error:
             self._is_epoch_over = True
-            return DoneJob(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
+            return StepHandle.of(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
         except CollectiveAborted:
-            return DoneJob(self._aborted(step_id))
+            return StepHandle.of(self._aborted(step_id))
         except Exception as error:
             if self._has_one_died():
                 self._is_epoch_over = True
-                return DoneJob(Answer(step_id=step_id))
-            return DoneJob(self._died(plan, error))
+                return StepHandle.of(Answer(step_id=step_id))
+            return StepHandle.of(self._died(plan, error))
         self._running.append(step)
-        return RunningPlan(self, plan, step, traced)
+        return StepHandle(step.event, partial(self._finish, plan, step, traced))
 
-    def finish(self, plan: worker_pb2.StepPlan, step: LaunchedStep, traced: Sequence[TracedChunk] = ()) -> Answer:
+    def _finish(self, plan: worker_pb2.StepPlan, step: StepHandle[StepResult], traced: Sequence[TracedChunk]) -> Answer:
         """The answer to a launched plan; waits for it. None of its own if a step before it died."""
         step_id = plan.header.step_id
         oldest = self._running.popleft()
@@ -125,7 +108,7 @@ class PlanRunner:
         if self._died_step is not None and step_id > self._died_step:
             return Answer(step_id=step_id)
         try:
-            result = step.finish()
+            result = step.result()
         except CollectiveAborted:
             return self._aborted(step_id)
         except Exception as error:
@@ -133,6 +116,8 @@ class PlanRunner:
         for chunk in traced:
             chunk.ran(result)
         self._on_step()
+        if released := self._pins.take_released():
+            result = replace(result, released_transfers=released)
         response = worker_pb2.ExecuteResponse(result=result_to_proto(result))
         return Answer(step_id=step_id, response=response, result=result)
 
@@ -147,9 +132,10 @@ class PlanRunner:
             starts = range(0, len(namespaces), _NAMES_A_MESSAGE)
             nothing = _empty_range(num_pages)
             parts += [(nothing, tuple(namespaces[start : start + _NAMES_A_MESSAGE])) for start in starts]
-        last = len(parts) - 1
+        last, pinned = len(parts) - 1, self._pins.held()
         return [
-            records_to_proto(records, is_last=i == last, namespaces=names) for i, (records, names) in enumerate(parts)
+            records_to_proto(records, is_last=i == last, namespaces=names, pinned=pinned if i == last else None)
+            for i, (records, names) in enumerate(parts)
         ]
 
     def _has_one_died(self) -> bool:
@@ -159,7 +145,7 @@ class PlanRunner:
         """
         for step in self._running:
             try:
-                step.finish()
+                step.result()
             except Exception:
                 return True
         return False

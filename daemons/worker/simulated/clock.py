@@ -12,7 +12,7 @@ class ClockKind(StrEnum):
     VIRTUAL = "virtual"
 
 
-class DeviceClock(ABC):
+class StepClock(ABC):
     """A device that runs one step after the other. Nanoseconds on a monotonic clock."""
 
     @abstractmethod
@@ -24,7 +24,7 @@ class DeviceClock(ABC):
         """Runs a step that was ready at `ready_ns`, or as soon as the one before ends. Returns its start and end."""
 
 
-class RealClock(DeviceClock):
+class RealClock(StepClock):
     """Steps take their time: run() returns when the step has ended.
 
     A step that was ready before its predecessor ended starts right then, as queued work does on a GPU: what the host
@@ -50,7 +50,7 @@ class RealClock(DeviceClock):
         return start_ns, end_ns
 
 
-class VirtualClock(DeviceClock):
+class VirtualClock(StepClock):
     """Steps take no time: their durations add up on a clock of their own, which starts at 0."""
 
     def __init__(self) -> None:
@@ -65,6 +65,6 @@ class VirtualClock(DeviceClock):
         return start_ns, self._end_ns
 
 
-def make_clock(kind: ClockKind) -> DeviceClock:
+def make_clock(kind: ClockKind) -> StepClock:
     """A clock that starts now."""
     return RealClock() if kind is ClockKind.REAL else VirtualClock()

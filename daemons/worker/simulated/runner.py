@@ -10,7 +10,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, Segment, SegmentOutput, StepOutput
-from radixmesh.daemons.worker.simulated.clock import DeviceClock
+from radixmesh.daemons.worker.simulated.clock import StepClock
 from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape
 from radixmesh.daemons.worker.simulated.token_source import (
     EMPTY_PREFIX,
@@ -44,10 +44,11 @@ class SimulatedRunner(ModelRunner):
         max_total_len: int,
         alphabet: Alphabet,
         latency: LatencyModel,
-        clock: DeviceClock,
+        clock: StepClock,
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.kv_dtype, self.kv_layout = "uint64", f"page={page_size};hash"
         self.vocab_size = vocab_size
         self.max_total_len = max_total_len
         self.alphabet = alphabet

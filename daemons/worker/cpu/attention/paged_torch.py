@@ -27,8 +27,8 @@ from radixmesh.daemons.worker.cpu.attention.backend import (
     AttentionBatch,
     AttentionPlacement,
     AttentionShape,
+    BatchAttention,
     SlotArray,
-    StepAttention,
 )
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors, agreeing_sizes
 
@@ -53,7 +53,7 @@ class PagedTorchAttention(AttentionBackend):
         self._unit_tiles = RowTiles(self._verified_unit_counts() if placement.is_deterministic else _UNIT_COUNTS)
         self.is_batch_invariant = placement.is_deterministic
 
-    def begin(self, batch: AttentionBatch) -> StepAttention:
+    def begin(self, batch: AttentionBatch) -> BatchAttention:
         return _PagedTorchStep(self._shape, partial(_plan, batch, self._query_tile, self._unit_tiles), self._device)
 
     def _verified_unit_counts(self) -> tuple[int, ...]:
@@ -65,14 +65,15 @@ class PagedTorchAttention(AttentionBackend):
         cut = torch.randint(0, KEY_TILE, (_PROBE_UNITS, self._query_tile), generator=generator)
         hidden = torch.arange(KEY_TILE) > cut[:, :, None]
         rows = tuple(x.to(self._device) for x in (query, keys, values, hidden))
+        sinks_H = torch.randn(shape.num_heads, generator=generator).to(self._device)
 
         def attend(unit_inputs: Tensors) -> Tensors:
             q, k, v, hidden = unit_inputs
-            state = _OnlineSoftmax(q.flatten(0, 1), shape.group_size)
+            state = _OnlineSoftmax(q.flatten(0, 1), shape)
             first, second = slice(0, KEY_TILE), slice(KEY_TILE, None)
             state.add(k[:, :, first].flatten(0, 1).contiguous(), v[:, :, first].flatten(0, 1).contiguous(), None)
             state.add(k[:, :, second].flatten(0, 1).contiguous(), v[:, :, second].flatten(0, 1).contiguous(), hidden)
-            return (state.result().view_as(q),)
+            return (state.result(None).view_as(q), state.result(sinks_H).view_as(q))
 
         counts = agreeing_sizes(attend, rows, _UNIT_COUNTS)
         if len(counts) < len(_UNIT_COUNTS):
@@ -102,7 +103,7 @@ class _Plan(NamedTuple):
     groups: list[_UnitGroup]
 
 
-class _PagedTorchStep(StepAttention):
+class _PagedTorchStep(BatchAttention):
     """A plan for each window that the model's layers have, made when the first of them asks."""
 
     def __init__(
@@ -114,7 +115,12 @@ class _PagedTorchStep(StepAttention):
         self._heads_K1 = torch.arange(shape.num_kv_heads, device=device)[:, None]
 
     def attend(
-        self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, window: int | None = None
+        self,
+        query_THD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shape = self._shape
         if window not in self._plans:
@@ -129,7 +135,7 @@ class _PagedTorchStep(StepAttention):
         first = 0
         for group in plan.groups:
             last = first + group.num_units * shape.num_kv_heads
-            outputs.append(self._attend_group(query[first:last], group.key_tiles, keys_SKD, values_SKD))
+            outputs.append(self._attend_group(query[first:last], group.key_tiles, keys_SKD, values_SKD, sinks_H))
             first = last
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if window is not None:
@@ -140,11 +146,16 @@ class _PagedTorchStep(StepAttention):
         return out_THD.to(query_THD.dtype)
 
     def _attend_group(
-        self, query: torch.Tensor, key_tiles: Sequence[_KeyTile], keys_SKD: torch.Tensor, values_SKD: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_tiles: Sequence[_KeyTile],
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         keys, values = keys_SKD.view(-1, head_dim), values_SKD.view(-1, head_dim)
-        state = _OnlineSoftmax(query, self._shape.group_size)
+        state = _OnlineSoftmax(query, self._shape)
         for slots_UB, hidden_UQB in key_tiles:
             # Gathered with the heads outside, which is the layout that the products want.
             index = (slots_UB[:, None, :] * num_kv_heads + self._heads_K1).view(-1)
@@ -154,15 +165,15 @@ class _PagedTorchStep(StepAttention):
             is_one = values_SKD is keys_SKD
             values_NBD = keys_NBD if is_one else values.index_select(0, index).view(size).to(torch.float32)
             state.add(keys_NBD, values_NBD, hidden_UQB)
-        return state.result()
+        return state.result(sinks_H)
 
 
 class _OnlineSoftmax:
     """Attention of some units over key tiles that come one by one. N = units x KV heads, M = Q x group."""
 
-    def __init__(self, query_NMD: torch.Tensor, group_size: int) -> None:
+    def __init__(self, query_NMD: torch.Tensor, shape: AttentionShape) -> None:
         self._query_NMD = query_NMD
-        self._group_size = group_size
+        self._shape = shape
         self._max_NM1: torch.Tensor | None = None
         self._sum_NM1 = query_NMD
         self._weighted_NMD = query_NMD
@@ -170,9 +181,11 @@ class _OnlineSoftmax:
     def add(self, keys_NBD: torch.Tensor, values_NBD: torch.Tensor, hidden_UQB: torch.Tensor | None) -> None:
         """Takes the next key tile. hidden_UQB: True where a row must not see a key; None = all see all."""
         scores_NMB = torch.bmm(self._query_NMD, keys_NBD.transpose(1, 2))
+        if self._shape.softcap is not None:
+            scores_NMB.div_(self._shape.softcap).tanh_().mul_(self._shape.softcap)
         if hidden_UQB is not None:
             units, queries, keys = hidden_UQB.shape
-            by_row = scores_NMB.view(units, -1, queries, self._group_size, keys)
+            by_row = scores_NMB.view(units, -1, queries, self._shape.group_size, keys)
             by_row.masked_fill_(hidden_UQB[:, None, :, None, :], float("-inf"))
         max_NM1 = scores_NMB.amax(dim=-1, keepdim=True)
         if self._max_NM1 is None:
@@ -188,9 +201,19 @@ class _OnlineSoftmax:
             self._weighted_NMD.mul_(correction_NM1).add_(torch.bmm(exp_NMB, values_NBD))
         self._max_NM1 = max_NM1
 
-    def result(self) -> torch.Tensor:
+    def result(self, sinks_H: torch.Tensor | None) -> torch.Tensor:
         """[N, M, D]. Places without a row may divide 0 by 0; nobody reads them."""
-        return self._weighted_NMD / self._sum_NM1
+        if sinks_H is None:
+            return self._weighted_NMD / self._sum_NM1
+        assert self._max_NM1 is not None
+        group, num_kv_heads = self._shape.group_size, self._shape.num_kv_heads
+        num, rows = self._max_NM1.shape[:2]
+        # Rows of a unit are queries x heads of the group.
+        sinks_K1G = sinks_H.float().view(num_kv_heads, 1, group)
+        sinks_NM1 = sinks_K1G.expand(num // num_kv_heads, num_kv_heads, rows // group, group).reshape(num, rows, 1)
+        max_NM1 = torch.maximum(self._max_NM1, sinks_NM1)
+        kept_NM1 = (self._max_NM1 - max_NM1).exp()
+        return self._weighted_NMD * kept_NM1 / (self._sum_NM1 * kept_NM1 + (sinks_NM1 - max_NM1).exp())
 
 
 def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: int | None) -> _Plan:

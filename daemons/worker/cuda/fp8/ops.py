@@ -13,7 +13,8 @@ import torch
 
 from radixmesh.daemons.worker.cuda.fp8.gemm import Fp8Gemm, TorchFp8Gemm
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
-from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, Ops
+from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.fp8.gemv import fp8_gate_up_silu, fp8_gemv
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_rows_reference

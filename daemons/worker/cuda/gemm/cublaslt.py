@@ -36,7 +36,7 @@ _ALIGNMENT = 256
 _WORKSPACE_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Algorithm:
     """A cuBLASLt algorithm. order: its rank in the heuristic's list, expected fastest first."""
 
@@ -44,6 +44,9 @@ class Algorithm:
     algo: Algo
     workspace_bytes: int
     waves: float
+
+    def __str__(self) -> str:
+        return f"algorithm {self.order}"
 
 
 @dataclass(frozen=True, slots=True)

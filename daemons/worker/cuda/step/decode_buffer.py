@@ -15,8 +15,9 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
-from radixmesh.daemons.worker.cuda.device import Device, DeviceEvent
+from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.runner import DecodeRows
+from radixmesh.daemons.worker.step_handle import DeviceEvent
 from radixmesh.kernels.fetch_step_inputs import fetch_step_inputs
 
 # Staging slots: the host may launch so many steps ahead before it waits for one of them to be free again.

@@ -17,14 +17,14 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.cuda.ops import KvTarget
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
+from radixmesh.kernels.rope_kv import KvTarget
 
 # A graph's grids have room for so many chunks at least; a larger one has for chunks of `_LEAST_CHUNK` rows each.
 _LEAST_CHUNKS = 16
@@ -54,7 +54,7 @@ class PromptSteps:
     def __init__(
         self,
         device: Device,
-        decoder: DeviceDecoder,
+        model: DeviceModel,
         attention: DeviceAttention,
         slots: SlotState,
         *,
@@ -63,7 +63,7 @@ class PromptSteps:
         max_total_len: int,
         sizes: tuple[int, ...],
     ) -> None:
-        self._decoder = decoder
+        self._model = model
         self._attention = attention
         self._slots = slots
         self._page_size = page_size
@@ -129,7 +129,7 @@ class PromptSteps:
         tables = self._slots.page_tables
         target = KvTarget(views.positions, views.slots, tables, self._page_size)
         attention = self._attention.begin(views.attention(tables, max_chunk_len), variant)
-        return self._decoder.forward(views.ids(self._slots.last_tokens), target, attention)
+        return self._model.layers(self._model.embed(views.ids(self._slots.last_tokens)), target, attention)
 
     def _bucket(self, num_rows: int, num_chunks: int) -> int | None:
         """Rows of the graph for a step, None if it is too large for all. One chunk more may be of padding."""

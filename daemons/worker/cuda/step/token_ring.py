@@ -8,25 +8,10 @@ A row is used again only when its step is done; tokens that were not asked for b
 from __future__ import annotations
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.worker.cuda.device import Device, DeviceEvent
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 
 _NUM_STEPS = 16
-
-
-class FetchedTokens:
-    """Tokens of one step, on the host when the event `done` is."""
-
-    def __init__(self, done: DeviceEvent, row: IntArray) -> None:
-        self._done = done
-        self._row = row
-        self._tokens: IntArray | None = None
-
-    def tokens(self) -> IntArray:
-        """int32 [rows], the caller's to keep; waits for them."""
-        if self._tokens is None:
-            self._done.wait()
-            self._tokens = self._row.copy()
-        return self._tokens
 
 
 class TokenRing:
@@ -35,7 +20,7 @@ class TokenRing:
     def __init__(self, device: Device, *, max_rows: int, num_steps: int = _NUM_STEPS) -> None:
         self.rows = device.host_ints(num_steps, max_rows)
         self._ints: IntArray = self.rows.numpy()
-        self._fetched: list[FetchedTokens | None] = [None] * num_steps
+        self._fetched: list[StepHandle[IntArray] | None] = [None] * num_steps
         self._index = 0
 
     def take(self) -> int:
@@ -43,11 +28,17 @@ class TokenRing:
         self._index = (self._index + 1) % len(self._fetched)
         before, self._fetched[self._index] = self._fetched[self._index], None
         if before is not None:
-            before.tokens()
+            before.result()
         return self._index
 
-    def fetch(self, count: int, done: DeviceEvent) -> FetchedTokens:
-        """The first `count` tokens of the row that was taken last, there when the event `done` is."""
-        fetched = FetchedTokens(done, self._ints[self._index, :count])
-        self._fetched[self._index] = fetched
+    def fetch(self, count: int, done: DeviceEvent) -> StepHandle[IntArray]:
+        """The first `count` tokens of the row that was taken last, int32, the caller's to keep; on the host when the
+        event `done` is."""
+        row = self._ints[self._index, :count]
+
+        def copy() -> IntArray:
+            done.wait()
+            return row.copy()
+
+        fetched = self._fetched[self._index] = StepHandle(done, copy)
         return fetched

@@ -9,6 +9,7 @@ from radixmesh.daemons.worker.models.decoder.config import (
     DecoderConfig,
     DecoderDefaults,
     ExpertsConfig,
+    HeadNorm,
     read_decoder_config,
     read_experts,
 )
@@ -22,7 +23,7 @@ def read_qwen3_moe_config(reader: ConfigReader) -> DecoderConfig:
     window = read_window(reader, 4096) if reader.boolean("use_sliding_window", False) else None
     return replace(
         decoder,
-        has_head_norm=True,
+        head_norm=HeadNorm.EACH,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         windows=(window,) * decoder.num_layers,
