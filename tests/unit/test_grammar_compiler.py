@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.small_tokenizers import byte_level, write_folder
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -20,7 +21,6 @@ from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, load_back
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, grammar_source
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
-from tests.support.small_tokenizers import byte_level, write_folder
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
 # An alternation of counted repetitions: minutes of compilation.
