@@ -112,6 +112,7 @@ def _other_runs(dense: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
 
 def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:
     mesh, start = dense["whole_mesh"], dense["start_s"]
+    compiled_s = start.get("kernels compiled", start.get("kernels of products compiled"))
     ttft, itl = mesh["ttft_ms"], mesh["itl_ms"]
     cores = ", ".join(f"{name} {value:g}" for name, value in mesh["cores"].items())
     return [
@@ -125,7 +126,7 @@ def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:
         "",
         _wrapped(
             f"From start to serving, without weights from disk: {start['warm kernel caches']:.0f} s with warm kernel "
-            f"caches, {start['kernels of products compiled']:.0f} s where the project's own GEMMs are compiled too."
+            f"caches, {compiled_s:.0f} s where the project's own GEMMs are compiled too."
         ),
     ]
 
@@ -134,7 +135,9 @@ def _steps(dense: Mapping[str, Any]) -> list[str]:
     sizes = (1, 8, 64, 256, 512)
     rows = []
     for key, label in _STEPS.items():
-        by_rows = {entry["rows"]: entry for entry in dense[key]["decode"]}
+        by_rows = {entry["rows"]: entry for entry in dense.get(key, {"decode": []})["decode"]}
+        if not by_rows:
+            continue
         rows.append([label, *(_step_cell(by_rows[size]) if size in by_rows else "" for size in sizes)])
     return [
         *("## A decode step of the worker alone", ""),
@@ -153,8 +156,8 @@ def _prompts(dense: Mapping[str, Any]) -> list[str]:
     lengths = (128, 1024, 2048, 8192)
     rows = []
     for key, label in {"steps": "default, an earlier commit", **_STEPS}.items():
-        by_len = {entry["tokens"]: entry["ms"] for entry in dense[key].get("prefill", [])}
-        mixed = [f"{entry['ms']:.2f}" for entry in dense[key].get("mixed", [])]
+        by_len = {entry["tokens"]: entry["ms"] for entry in dense.get(key, {}).get("prefill", [])}
+        mixed = [f"{entry['ms']:.2f}" for entry in dense.get(key, {}).get("mixed", [])]
         if by_len:
             cells = [f"{by_len[length]:.1f}" if length in by_len else "" for length in lengths]
             rows.append([label, *cells, *(mixed or [""])])

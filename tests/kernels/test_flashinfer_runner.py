@@ -58,7 +58,7 @@ def windowed(tmp_path_factory) -> Path:
 
 def _runner(folder: Path, device: Device | None = None, **changes: object) -> DeviceRunner:
     runner = load_device_runner(folder, replace(SETTINGS, **changes), device or HostDevice())  # type: ignore[arg-type]
-    if runner._device.can_capture:
+    if runner.device.can_capture:
         runner.warm_up()
     # Tokens that were not written are NaN; padding of rows is not theirs.
     runner.clear()

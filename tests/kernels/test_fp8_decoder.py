@@ -238,7 +238,7 @@ def test_models_with_experts_are_refused_before_they_are_read(tmp_path):
 def test_gpus_that_do_not_know_fp8_are_told_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(MeshError, match="--quantization none") as caught:
-        load_weights._check_device(torch.device("cuda"), Fp8Form.BLOCK)
+        load_weights.check_device(torch.device("cuda"), Fp8Form.BLOCK)
     assert caught.value.reason_name == "UNSUPPORTED"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    load_weights._check_device(torch.device("cuda"), Fp8Form.BLOCK)
+    load_weights.check_device(torch.device("cuda"), Fp8Form.BLOCK)

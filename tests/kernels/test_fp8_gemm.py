@@ -59,8 +59,13 @@ def _library(x, w, *, scale_a, scale_b, out_dtype, use_fast_accum):
     return ((x.float() @ w.float()) * rows * columns).to(out_dtype)
 
 
+def _use_library(monkeypatch, scaled_mm):
+    """torch has no public name for its FP8 GEMM."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+
+
 def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", _library)
+    _use_library(monkeypatch, _library)
     ours = TritonFp8Gemm()
     assert tried_library(ours, _CPU).groupings == {False, True}
 
@@ -69,13 +74,13 @@ def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
             raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9")
         return _library(x, w, **options)
 
-    monkeypatch.setattr(torch, "_scaled_mm", without_blocks)
+    _use_library(monkeypatch, without_blocks)
     assert tried_library(ours, _CPU).groupings == {False}
 
     def mixed_up(x, w, *, scale_a, **options):
         return _library(x, w, scale_a=scale_a.roll(1, 0).t().contiguous().t(), **options)
 
-    monkeypatch.setattr(torch, "_scaled_mm", mixed_up)
+    _use_library(monkeypatch, mixed_up)
     assert tried_library(ours, _CPU).groupings == set()
 
 
@@ -101,7 +106,7 @@ def test_what_the_library_does_not_take_ours_computes(
     num_rows, num_out, num_in, is_grouped, dtype, is_library, monkeypatch
 ):
     calls = []
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or _library(*args, **options))
+    _use_library(monkeypatch, lambda *args, **options: calls.append(1) or _library(*args, **options))
     w = quantize_matrix(torch.randn(num_out, num_in), is_grouped=is_grouped)
     rows = quantize_rows(torch.randn(num_rows, num_in), is_grouped=is_grouped)
     got = ScaledMmGemm(TritonFp8Gemm()).linear(rows, w, dtype)
@@ -173,9 +178,7 @@ def test_candidates_run_on_the_weights_of_all_layers(is_grouped, monkeypatch):
             calls.append(str(tile))
             return super().in_tiles(rows, w, dtype, tile)
 
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda *args, **options: calls.append("library") or _library(*args, **options)
-    )
+    _use_library(monkeypatch, lambda *args, **options: calls.append("library") or _library(*args, **options))
     ours = Ours()
     matrices = [quantize_matrix(torch.randn(256, 512), is_grouped=is_grouped) for _ in range(2)]
     problem = matrix_group(matrices).problem(17)

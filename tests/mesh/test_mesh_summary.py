@@ -47,7 +47,7 @@ async def test_many_readers_cost_one_answer_and_learn_no_names() -> None:
             assert not any(member.address.encode() in first for member in mesh.members)
             for i in range(1000):
                 endpoint.body_for(f"tenant {i}")
-            assert len(endpoint._kept) <= 32
+            assert len(endpoint.kept) <= 32
         finally:
             for task in running:
                 task.cancel()

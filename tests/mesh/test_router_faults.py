@@ -437,7 +437,7 @@ async def _hang(daemon: object) -> None:
         await asyncio.sleep(3600)
 
     assert isinstance(daemon, DetokenizerDaemon)
-    daemon._service._apply = swallow  # type: ignore[method-assign, assignment]
+    daemon.service.apply = swallow  # type: ignore[method-assign, assignment]
 
 
 async def test_a_tokenizer_that_hangs_is_not_waited_for() -> None:
@@ -478,7 +478,7 @@ async def test_thousands_that_wait_for_a_scheduler_cost_next_to_nothing() -> Non
         async with mesh.client() as client:
             waiting = asyncio.ensure_future(client.complete(PROMPT, seed=1, max_tokens=4))
             await until(lambda: pool.num_waiting == 1)
-            (output,) = pool._waiting
+            (output,) = pool.waiting
             await mesh.schedulers[0].kill()
             await until(lambda: not pool.links[0].is_connected)
             placed: list[object] = []

@@ -484,7 +484,7 @@ async def test_a_scheduler_that_admits_nobody_does_not_call_itself_well() -> Non
             progress.stall_s = 0.5
             await asyncio.sleep(0.8)
             assert progress.state is State.SERVING, "nothing waits"
-            daemon.daemon.loop.planner._prefill = NobodyEnters(daemon.daemon.loop.planner._prefill)  # type: ignore[assignment,arg-type]
+            daemon.daemon.loop.planner.prefill = NobodyEnters(daemon.daemon.loop.planner.prefill)  # type: ignore[assignment,arg-type]
             await client.submit(PROMPT, max_tokens=3)
             async with asyncio.timeout(60):
                 while progress.state is State.SERVING:
@@ -495,10 +495,10 @@ class NobodyEnters:
     """A prefill with a bug."""
 
     def __init__(self, prefill: Prefill) -> None:
-        self._prefill = prefill
+        self.prefill = prefill
 
     def begin_plan(self, state: EpochState) -> None:
-        self._prefill.begin_plan(state)
+        self.prefill.begin_plan(state)
 
     def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool, only: object = None) -> None:
         return

@@ -390,7 +390,7 @@ async def test_a_loading_worker_says_so_and_takes_no_claim(tmp_path):
 async def test_a_step_that_dies_dumps_its_plan_and_ends_the_process(tmp_path):
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
         await client.hold(1)
-        worker.daemon.core._executor.runner.forward = None  # A bug or a lost device looks like this from above.
+        worker.daemon.core.executor.runner.forward = None  # A bug or a lost device looks like this from above.
         await client.plan(_first_plan())
         refusal = await client.refusal()
         error = MeshError.from_proto(refusal.error)
@@ -402,7 +402,7 @@ async def test_a_step_that_dies_dumps_its_plan_and_ends_the_process(tmp_path):
         answer = await client.stub.GetCapabilities(worker_pb2.GetCapabilitiesRequest())
         assert answer.capabilities.state == worker_pb2.WORKER_STATE_FAILED
         with pytest.raises(TypeError):
-            await asyncio.wait_for(asyncio.shield(worker.runtime._failed), 60)
+            await asyncio.wait_for(asyncio.shield(worker.runtime.failed), 60)
 
 
 async def test_draining_answers_what_is_in_flight_then_ends_the_stream(tmp_path):
@@ -524,7 +524,7 @@ async def test_fault_hang(tmp_path):
 async def test_profile_is_unsupported_without_a_profiler(tmp_path):
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
         request = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START)
-        worker.daemon.core._profiler = _no_profiler()
+        worker.daemon.core.profiler = _no_profiler()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.stub.Profile(request)
         assert mesh_error_from_rpc(caught.value).metadata == {"feature": "profile"}
@@ -559,7 +559,7 @@ async def test_more_namespaces_than_a_message_holds_are_listed_in_several(tmp_pa
     async with _worker(tmp_path, num_pages=num) as worker, WorkerClient(worker.address, "a") as client:
         await client.hold(1)
         names = [f"{number:01000}" for number in range(num)]
-        worker.daemon.core._executor.records.grant(
+        worker.daemon.core.executor.records.grant(
             as_ints(range(num)),
             np.ones(num, int),
             previous_pages=np.full(num, -1, np.int32),

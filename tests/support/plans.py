@@ -106,9 +106,9 @@ def fingerprint(executor: StepExecutor) -> tuple[object, ...]:
         records.previous_generations,
         records.namespace_indexes,
         records.ids,
-        executor.runner._kv,
+        executor.runner.kv,
     ]
-    return (records.namespaces, executor._last_step, *[np.asarray(array).tobytes() for array in arrays])
+    return (records.namespaces, executor.last_step, *[np.asarray(array).tobytes() for array in arrays])
 
 
 __all__ = [

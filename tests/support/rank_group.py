@@ -81,8 +81,8 @@ class RankDaemon(WorkerDaemon):
 
     async def load(self) -> None:
         await super().load()
-        assert self.core._executor is not None
-        in_lock_step(self.core._executor.runner, self)
+        assert self.core.executor is not None
+        in_lock_step(self.core.executor.runner, self)
 
 
 def in_lock_step(runner: ModelRunner, daemon: RankDaemon) -> None:
@@ -123,7 +123,7 @@ class RankGroup:
         return member
 
     def runner(self, rank: int) -> ModelRunner:
-        executor = self.ranks[rank].daemon.core._executor
+        executor = self.ranks[rank].daemon.core.executor
         assert executor is not None
         return executor.runner
 

@@ -117,10 +117,10 @@ def test_graphs_keep_their_logits_and_memory_is_left_for_them():
     settings = memory.MemorySettings(
         mem_fraction=0.9, num_pages=None, page_size=1, num_slots=8, max_tokens_per_step=64, max_total_len=128
     )
-    plain = memory._work_bytes(settings, _MODEL)
-    graphs = memory._work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), _MODEL)
+    plain = memory.work_bytes(settings, _MODEL)
+    graphs = memory.work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), _MODEL)
     assert graphs - plain == 2 * 15 * 1000 * 2
-    attention = memory._work_bytes(replace(settings, attention_bytes=12345), _MODEL)
+    attention = memory.work_bytes(replace(settings, attention_bytes=12345), _MODEL)
     assert attention - plain == 12345
 
 
@@ -149,7 +149,7 @@ def few_pages(monkeypatch):
 
 def test_pages_take_what_is_left_and_the_log_has_the_numbers(few_pages, monkeypatch):
     lines = []
-    monkeypatch.setattr(memory, "_log", SimpleNamespace(info=lambda event, **fields: lines.append((event, fields))))
+    monkeypatch.setattr(memory, "log", SimpleNamespace(info=lambda event, **fields: lines.append((event, fields))))
     num_pages = few_pages()
     ((event, fields),) = lines
     assert event == "memory_sized" and fields["num_pages"] == num_pages == fields["pages_that_fit"]
@@ -199,7 +199,7 @@ def test_steps_go_on_where_a_trace_cannot_be_written(tmp_path):
             raise OSError(28, "No space left on device", path)
 
     profiler = TorchProfiler(tmp_path, "me")
-    profiler._profile, profiler._steps_left = Trace(), 1
+    profiler.running, profiler.steps_left = Trace(), 1
     profiler.on_step()
     profiler.on_step()
     with pytest.raises(MeshError, match="No space left"):

@@ -77,7 +77,7 @@ def counted(text: str) -> tuple[int, int, int]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Strings and runs of backslashes that cross from block to block are common."""
-    monkeypatch.setattr(json_shape, "_BLOCK_BYTES", 5)
+    monkeypatch.setattr(json_shape, "BLOCK_BYTES", 5)
     yield
 
 
@@ -232,7 +232,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        return [process._process.pid for process in self.pool._idle]
+        return [process.pid for process in self.pool.idle]
 
 
 @pytest.mark.parametrize("kind", MINIMAL)
@@ -253,7 +253,7 @@ async def test_a_parser_that_dies_or_hangs_is_replaced() -> None:
     pool = Pool(timeout_s=60.0)
     data = json.dumps({"prompt": "x"}).encode()
     (whole,) = await pool.parse(data, CompletionRequest)
-    (waiting,) = pool.pool._idle
+    (waiting,) = pool.pool.idle
     os.kill(pool.pids[0], signal.SIGKILL)
     while waiting.is_alive:
         await asyncio.sleep(0.01)
@@ -261,14 +261,14 @@ async def test_a_parser_that_dies_or_hangs_is_replaced() -> None:
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
     parsing = asyncio.create_task(pool.parse(data, CompletionRequest))
-    while pool.pool._idle:
+    while pool.pool.idle:
         await asyncio.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(MeshError) as dead:
         await parsing
     assert dead.value.reason_name == "NOT_SERVING"
     assert await pool.parse(data, CompletionRequest) == [whole]
-    pool.pool._timeout_s = 0.5
+    pool.pool.timeout_s = 0.5
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(MeshError) as hung:
@@ -278,7 +278,7 @@ async def test_a_parser_that_dies_or_hangs_is_replaced() -> None:
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     assert not os.path.exists(f"/proc/{pid}"), "killed, and its end fetched"
-    pool.pool._timeout_s = 60.0
+    pool.pool.timeout_s = 60.0
     assert await pool.parse(data, CompletionRequest) == [whole]
     pool.pool.close()
 

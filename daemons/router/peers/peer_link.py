@@ -109,7 +109,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         """Checks the peer's hello and takes what else is in its first frame; its instance id. Raises MeshError."""
 
     @abstractmethod
-    def _next_frame(self) -> Req | None:
+    def next_frame(self) -> Req | None:
         """Everything there is to say, None if that is nothing."""
 
     @abstractmethod
@@ -185,7 +185,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         while True:
             await self._has_news.wait()
             self._has_news.clear()
-            frame = self._next_frame()
+            frame = self.next_frame()
             if frame is not None:
                 await stream.send(frame)
 

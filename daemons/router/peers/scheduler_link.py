@@ -223,7 +223,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def _is_answer_owed(self) -> bool:
         return True  # A Load comes every second.
 
-    def _next_frame(self) -> _Request | None:
+    def next_frame(self) -> _Request | None:
         frame, refused = self._frames.next(self._running)
         for output, error in refused:
             self.release(output)

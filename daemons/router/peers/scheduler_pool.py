@@ -49,7 +49,7 @@ class SchedulerPool(PeerPool):
         self._migrate_after_s = migrate_after_s
         self._clock = clock
         self._links: dict[str, SchedulerLink] = {}
-        self._waiting: dict[Output, None] = {}
+        self.waiting: dict[Output, None] = {}
         self._changed = asyncio.Event()
         self._served: list[ServedModel] = []
         self._served_of: tuple[object, ...] = ()
@@ -60,7 +60,7 @@ class SchedulerPool(PeerPool):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def add(self, address: str) -> None:
         """Connects to a scheduler. Idempotent. Raises INVALID_ARGUMENT for text that is no address."""
@@ -93,7 +93,7 @@ class SchedulerPool(PeerPool):
         return link.num_running
 
     async def close(self) -> None:
-        self._waiting.clear()
+        self.waiting.clear()
         await self.placement.close()
         await asyncio.gather(*(link.close() for link in self.links))
 
@@ -163,7 +163,7 @@ class SchedulerPool(PeerPool):
         assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
         link, decision = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
         if link is not None:
-            self._waiting.pop(output, None)
+            self.waiting.pop(output, None)
             if output.waiting_since is None:
                 output.waiting_since = self._clock()
             link.submit(output)
@@ -173,7 +173,7 @@ class SchedulerPool(PeerPool):
             output.move_to(OutputState.WAITING)
         if output.waiting_since is None:
             output.waiting_since = self._clock()
-        self._waiting[output] = None
+        self.waiting[output] = None
 
     def place_anew(self, output: Output) -> MeshError | None:
         """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait().
@@ -207,13 +207,13 @@ class SchedulerPool(PeerPool):
 
     def release(self, output: Output) -> None:
         """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
-        self._waiting.pop(output, None)
+        self.waiting.pop(output, None)
         if output.scheduler is not None:
             output.scheduler.release(output)
 
     def place_waiting(self) -> None:
         """Something has changed: tries again for all that wait."""
-        for output in tuple(self._waiting):
+        for output in tuple(self.waiting):
             self.place(output)
 
     def on_changed(self) -> None:
@@ -226,21 +226,21 @@ class SchedulerPool(PeerPool):
         """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
         self.placement.tick(now)
         self._migrate(now)
-        if not self._waiting:
+        if not self.waiting:
             return []
         # All else that could let an output run is an event: on_changed(). Ten thousand may wait here.
-        for output in tuple(self._waiting):
+        for output in tuple(self.waiting):
             backoff_until = output.backoff_until
             if backoff_until and min(backoff_until.values()) <= now:
                 output.backoff_until = {address: until for address, until in backoff_until.items() if until > now}
                 self.place(output)
         late = [
             output
-            for output in self._waiting
+            for output in self.waiting
             if output.waiting_since is not None and now - output.waiting_since > self._wait_s
         ]
         for output in late:
-            del self._waiting[output]
+            del self.waiting[output]
         return [(output, nobody(self.links, output, self._wait_s)) for output in late]
 
     async def cancel_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
@@ -282,7 +282,7 @@ class SchedulerPool(PeerPool):
             output.count_wait(was_accepted=True)
             output.num_rejections = 0
             output.move_to(OutputState.WAITING)
-            self._waiting[output] = None
+            self.waiting[output] = None
 
     def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
         """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""

@@ -13,7 +13,7 @@ from radixmesh.daemons.scheduler.messages import group_from_proto
 from radixmesh.worker.v1 import worker_pb2
 
 # A live holder sends something to every rank every second.
-_SILENT_MS = 5_000
+HOLDER_SILENT_MS = 5_000
 # A worker that says more than anybody can have counted to would leave no higher number.
 _MAX_COUNTER = 1 << 62
 _LEAST = ("num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_total_len")
@@ -31,7 +31,7 @@ def is_held(hellos: Sequence[worker_pb2.WorkerHello], instance_id: str) -> bool:
         holder = (hello.highest_epoch, hello.holder_instance_id)
         if hello.holder_instance_id in ("", instance_id):
             continue
-        is_alive = hello.is_holder_connected and hello.holder_silent_ms <= _SILENT_MS
+        is_alive = hello.is_holder_connected and hello.holder_silent_ms <= HOLDER_SILENT_MS
         (alive if is_alive else gone).add(holder)
     return bool(alive - gone)
 

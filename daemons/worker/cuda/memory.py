@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 _MOST_CONTEXTS = 2
 # Kernels' own memory, libraries' workspaces, fragmentation.
@@ -43,7 +43,7 @@ def choose_num_pages(settings: MemorySettings, model: LoadedModel, token_bytes: 
     Raises MeshError INVALID_ARGUMENT naming the flag to change.
     """
     free, total = torch.cuda.mem_get_info(device)
-    work = _work_bytes(settings, model)
+    work = work_bytes(settings, model)
     page_bytes = settings.page_size * token_bytes
     budget = int(settings.mem_fraction * total) - (total - free) - work
     fit = max(0, budget) // page_bytes
@@ -68,7 +68,7 @@ def choose_num_pages(settings: MemorySettings, model: LoadedModel, token_bytes: 
     else:
         # More than every slot can fill twice over is no larger a cache in practice, and a scheduler counts every page.
         fit = min(fit, _MOST_CONTEXTS * settings.num_slots * -(-settings.max_total_len // settings.page_size))
-    _log.info("memory_sized", num_pages=fit, **fields)
+    log.info("memory_sized", num_pages=fit, **fields)
     return fit
 
 
@@ -92,7 +92,7 @@ def _memory_figures() -> dict[str, object]:
     return {"total_bytes": total, "free_bytes": free}
 
 
-def _work_bytes(settings: MemorySettings, model: LoadedModel) -> int:
+def work_bytes(settings: MemorySettings, model: LoadedModel) -> int:
     """Memory of a step beside weights and KV: rows of activations, logits, tables by slot."""
     rows = settings.max_tokens_per_step * model.row_bytes()
     itemsize = model.dtype.itemsize

@@ -95,15 +95,15 @@ class DeviceRunner(ModelRunner):
         self._limits = limits
         self._admissions = 0
         self._use_pdl = use_pdl
-        self._device = device
-        self._model = model
+        self.device = device
+        self.model = model
         self.pool = pool
         # Plans may grant `Limits.max_pages_per_slot` at most. With a column less, the last page of one slot would
         # be written to the next one's table.
         max_pages = limits.max_total_len // pool.page_size + 1
         with device.in_order(), torch.inference_mode():
-            self._slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
-            self._attention = create_attention(self._slots.page_tables)
+            self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
+            self._attention = create_attention(self.slots.page_tables)
             self._sampler = SlotSampler(
                 limits.num_slots,
                 max_rows=limits.num_slots,
@@ -115,13 +115,13 @@ class DeviceRunner(ModelRunner):
                 device,
                 model,
                 self._attention,
-                self._slots,
+                self.slots,
                 page_size=pool.page_size,
                 max_tokens=limits.max_tokens_per_step,
                 max_total_len=limits.max_total_len,
                 sizes=limits.prompt_rows,
             )
-            self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self._slots.dummy_slot)
+            self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self.slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
@@ -132,14 +132,14 @@ class DeviceRunner(ModelRunner):
 
     def admitted(self, admit: Admit) -> None:
         self._admissions += 1
-        self._slots.admitted(admit)
+        self.slots.admitted(admit)
         self._sampler.admitted(admit)
 
     def warm_up(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
         for, and steps as they will come, so that no request waits for a compiler or a library's start."""
         rows = no_rows()
-        with self._device.in_order(), torch.inference_mode():
+        with self.device.in_order(), torch.inference_mode():
             self._prompts.capture()
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
@@ -148,77 +148,77 @@ class DeviceRunner(ModelRunner):
                 for variant in self._attention.variants(num_rows):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
-            self._sampler.warm_up(self._model.dtype)
+            self._sampler.warm_up(self.model.dtype)
             for rows, segments in warm_up_steps(
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
                 max_tokens_per_step=self._limits.max_tokens_per_step,
-                num_decodes=_WARM_UP_DECODES if self._device.torch_device.type == "cuda" else 1,
+                num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" else 1,
             ):
                 self.launch(rows, segments, 0)
-            self._device.record_event().wait()
+            self.device.record_event().wait()
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
-        with self._device.in_order():
+        with self.device.in_order():
             self._sampler.send()
             if not segments:
                 return self._launch_decodes(rows)
             slots = np.concatenate([rows.slots, np.array([s.slot for s in segments], np.int32)])
-            self._slots.send(slots, rows.page_tables, rows.num_pages)
+            self.slots.send(slots, rows.page_tables, rows.num_pages)
             return self._launch_chunks(rows, segments)
 
     def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
         num_rows = len(rows.slots)
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
-            start = self._clock.begin(self._device)
+            start = self._clock.begin(self.device)
             return self._handle(start, start)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
         self._stage_decodes(rows, step.num_rows)
-        start = self._clock.begin(self._device)
+        start = self._clock.begin(self.device)
         replay = self._decode if bucket is None else self._graphs.replay
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
         self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.ring_index_1))
-        end = self._clock.end(self._device)
+        end = self._clock.end(self.device)
         self._decodes.fence(end)
         return self._handle(start, end, self._tokens.fetch(num_rows, end), num_rows)
 
     def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
-        entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
+        entries = self.slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
         if len(entries) > self._decodes.max_entries:
-            self._slots.send_entries(entries)
+            self.slots.send_entries(entries)
             entries = entries[:0]
-        self._decodes.stage(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
+        self._decodes.stage(rows, num_rows, self.slots.row_tokens(rows.slots), entries, self._tokens.take())
 
     def _decode(self, num_rows: int, variant: str) -> torch.Tensor:
         """A step of decodes alone, whose inputs are staged, with all rows sampled greedily: its logits. Graphs record
         it."""
-        views, tables = self._decodes.fetch(num_rows), self._slots.page_tables
+        views, tables = self._decodes.fetch(num_rows), self.slots.page_tables
         x_TD = scatter_embed(
             views.slots,
             views.tokens,
             views.entries_E2,
             views.num_entries_1,
             tables,
-            self._slots.last_tokens,
-            self._model.embedding_VD,
+            self.slots.last_tokens,
+            self.model.embedding_VD,
             use_pdl=self._use_pdl,
         )
         attention = self._attention.begin(views.attention(tables), variant)
         target = KvTarget(views.positions, views.slots, tables, self.page_size)
-        logits_TV = self._model.logits(self._model.layers(x_TD, target, attention))
+        logits_TV = self.model.logits(self.model.layers(x_TD, target, attention))
         # The token of a row is at the position that follows its KV.
         to = self._target(views.ring_index_1)
         self._sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
         return logits_TV
 
     def _target(self, ring_index_1: torch.Tensor) -> TokenTarget:
-        return TokenTarget(ring_RT=self._tokens.rows, ring_index_1=ring_index_1, last_tokens_S=self._slots.last_tokens)
+        return TokenTarget(ring_RT=self._tokens.rows, ring_index_1=ring_index_1, last_tokens_S=self.slots.last_tokens)
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
@@ -234,10 +234,10 @@ class DeviceRunner(ModelRunner):
             tables[segment.slot, : len(segment.pages)] = segment.pages
             num_pages[segment.slot] = len(segment.pages)
         slots = [segment.slot for segment in segments]
-        with self._device.in_order():
-            self._slots.forget(slots)
-            self._slots.send(np.array(slots, np.int32), tables, num_pages)
-            self._slots.forget(slots)
+        with self.device.in_order():
+            self.slots.forget(slots)
+            self.slots.send(np.array(slots, np.int32), tables, num_pages)
+            self.slots.forget(slots)
             forward = self._prompts.forward(rows, segments, is_captured=False)
             return np.split(self._host_logits.of(forward.hidden_TD), forward.chunk_ends[:-1])
 
@@ -246,24 +246,24 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        with self._device.in_order():
+        with self.device.in_order():
             self.pool.copy_page(source, target, num_tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
-        with self._device.in_order():
+        with self.device.in_order():
             self.pool.clear()
 
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step with chunks, and samples all rows but the host-sampled ones."""
-        start = self._clock.begin(self._device)
+        start = self._clock.begin(self.device)
         sampled = [i for i, s in enumerate(segments) if s.sample is not None and not _is_host_sampled(s.sample)]
         slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in sampled], np.int32)])
         ring_index = self._tokens.take() if len(slots) else 0
         forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=self._admissions)
         if len(slots):
             to = forward.sampled
-            logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
+            logits_TV = self.model.logits(forward.hidden_TD.index_select(0, to.rows))
             self._sampler.sample(logits_TV, to.slots, to.positions, slots, self._target(to.ring_index_1))
         host_sampled = {}
         for index, segment in enumerate(segments):
@@ -273,7 +273,7 @@ class DeviceRunner(ModelRunner):
                 # It is asked for when other steps have been launched.
                 own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
                 host_sampled[index] = HostSampledSegment.of(segment, own_TD)
-        done = self._clock.end(self._device)
+        done = self._clock.end(self.device)
         fetched = self._tokens.fetch(len(slots), done) if len(slots) else None
         return self._handle(start, done, fetched, len(rows.slots), len(segments), sampled, host_sampled)
 

@@ -85,7 +85,7 @@ class StepExecutor:
         assert runner.max_tokens_per_row == 1 or not runner.is_asynchronous, "a launch needs exact lengths"
         self._epoch = 0
         self._group_generation = 0
-        self._last_step = 0
+        self.last_step = 0
         self._launched: dict[int, StepHandle[StepResult]] = {}
         self._last_sampled = np.zeros(num_slots, np.int32)
 
@@ -94,7 +94,7 @@ class StepExecutor:
         self.finish_all()
         self.table.clear()
         self.blobs.begin_epoch()
-        self._epoch, self._group_generation, self._last_step = epoch, group_generation, 0
+        self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
 
     def reset(self) -> None:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
@@ -117,7 +117,7 @@ class StepExecutor:
         self._check_order(plan)
         check_plan(plan, self.limits, self.table, self.records)
         self._apply(plan)
-        self._last_step = plan.step_id
+        self.last_step = plan.step_id
         if not plan.has_forward:
             return StepHandle(DONE, partial(self._builder(plan).build, at_ns=ready_ns))
         batch = ForwardBatch.of(plan, self.table, self.limits.page_size, self.runner.max_tokens_per_row)
@@ -162,11 +162,11 @@ class StepExecutor:
                 f"the plan is for group generation {plan.group_generation}: claim the worker anew",
                 {"group_generation": str(self._group_generation)},
             )
-        if plan.step_id != self._last_step + 1:
+        if plan.step_id != self.last_step + 1:
             raise MeshError(
                 ErrorReason.ERROR_REASON_STEP_GAP,
-                f"step {plan.step_id} follows step {self._last_step}: steps have no gaps",
-                {"expected": str(self._last_step + 1), "got": str(plan.step_id)},
+                f"step {plan.step_id} follows step {self.last_step}: steps have no gaps",
+                {"expected": str(self.last_step + 1), "got": str(plan.step_id)},
             )
 
     def _apply(self, plan: StepPlan) -> None:

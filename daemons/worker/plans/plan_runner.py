@@ -51,7 +51,7 @@ class PlanRunner:
         self._pins = pins or TransferPins()
         self._dp_rank = dp_rank
         self._traces = traces
-        self._executor = executor
+        self.executor = executor
         self._dump = dump
         self._on_step = on_step
         self._is_epoch_over = True
@@ -64,14 +64,14 @@ class PlanRunner:
             if self._traces is not None:
                 self._traces.begin_epoch()
             self._pins.begin_epoch()
-            self._executor.begin_epoch(epoch, group_generation)
+            self.executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
     def reset(self) -> None:
         """Empties slots, KV and page records; plans run from the next epoch on."""
         self._is_epoch_over = True
         if self._died_step is None:
-            self._executor.reset()
+            self.executor.reset()
 
     def launch(self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None) -> StepHandle[Answer]:
         """Starts one plan; the handle's result is its answer and does not raise.
@@ -86,7 +86,7 @@ class PlanRunner:
                 raise fault
             step_plan = plan_from_proto(plan, self._dp_rank)
             traced = self._traces.launched(step_plan) if self._traces is not None else ()
-            step = self._executor.launch(step_plan, ready_ns=ready_ns)
+            step = self.executor.launch(step_plan, ready_ns=ready_ns)
         except MeshError as error:
             self._is_epoch_over = True
             return StepHandle.of(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
@@ -123,7 +123,7 @@ class PlanRunner:
 
     def snapshot(self) -> Sequence[worker_pb2.SnapshotCacheResponse]:
         """The page records as messages, the last one with is_last."""
-        ranges, namespaces = self._executor.snapshot()
+        ranges, namespaces = self.executor.snapshot()
         parts: list[tuple[PageRecords, tuple[str, ...]]] = [(records, ()) for records in ranges]
         num_pages = sum(len(records.filled) for records in ranges)
         if len(namespaces) <= _NAMES_A_MESSAGE:

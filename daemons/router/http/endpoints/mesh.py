@@ -28,7 +28,7 @@ class MeshEndpoint:
     def __init__(self, context: HttpContext, clock: Callable[[], float] = time.monotonic) -> None:
         self._context = context
         self._clock = clock
-        self._kept: dict[str | None, tuple[float, bytes]] = {}
+        self.kept: dict[str | None, tuple[float, bytes]] = {}
 
     async def __call__(self, request: Request) -> Response:
         if is_anonymous(request.scope):
@@ -40,12 +40,12 @@ class MeshEndpoint:
     def body_for(self, tenant: str | None) -> bytes:
         """The answer for callers of that tenant; the one of 0.5 s ago if there is one."""
         now = self._clock()
-        made, body = self._kept.get(tenant, (0.0, b""))
+        made, body = self.kept.get(tenant, (0.0, b""))
         if body and now - made < _MAX_AGE_S:
             return body
-        self._kept = {key: entry for key, entry in self._kept.items() if now - entry[0] < _MAX_AGE_S}
-        if len(self._kept) >= _MAX_KEPT:
-            self._kept.pop(next(iter(self._kept)))
+        self.kept = {key: entry for key, entry in self.kept.items() if now - entry[0] < _MAX_AGE_S}
+        if len(self.kept) >= _MAX_KEPT:
+            self.kept.pop(next(iter(self.kept)))
         body = json.dumps(mesh_summary(self._context, tenant=tenant), separators=(",", ":")).encode()
-        self._kept[tenant] = (now, body)
+        self.kept[tenant] = (now, body)
         return body

@@ -29,7 +29,7 @@ class Fp8Ops(ABC):
 
     def __init__(self, plain: Ops, gemm: Fp8Gemm) -> None:
         self._plain = plain
-        self._gemm = gemm
+        self.gemm = gemm
 
     @property
     def max_fused_rows(self) -> int:
@@ -64,7 +64,7 @@ class Fp8Ops(ABC):
         """[T, N]."""
         if isinstance(w, QuantizedMatrix):
             assert isinstance(rows, QuantizedRows), type(rows)
-            return self._gemm.linear(rows, w, dtype)
+            return self.gemm.linear(rows, w, dtype)
         assert isinstance(rows, torch.Tensor), type(rows)
         return self._plain.linear(rows, w)
 

@@ -39,7 +39,7 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
     stored = read_quantization(config)
     form = chosen_form(quantization, stored)
     if form is not None:
-        _check_device(placement.device, form)
+        check_device(placement.device, form)
         placement = replace(placement, has_projections=False)
     is_dummy = load_format == "dummy"
     quantized: QuantizedLayers | None = None
@@ -113,7 +113,7 @@ def _source(
         yield source
 
 
-def _check_device(device: torch.device, form: Fp8Form) -> None:
+def check_device(device: torch.device, form: Fp8Form) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,
