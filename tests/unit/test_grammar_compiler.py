@@ -66,6 +66,8 @@ async def test_what_cannot_be_compiled_is_said_by_name(compiler: GrammarCompiler
     for form, text, said in (
         (GrammarForm.JSON_SCHEMA, "{", "no JSON"),
         (GrammarForm.JSON_SCHEMA, '{"type": "objekt"}', "objekt"),
+        (GrammarForm.JSON_SCHEMA, '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+        (GrammarForm.REGEX, "(?=a)b", "Lookahead"),
         (GrammarForm.REGEX, "(a", "parenthesis"),
         (GrammarForm.EBNF, "root ::= other", "other"),
         (GrammarForm.STRUCTURAL_TAG, "{}", "format"),
