@@ -74,13 +74,18 @@ class _Case:
         return attention_tolerance(self.query, self.keys, self.values, scale=shape.scale, num_keys=most)
 
     def expected(
-        self, shape: AttentionShape, window: int | None = None, sinks: torch.Tensor | None = None
+        self,
+        shape: AttentionShape,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+        chunk: int | None = None,
     ) -> torch.Tensor:
         rows = []
         for segment in self.batch.segments:
             for offset in range(segment.length):
                 last = segment.start + offset
                 first = 0 if window is None else max(0, last - window + 1)
+                first = first if chunk is None else max(first, last // chunk * chunk)
                 seen = segment.kv_slots[first : last + 1]
                 for head in range(shape.num_heads):
                     kv_head = head // shape.group_size
@@ -131,6 +136,27 @@ def test_sinks_join_each_softmax_and_have_no_value(
     row = len(expected) - 1
     one = step.attend(case.query[row : row + 1].clone(), case.keys, case.values, window, sinks)
     assert torch.equal(one[0].view(torch.int32), out[row].view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
+# Within a key tile, across its border, and as long as no sequence is.
+@pytest.mark.parametrize("chunk", [10, 64, 70, 1000])
+def test_chunks_are_seen_from_their_own_start_on(backend_name: str, shape: AttentionShape, chunk: int) -> None:
+    backend = _backend(backend_name, shape)
+    case = _Case(shape, _SEGMENTS, padding=5)
+    out = backend.begin(case.batch).attend(case.query, case.keys, case.values, chunk=chunk)
+    expected = case.expected(shape, chunk=chunk)
+    assert (out[: len(expected)] - expected).abs().max() <= case.tolerance(shape)
+    if not backend.is_batch_invariant:
+        return
+    row = 0
+    for segment in case.batch.segments:
+        for end in range(segment.start + 1, segment.start + segment.length + 1):
+            alone = replace(segment, start=end - 1, length=1, kv_slots=segment.kv_slots[:end])
+            step = backend.begin(replace(case.batch, segments=[alone], num_rows=1))
+            one = step.attend(case.query[row : row + 1].clone(), case.keys, case.values, chunk=chunk)
+            assert torch.equal(one[0].view(torch.int32), out[row].view(torch.int32)), (segment.start, end)
+            row += 1
 
 
 def test_a_step_serves_all_layers_and_modifies_nothing(backend_name: str) -> None:

@@ -13,9 +13,9 @@ import openai
 import pytest
 import pytest_asyncio
 from support.http import events_of, http_address, http_client, iterate_events, openai_client, post, raw_connection
+from support.invariants import observed_mesh, settled
 from support.jobs import simulated_jobs
 from support.mesh import Mesh
-from support.unharmed import observed_mesh, settled
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STALL_S = 1.5
@@ -48,7 +48,7 @@ async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def unharmed(mesh: Mesh) -> AsyncIterator[None]:
+async def invariants_hold(mesh: Mesh) -> AsyncIterator[None]:
     """After each test: nothing runs, waits or is kept, and the next answer is right."""
     yield
     await settled(mesh)
@@ -157,7 +157,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", "sampling_params.regex"),
     ("nothing to encode", "/tokenize", {}, 400, "MISSING_FIELD", "prompt"),
     ("ids outside", "/detokenize", {"tokens": [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", None),
-    ("dimensions", "/v1/embeddings", {"input": "x", "dimensions": 2}, 400, "UNSUPPORTED", "dimensions"),
+    ("dimensions", "/v1/embeddings", {"input": "x", "dimensions": "2"}, 400, "INVALID_ARGUMENT", "dimensions"),
     ("a task not offered", "/v1/embeddings", {"input": "x"}, 400, "UNSUPPORTED", None),
     ("unknown path", "/v1/edits", {}, 404, "UNKNOWN_PATH", None),
     ("wrong method", "/v1/models", {}, 405, "WRONG_METHOD", None),

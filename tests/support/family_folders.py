@@ -101,6 +101,54 @@ FAMILIES: Mapping[str, Family] = {
     "gpt_neox": Family(
         "GPTNeoXForCausalLM", "gpt_neox", {"num_key_value_heads": 4, "rope_parameters": {"partial_rotary_factor": 0.5}}
     ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 28,
+            "use_sliding_window": True,
+            "sliding_window": 20,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 8,
+            "sliding_window": 18,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama4": Family(
+        "Llama4ForCausalLM",
+        "llama4",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 24,
+            "intermediate_size_mlp": 40,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 22,
+            "no_rope_layers": [1, 0, 1, 1],
+            "floor_scale": 16,
+            "tie_word_embeddings": False,
+        },
+    ),
     "gpt_neox_serial": Family(
         "GPTNeoXForCausalLM", "gpt_neox", {"num_key_value_heads": 4, "use_parallel_residual": False}
     ),
@@ -124,12 +172,14 @@ def family_folder(model: PreTrainedModel, folder: Path) -> Path:
 
 def _randomise(model: PreTrainedModel) -> None:
     """Weights by which every part of the model matters in the logits."""
+    # Gemma's norms multiply by 1 + weight.
+    centre = 0.0 if type(model).__name__.startswith("Gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             if is_norm:
-                parameter.uniform_(0.5, 1.5)
-            elif parameter.dim() == 1:
+                parameter.uniform_(centre - 0.5, centre + 0.5)
+            elif parameter.dim() == 1 or "bias" in name:
                 parameter.normal_(0, 0.3)
             elif parameter is model.get_input_embeddings().weight or "wpe" in name:
                 parameter.normal_(0, 0.8)

@@ -43,6 +43,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._hello = hello
         self._events = events
         self.is_draining = False
+        self.is_left = False
+        """Its outputs go on elsewhere as soon as another scheduler can take them."""
         self.identity: common_pb2.ModelIdentity | None = None
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
@@ -129,6 +131,10 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def outputs(self) -> list[Output]:
         """Outputs that are here."""
         return list(self._running.values())
+
+    def is_without_tokens(self, output: Output) -> bool:
+        """True until the first token of the output's attempt here has come: it waits or is prefilled."""
+        return output.scheduler_handle in self._without_tokens
 
     def submit(self, output: Output) -> None:
         """Takes an output, as a new attempt."""

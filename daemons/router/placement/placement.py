@@ -164,6 +164,13 @@ class Placement:
             keys=keys,
         )
 
+    def matched_tokens(self, request: PlacedRequest, row: int) -> int:
+        """Tokens of the request that the replica has cached, as far as is known; 0 where no policy asks for that."""
+        if not self.policy.needs_matches:
+            return 0
+        keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
+        return min(int(self._matched(request, keys)[row]), request.num_tokens - 1)
+
     def take_sent(self, decision: Decision, sequence: int) -> None:
         """The output of a decision was sent, as that submit."""
         uncached = decision.num_tokens - decision.matched_tokens

@@ -97,6 +97,7 @@ class Output:
     # Scheduler address -> moment until which it is not asked again after a rejection.
     backoff_until: dict[str, float] = field(default_factory=dict)
     num_rejections: int = 0
+    num_moves: int = 0
     # Since when it waits for a scheduler that takes it; later than that by the time for which schedulers had it.
     waiting_since: float | None = None
     num_submitted: int = 0

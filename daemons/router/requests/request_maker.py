@@ -44,6 +44,7 @@ class RequestMaker:
         times: RequestTimes,
         *,
         scheduler_wait_s: float,
+        refuses_cut: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -53,6 +54,7 @@ class RequestMaker:
         self._grammars = Grammars(tokenizers.compile_grammar)
         self._times = times
         self._scheduler_wait_s = scheduler_wait_s
+        self._refuses_cut = refuses_cut
 
     @property
     def num_tokenizers(self) -> int:
@@ -105,6 +107,7 @@ class RequestMaker:
             prompt_ids=prompt_ids,
             identity=model.identity,
             default_request_len=model.default_request_len(len(prompt_ids) // 4),
+            refuses_cut=self._refuses_cut,
         )
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
         await self._compile_grammar(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from radixmesh.daemons.router.http.errors import Linger, RefusedBody
-from radixmesh.daemons.router.http.openapi import LIMITED_PATHS, is_open
+from radixmesh.daemons.router.http.openapi import ADMIN_PATHS, LIMITED_PATHS, is_open
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.caller import set_caller
 from radixmesh.daemons.runtime.security.key_guard import KeyGuard
@@ -40,7 +40,7 @@ class KeyCheck:
                 await self._app(scope, receive, send)
                 return
             try:
-                set_caller(self._guard.check(authorization, scope["path"]))
+                set_caller(self._guard.check(authorization, scope["path"], is_admin=scope["path"] in ADMIN_PATHS))
             except MeshError as error:
                 self._metrics.count_error(error)
                 await RefusedBody(error, _LINGER)(scope, receive, send)

@@ -40,6 +40,7 @@ class _NaiveStep(BatchAttention):
         values_SKD: torch.Tensor,
         window: int | None = None,
         sinks_H: torch.Tensor | None = None,
+        chunk: int | None = None,
     ) -> torch.Tensor:
         out_THD = torch.zeros_like(query_THD)
         row = 0
@@ -48,7 +49,7 @@ class _NaiveStep(BatchAttention):
             slots = torch.from_numpy(segment.kv_slots).to(self._device)
             positions = torch.arange(segment.start, segment.start + segment.length, device=self._device)
             out_THD[rows] = self._attend(
-                query_THD[rows], keys_SKD[slots], values_SKD[slots], positions, window, sinks_H
+                query_THD[rows], keys_SKD[slots], values_SKD[slots], positions, window, sinks_H, chunk
             )
             row += segment.length
         return out_THD
@@ -61,6 +62,7 @@ class _NaiveStep(BatchAttention):
         at_T: torch.Tensor,
         window: int | None,
         sinks_H: torch.Tensor | None,
+        chunk: int | None,
     ) -> torch.Tensor:
         groups = self._shape.group_size
         k_LHD = k_LKD.float().repeat_interleave(groups, dim=1)
@@ -72,6 +74,8 @@ class _NaiveStep(BatchAttention):
         hidden_TL = key_at_L[None, :] > at_T[:, None]
         if window is not None:
             hidden_TL |= key_at_L[None, :] <= at_T[:, None] - window
+        if chunk is not None:
+            hidden_TL |= key_at_L[None, :] < at_T[:, None] // chunk * chunk
         scores_HTL = scores_HTL.masked_fill(hidden_TL, float("-inf"))
         if sinks_H is not None:
             sinks_HT1 = sinks_H.float()[:, None, None].expand(-1, scores_HTL.shape[1], 1)

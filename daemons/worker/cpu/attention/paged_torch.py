@@ -104,14 +104,14 @@ class _Plan(NamedTuple):
 
 
 class _PagedTorchStep(BatchAttention):
-    """A plan for each window that the model's layers have, made when the first of them asks."""
+    """A plan for each window and chunk that the model's layers have, made when the first of them asks."""
 
     def __init__(
-        self, shape: AttentionShape, plan_for_window: Callable[[int | None], _Plan], device: torch.device
+        self, shape: AttentionShape, plan_for: Callable[[int | None, int | None], _Plan], device: torch.device
     ) -> None:
         self._shape = shape
-        self._plan_for_window = plan_for_window
-        self._plans: dict[int | None, _Plan] = {}
+        self._plan_for = plan_for
+        self._plans: dict[tuple[int | None, int | None], _Plan] = {}
         self._heads_K1 = torch.arange(shape.num_kv_heads, device=device)[:, None]
 
     def attend(
@@ -121,11 +121,12 @@ class _PagedTorchStep(BatchAttention):
         values_SKD: torch.Tensor,
         window: int | None = None,
         sinks_H: torch.Tensor | None = None,
+        chunk: int | None = None,
     ) -> torch.Tensor:
         shape = self._shape
-        if window not in self._plans:
-            self._plans[window] = self._plan_for_window(window)
-        plan = self._plans[window]
+        if (window, chunk) not in self._plans:
+            self._plans[window, chunk] = self._plan_for(window, chunk)
+        plan = self._plans[window, chunk]
         tile = plan.unit_to_row.shape[0] // sum(group.num_units for group in plan.groups)
         # [U, Q, K, G, D] -> [U, K, Q, G, D] -> [U x K, Q x G, D]: one product a unit and KV head.
         query = query_THD.index_select(0, plan.unit_to_row).to(torch.float32).mul_(shape.scale)
@@ -138,7 +139,7 @@ class _PagedTorchStep(BatchAttention):
             outputs.append(self._attend_group(query[first:last], group.key_tiles, keys_SKD, values_SKD, sinks_H))
             first = last
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if window is not None:
+        if window is not None or chunk is not None:
             # The tiles that are skipped depend on the batch, and a tile of which a row sees nothing turns -0 to 0.
             out = out + 0.0
         out = out.view(-1, shape.num_kv_heads, tile, shape.group_size, shape.head_dim).transpose(1, 2)
@@ -216,7 +217,7 @@ class _OnlineSoftmax:
         return self._weighted_NMD * kept_NM1 / (self._sum_NM1 * kept_NM1 + (sinks_NM1 - max_NM1).exp())
 
 
-def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: int | None) -> _Plan:
+def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: int | None, chunk: int | None) -> _Plan:
     """Cuts the segments into units and sorts those by context, so that units of a group have about as many tiles."""
     segment_U, first_U, row_U = _cut_into_units(batch, query_tile)
     end_U = np.array([segment.start + segment.length for segment in batch.segments])[segment_U]
@@ -236,12 +237,16 @@ def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: 
     groups, at = [], 0
     for size in cover:
         units = slice(at, min(at + size, len(order)))
-        first_tile = 0 if window is None else max(0, int(first_U[units].min()) - window + 1) // KEY_TILE
+        nearest = int(first_U[units].min())
+        first_seen = 0 if window is None else max(0, nearest - window + 1)
+        if chunk is not None:
+            first_seen = max(first_seen, nearest // chunk * chunk)
+        first_tile = first_seen // KEY_TILE
         groups.append(
             _UnitGroup(
                 num_units=size,
                 key_tiles=[
-                    _key_tile(j, size, segment_U[units], position_UQ[units], slots, batch.zero_slot, window)
+                    _key_tile(j, size, segment_U[units], position_UQ[units], slots, batch.zero_slot, window, chunk)
                     for j in range(first_tile, int(num_tiles_U[at]))
                 ],
             )
@@ -277,6 +282,7 @@ def _key_tile(
     slots: Sequence[SlotArray],
     zero_slot: int,
     window: int | None,
+    chunk: int | None,
 ) -> _KeyTile:
     """Key tile `index` of a group: the pool's zero token stands for keys that a unit does not have."""
     first = index * KEY_TILE
@@ -286,6 +292,7 @@ def _key_tile(
             slots_UB[unit] = slots[segment][first : first + KEY_TILE]
     nearest, farthest = int(position_UQ.min()), int(position_UQ.max())
     sees_all = nearest >= first + KEY_TILE - 1 and (window is None or farthest - window < first)
+    sees_all = sees_all and (chunk is None or farthest // chunk * chunk <= first)
     if sees_all and len(segment_U) == num_units:
         return _KeyTile(torch.from_numpy(slots_UB), None)
     key_B = np.arange(first, first + KEY_TILE)
@@ -293,4 +300,6 @@ def _key_tile(
     hidden_UQB[: len(segment_U)] = key_B > position_UQ[:, :, None]
     if window is not None:
         hidden_UQB[: len(segment_U)] |= key_B <= position_UQ[:, :, None] - window
+    if chunk is not None:
+        hidden_UQB[: len(segment_U)] |= key_B < position_UQ[:, :, None] // chunk * chunk
     return _KeyTile(torch.from_numpy(slots_UB), torch.from_numpy(hidden_UQB))

@@ -12,7 +12,7 @@ from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.rope import apply_rope
-from radixmesh.daemons.worker.models.row_maths import linear, plus
+from radixmesh.daemons.worker.models.row_maths import linear, plus, rms_norm
 from radixmesh.daemons.worker.tiles import Tensors
 
 
@@ -29,15 +29,21 @@ class GroupedAttention:
         self._output_norm = create_norm(config, weights.output_norm_D)
 
     def project(self, inputs: Tensors) -> Tensors:
-        """(x_TD, cos_T1h, sin_T1h) -> q_THd and k_TKd, with RoPE, and v_TKd; (x_TD,) of a layer without RoPE."""
-        x_TD, *angles = inputs
+        """(x_TD, cos_T1h, sin_T1h) -> q_THd and k_TKd, with RoPE, and v_TKd. Of a layer without RoPE: (x_TD,), or
+        (x_TD, temperature_T11) where the config has one."""
+        x_TD, *more = inputs
         config, weights = self._config, self._weights
         qkv = linear(self._norm(x_TD), weights.w_qkv_DX, weights.b_qkv_X).view(x_TD.shape[0], -1, config.head_dim)
         num_qk_heads = config.num_heads + config.num_kv_heads
         heads = self._normed(qkv[:, :num_qk_heads])
         if self._rope is not None:
-            heads = apply_rope(heads, *angles, is_interleaved=self._rope.is_interleaved)
-        return heads[:, : config.num_heads], heads[:, config.num_heads :], qkv[:, num_qk_heads:]
+            heads = apply_rope(heads, *more, is_interleaved=self._rope.is_interleaved)
+            if config.head_norm is HeadNorm.AFTER_ROPE:
+                heads = rms_norm(heads, None, config.norm_eps)
+        q_THd = heads[:, : config.num_heads]
+        if self._rope is None and more:
+            q_THd = (q_THd * more[0]).to(q_THd.dtype)
+        return q_THd, heads[:, config.num_heads :], qkv[:, num_qk_heads:]
 
     def output(self, o_THd: torch.Tensor) -> torch.Tensor:
         """[T, D]: the projected output of the heads, as it is added to the residual."""
@@ -47,7 +53,7 @@ class GroupedAttention:
     def _normed(self, heads: torch.Tensor) -> torch.Tensor:
         """Queries and keys, [T, H + K, d], normed as the config says."""
         config = self._config
-        if config.head_norm is HeadNorm.NONE:
+        if config.head_norm in (HeadNorm.NONE, HeadNorm.AFTER_ROPE):
             return heads
         q_THd, k_TKd = heads[:, : config.num_heads], heads[:, config.num_heads :]
         if config.head_norm is HeadNorm.ALL:

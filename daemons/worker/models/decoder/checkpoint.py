@@ -17,19 +17,28 @@ from radixmesh.daemons.worker.models.decoder.weights import (
     MlpWeights,
     RoutedWeights,
 )
-from radixmesh.daemons.worker.models.expert_checkpoint import ExpertNames, expert_targets
+from radixmesh.daemons.worker.models.expert_checkpoint import (
+    ExpertNames,
+    expert_targets,
+    fused_expert_targets,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedLayout:
     """A family's names for the block of router and experts, and for the experts' projections.
 
-    other_block: the block's name in checkpoints that hold all experts of a layer in two tensors.
+    other_block: the block's name in checkpoints that hold all experts of a layer in two tensors. is_in_first: there
+    are only these two, [experts, in, out]; with is_interleaved gate and up alternate in the first one.
     """
 
     block: str = "mlp"
     other_block: str = "mlp"
     names: ExpertNames = ExpertNames()
+    router: str = "gate"
+    shared: str = "shared_expert"
+    is_in_first: bool = False
+    is_interleaved: bool = False
 
 
 class Part(NamedTuple):
@@ -163,15 +172,35 @@ def _mlp_targets(config: DecoderConfig, parts: LayerParts, weights: MlpWeights) 
 def _routed_targets(prefix: str, weights: RoutedWeights, layout: RoutedLayout) -> TensorTargets:
     block, other_block = f"{prefix}.{layout.block}", f"{prefix}.{layout.other_block}"
     router_ED = weights.w_router_DE.t()
-    experts = expert_targets(
-        f"{block}.experts", weights.experts, names=layout.names, fused_prefix=f"{other_block}.experts"
-    )
+    if layout.is_in_first:
+        experts = fused_expert_targets(f"{block}.experts", weights.experts, is_interleaved=layout.is_interleaved)
+    else:
+        experts = expert_targets(
+            f"{block}.experts", weights.experts, names=layout.names, fused_prefix=f"{other_block}.experts"
+        )
     others = dict(experts.others)
+    router = f"{block}.{layout.router}"
     if other_block != block:
-        others[f"{other_block}.gate.weight"] = OtherTarget(tensor=router_ED, replaces=(f"{block}.gate.weight",))
-    return TensorTargets(
-        tensors={f"{block}.gate.weight": router_ED, **experts.tensors}, is_ignored=experts.is_ignored, others=others
-    )
+        others[f"{other_block}.{layout.router}.weight"] = OtherTarget(tensor=router_ED, replaces=(f"{router}.weight",))
+    targets = {f"{router}.weight": router_ED, **experts.tensors, **_shared_targets(f"{block}.{layout.shared}", weights)}
+    if weights.b_router_E is not None:
+        targets[f"{router}.bias"] = weights.b_router_E
+    return TensorTargets(tensors=targets, is_ignored=experts.is_ignored, others=others)
+
+
+def _shared_targets(prefix: str, weights: RoutedWeights) -> dict[str, torch.Tensor]:
+    """Of the MLP that all rows share, which has no biases."""
+    if weights.shared is None:
+        return {}
+    gate_DF, up_DF = weights.shared.w_gate_up_DF2.chunk(2, dim=1)
+    targets = {
+        f"{prefix}.gate_proj.weight": gate_DF.t(),
+        f"{prefix}.up_proj.weight": up_DF.t(),
+        f"{prefix}.down_proj.weight": weights.shared.w_down_FD.t(),
+    }
+    if weights.w_shared_gate_D1 is not None:
+        targets[f"{prefix}_gate.weight"] = weights.w_shared_gate_D1.t()
+    return targets
 
 
 def _targets(

@@ -21,18 +21,31 @@ class NormKind(Enum):
 
 
 class HeadNorm(Enum):
-    """Norms of queries and keys before RoPE: EACH head by itself, or ALL heads of a token as one vector."""
+    """Norms of queries and keys before RoPE: EACH head by itself, or ALL heads of a token as one vector. AFTER_ROPE:
+    each head after RoPE, without a weight, in the layers that have RoPE."""
 
     NONE = "none"
     EACH = "each"
     ALL = "all"
+    AFTER_ROPE = "after_rope"
+
+
+class RouterKind(Enum):
+    """Weights of a row's picks. SOFTMAX: their probabilities among all experts. PICKED_SOFTMAX: those among the picks.
+    SIGMOID: the sigmoid of each one's score, which multiplies what the expert reads, not what it gives."""
+
+    SOFTMAX = "softmax"
+    PICKED_SOFTMAX = "picked_softmax"
+    SIGMOID = "sigmoid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsConfig:
     """Routed experts in place of the MLP of some layers; a row picks the `num_picks` most probable ones.
 
-    is_normalised: the weights of a row's picks are scaled to a sum of 1.
+    is_normalised: the weights of a row's picks are scaled to a sum of 1. has_bias: router and experts have biases.
+    swiglu_limit, swiglu_alpha: those of `clamped_gated`, in place of SiLU. shared_mlp_size: of an MLP that every row
+    goes through beside its experts, multiplied by the sigmoid of a projection if has_shared_gate; 0 = none.
     """
 
     num_experts: int
@@ -40,6 +53,20 @@ class ExpertsConfig:
     mlp_size: int
     is_normalised: bool
     layers: frozenset[int]
+    router: RouterKind = RouterKind.SOFTMAX
+    has_bias: bool = False
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    shared_mlp_size: int = 0
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryTemperature:
+    """Queries of layers without RoPE are multiplied by 1 + scale x log(1 + floor((position + 1) / floor_scale))."""
+
+    scale: float
+    floor_scale: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +75,8 @@ class DecoderConfig:
 
     rope: of all layers, unless `layer_ropes` says it by layer; None = no RoPE. has_position_embedding: a learned
     vector for each position below max_total_len is added to the embedding. windows: by layer, how many tokens one
-    sees, itself among them; None = all before it.
+    sees, itself among them; None = all before it. chunks: by layer, sequences are cut at multiples of that many tokens,
+    and a token sees those of its own chunk; None = in no layer.
 
     Norms: has_input_norms before attention and MLP, has_output_norms behind them, before the sum with the residual;
     is_parallel: attention and MLP both read the input of the layer, each through its own norm.
@@ -93,6 +121,8 @@ class DecoderConfig:
     residual_scale: float = 1.0
     logits_divisor: float = 1.0
     has_sinks: bool = False
+    chunks: tuple[int | None, ...] | None = None
+    query_temperature: QueryTemperature | None = None
     activation: str = "silu"
     is_gated: bool = True
     names: CheckpointNames = CheckpointNames()

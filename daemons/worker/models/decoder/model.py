@@ -53,15 +53,17 @@ class DecoderModel(Model):
     def forward(self, batch: ModelBatch) -> torch.Tensor:
         x_TD = self._embed(batch.ids_T, batch.positions_T)
         angles = {rope: table.at(batch.positions_T) for rope, table in self._ropes.items()}
+        temperature = _temperature(self.config, batch.positions_T)
         for index, (block, window) in enumerate(zip(self._blocks, self.config.windows, strict=True)):
             rope = self._layer_ropes[index]
-            inputs = (x_TD,) if rope is None else (x_TD, *angles[rope])
+            inputs = (x_TD, *temperature) if rope is None else (x_TD, *angles[rope])
             q_THd, k_TKd, v_TKd = batch.tiles.map(block.attention.project, inputs)
             keys_SKd, values_SKd = batch.kv.tokens("keys", index), batch.kv.tokens("values", index)
             keys_SKd.index_copy_(0, batch.kv_slots_N, k_TKd[: batch.num_rows])
             values_SKd.index_copy_(0, batch.kv_slots_N, v_TKd[: batch.num_rows])
             sinks_H = self.weights.layers[index].attention.sinks_H
-            o_THd = batch.attention.attend(q_THd, keys_SKd, values_SKd, window, sinks_H)
+            chunk = None if self.config.chunks is None else self.config.chunks[index]
+            o_THd = batch.attention.attend(q_THd, keys_SKd, values_SKd, window, sinks_H, chunk)
             x_TD = block.finish(x_TD, o_THd, batch)
         return x_TD
 
@@ -117,6 +119,15 @@ class DecoderModel(Model):
         return (self._final_norm(inputs[0]).float(),)
 
 
+def _temperature(config: DecoderConfig, positions_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """float32 [T, 1, 1] for layers without RoPE, or nothing."""
+    tuning = config.query_temperature
+    if tuning is None:
+        return ()
+    steps_T = torch.floor((positions_T.float() + 1.0) / tuning.floor_scale)
+    return ((torch.log1p(steps_T) * tuning.scale + 1.0)[:, None, None],)
+
+
 def _num_pairs(config: DecoderConfig, rope: RopeConfig | None) -> int:
     return 0 if rope is None else (rope.rotary_dim or config.head_dim) // 2
 
@@ -124,6 +135,7 @@ def _num_pairs(config: DecoderConfig, rope: RopeConfig | None) -> int:
 def _inputs(config: DecoderConfig, hidden: RowInput, rope: RopeConfig | None) -> tuple[RowInput, ...]:
     """Of `GroupedAttention.project` in a layer with that RoPE."""
     if rope is None:
-        return (hidden,)
+        has_temperature = config.query_temperature is not None
+        return (hidden, RowInput((1, 1), torch.float32)) if has_temperature else (hidden,)
     angles = RowInput((1, _num_pairs(config, rope)), torch.float32)
     return (hidden, angles, angles)

@@ -44,10 +44,13 @@ class MlpWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedWeights:
-    """Experts, and the projection that says how well each suits a row."""
+    """Experts, and the projection that says how well each suits a row; the MLP that all rows share, and its gate."""
 
     w_router_DE: torch.Tensor
     experts: ExpertWeights
+    b_router_E: torch.Tensor | None = None
+    shared: MlpWeights | None = None
+    w_shared_gate_D1: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,24 +143,30 @@ def _attention(config: DecoderConfig, new: _Memory) -> AttentionWeights:
     )
 
 
-def _mlp(config: DecoderConfig, new: _Memory) -> MlpWeights:
-    up_size = 2 * config.mlp_size if config.is_gated else config.mlp_size
+def _mlp(config: DecoderConfig, new: _Memory, mlp_size: int | None = None) -> MlpWeights:
+    size = mlp_size or config.mlp_size
+    up_size = 2 * size if config.is_gated else size
     return MlpWeights(
         w_gate_up_DF2=new.projection(config.hidden_size, up_size),
         b_gate_up_F2=new(up_size) if config.has_mlp_bias else None,
-        w_down_FD=new.projection(config.mlp_size, config.hidden_size),
+        w_down_FD=new.projection(size, config.hidden_size),
         b_down_D=new(config.hidden_size) if config.has_mlp_bias else None,
     )
 
 
 def _experts(config: DecoderConfig, new: _Memory, placement: Placement) -> RoutedWeights:
-    assert config.experts is not None
+    experts = config.experts
+    assert experts is not None
     return RoutedWeights(
-        w_router_DE=new(config.hidden_size, config.experts.num_experts),
+        w_router_DE=new(config.hidden_size, experts.num_experts),
         experts=ExpertWeights.empty(
-            num_experts=config.experts.num_experts,
+            num_experts=experts.num_experts,
             hidden_size=config.hidden_size,
-            mlp_size=config.experts.mlp_size,
+            mlp_size=experts.mlp_size,
             placement=placement,
+            has_bias=experts.has_bias,
         ),
+        b_router_E=new(experts.num_experts) if experts.has_bias else None,
+        shared=_mlp(config, new, experts.shared_mlp_size) if experts.shared_mlp_size else None,
+        w_shared_gate_D1=new(config.hidden_size, 1) if experts.has_shared_gate else None,
     )

@@ -27,16 +27,16 @@ def read_qwen3_moe_config(reader: ConfigReader) -> DecoderConfig:
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         windows=(window,) * decoder.num_layers,
-        experts=_read_experts(reader, decoder.num_layers),
+        experts=read_qwen_experts(reader, decoder.num_layers),
     )
 
 
-def _read_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig | None:
+def read_qwen_experts(reader: ConfigReader, num_layers: int, *, default_num: int = 128) -> ExpertsConfig | None:
     """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers names it; None: no layer has."""
     # Newer files spell the number of experts as other families do.
     num_key = "num_local_experts" if reader.has("num_local_experts") else "num_experts"
     step, dense_layers = reader.integer("decoder_sparse_step", 1), reader.integers("mlp_only_layers", low=0)
-    if reader.integer(num_key, 128, low=0) == 0:
+    if reader.integer(num_key, default_num, low=0) == 0:
         return None
     return read_experts(
         reader,
