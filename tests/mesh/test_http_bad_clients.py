@@ -131,7 +131,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("unknown role, streamed", CHAT, {"messages": BARD, "stream": True}, 400, "INVALID_CHAT", None),
     ("an image", CHAT, {"messages": IMAGE}, 400, "UNSUPPORTED", "messages.0.content"),
     ("alternatives of nothing", CHAT, {"messages": USER, "top_logprobs": 2}, 400, "INVALID_ARGUMENT", "top_logprobs"),
-    ("a schema", CHAT, {"messages": USER, "response_format": ANY_JSON}, 400, "UNSUPPORTED", "response_format"),
+    ("two", CHAT, {"messages": USER, "response_format": ANY_JSON, "regex": "a"}, 400, "INVALID_ARGUMENT", "regex"),
     ("a misspelt field", COMPLETIONS, {"prompt": "x", "temprature": 0}, 400, "UNSUPPORTED", "temprature"),
     ("a key of 200 KB", COMPLETIONS, {"prompt": "x", "y" * 200_000: 1}, 400, "UNSUPPORTED", None),
     ("65 levels", CHAT, {"messages": USER, "tools": [deep(65)]}, 400, "MALFORMED_MESSAGE", None),

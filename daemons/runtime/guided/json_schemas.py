@@ -1,7 +1,7 @@
 """JSON schemas as a grammar can follow them: what it could not enforce is refused by name, never dropped.
 
-The library compiles such schemas too and leaves the keyword out; the answer would not validate. What is refused here was
-found by giving xgrammar 0.2.8 each keyword with a text that breaks it.
+The library compiles such schemas too and leaves the keyword out; the answer would not validate. What is refused here
+was found by giving xgrammar 0.2.8 each keyword with a text that breaks it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Walk:
         _check_choosers(path, schema)
         if "type" not in schema and not any(name in schema for name in _CHOOSERS):
             for keyword, kind in _TYPED.items():
-                if keyword in schema:
+                if keyword in schema and not (kind == "string" and path.endswith("/propertyNames")):
                     raise _refused(path, keyword, f"without a type: add 'type': '{kind}'")
         if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
             raise _refused(path, "minLength" if "minLength" in schema else "maxLength", "beside a pattern")
@@ -173,7 +173,6 @@ def _require_named(path: str, schema: Schema) -> None:
 
 def _refused(path: str, keyword: str, why: str = "") -> Exception:
     where = "" if path == "#" else f" at {path[:200]}"
-    text = (
-        f"the json_schema has {keyword!r}{where}{' ' + why if why else ''}, which a grammar cannot follow: leave it out"
-    )
+    detail = f" {why}" if why else ""
+    text = f"the json_schema has {keyword!r}{where}{detail}, which a grammar cannot follow: leave it out"
     return invalid_grammar(text, "keyword")

@@ -46,8 +46,9 @@ HARMLESS = frozenset(
 # Constraints on an answer: without them it would be another one.
 CONSTRAINTS = frozenset(
     (
-        *("grammar", "guided_decoding_backend", "guided_whitespace_pattern", "tool_choice", "function_call"),
-        *("stop_regex", "choice"),
+        *("response_format", "regex", "json_schema", "ebnf", "grammar", "structural_tag", "structured_outputs"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"),
+        *("guided_whitespace_pattern", "guided_json_object", "tool_choice", "function_call", "stop_regex", "choice"),
     )
 )
 # Known elsewhere, and not offered here.
@@ -87,6 +88,7 @@ UNSUPPORTED = frozenset(
 )
 # Values that ask for nothing: a field's default elsewhere. Null, false, "", [] and {} ask for nothing anywhere.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),

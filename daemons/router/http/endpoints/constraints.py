@@ -23,6 +23,8 @@ from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.runtime.errors import MeshError
 
 MAX_CHOICES = 1024
+# Values that ask for nothing, wherever they are sent.
+_NOTHING = (b"null", b"false", b'""', b"[]", b"{}")
 _OBJECT_SCHEMA = '{"type": "object"}'
 _TEXTS = msgspec.json.Decoder(list[str])
 _FLAG = msgspec.json.Decoder(bool)
@@ -38,7 +40,7 @@ def grammar_of(fields: Mapping[str, Bytes | None]) -> tuple[Grammar | None, str]
     by = ""
     for field, read in _READERS.items():
         raw = fields.get(field)
-        if raw is None or bytes(memoryview(raw)[:4]) == b"null":
+        if raw is None or bytes(memoryview(raw)[:6]) in _NOTHING:
             continue
         grammar = read(raw, field)
         if grammar is None:
@@ -117,7 +119,7 @@ def _structured_outputs(raw: Bytes, field: str) -> Grammar | None:
     """vLLM's object: exactly one of its constraints."""
     found: Grammar | None = None
     for name, value in read_fields(raw, field).items():
-        if bytes(value) in (b"null", b"false"):
+        if bytes(value) in _NOTHING:
             continue
         if name not in _STRUCTURED:
             raise unsupported(
