@@ -12,11 +12,11 @@ import httpx
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
+from support.fault_injection import kill_once
 from support.http import http_client, openai_client
 from support.jobs import Job
-from support.killing import kill_once
 from support.mesh import SERVICES, Mesh, running_mesh
-from support.storm import Storm
+from support.stream_load import StreamLoad
 
 from radixmesh.client import errors
 
@@ -147,9 +147,9 @@ async def test_kills_change_no_byte(mesh: Mesh) -> None:
     for job in jobs:
         assert all(re.fullmatch(WORDS, answer.text) for answer in job.answers)
     pick = random.Random(7)
-    async with Storm(mesh.client, jobs, num_streams=8) as storm:
-        await storm.all_progressed(0.0)
+    async with StreamLoad(mesh.client, jobs, num_streams=8) as load:
+        await load.all_progressed(0.0)
         for service in SERVICES:
-            kill = await kill_once(mesh, storm, service, signal.SIGKILL, pick)
-            assert storm.failures == [], (kill, storm.failures[:3])
-    assert storm.failures == [] and storm.num_completed >= 8
+            kill = await kill_once(mesh, load, service, signal.SIGKILL, pick)
+            assert load.failures == [], (kill, load.failures[:3])
+    assert load.failures == [] and load.num_completed >= 8
