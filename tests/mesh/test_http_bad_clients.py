@@ -154,7 +154,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("neither text nor ids", NATIVE, {}, 400, "MISSING_FIELD", "text"),
     ("text and ids", NATIVE, {"text": "x", "input_ids": [1]}, 400, "MISSING_FIELD", "text"),
     ("2 params", NATIVE, {"text": "x", "sampling_params": [{}, {}]}, 400, "INVALID_ARGUMENT", "sampling_params"),
-    ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", "sampling_params.regex"),
+    ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", "sampling_params"),
     ("nothing to encode", "/tokenize", {}, 400, "MISSING_FIELD", "prompt"),
     ("ids outside", "/detokenize", {"tokens": [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", None),
     ("dimensions", "/v1/embeddings", {"input": "x", "dimensions": "2"}, 400, "INVALID_ARGUMENT", "dimensions"),

@@ -78,6 +78,8 @@ def resolve(
     default_request_len: prompt and output together where max_tokens is not given, 0 = as much as the context holds.
     """
     room = check_prompt(prompt_ids, identity)
+    if request.HasField("grammar"):
+        check_followed(identity)
     sampling = sampling_from_proto(with_sampling_defaults(request.sampling, identity.default_sampling))
     check_options(sampling, draft.stop, identity)
     default = max(1, (default_request_len or identity.max_total_len) - len(prompt_ids) // 4)
@@ -182,6 +184,13 @@ def check_guided(task: common_pb2.Task, stop: Stop, grammar: common_pb2.Grammar)
         if is_asked:
             message = f"an output that follows a grammar ends where the grammar does: leave {field} out"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
+
+
+def check_followed(identity: common_pb2.ModelIdentity) -> None:
+    """Raises UNSUPPORTED where the model's workers follow no grammars."""
+    if not identity.grammar_format:
+        message = f"the workers of {identity.name!r} follow no grammar: leave it out (docs/http.md says what they need)"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "grammar"})
 
 
 def check_offered(task: common_pb2.Task) -> None:

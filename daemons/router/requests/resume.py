@@ -16,6 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.requests.resolver import (
     MAX_N,
     MAX_NAME_BYTES,
+    check_followed,
     check_guided,
     check_ids,
     check_names,
@@ -89,6 +90,8 @@ def rebuild(
     """
     claimed = request.resume.resolved
     check_prompt(claimed.prompt_ids, identity)
+    if claimed.HasField("grammar"):
+        check_followed(identity)
     sampling, stop = sampling_from_proto(claimed.sampling), stop_from_proto(claimed.stop)
     check_options(sampling, stop, identity)
     if claimed.ids_only and stop.stop:

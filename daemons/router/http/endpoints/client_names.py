@@ -52,6 +52,7 @@ NATIVE_SAMPLING: Mapping[str, str] = {
     }.items()
 }
 _NATIVE: Mapping[str, str] = {
+    "grammar": "sampling_params",
     **NATIVE_SAMPLING,
     "num_top_logprobs": "top_logprobs_num",
     "sampling.logprobs": "return_logprob",
