@@ -34,7 +34,7 @@ def _encode(kind: str, text: str) -> list[int]:
 
 
 def _pieces(kind: str, ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
-    """What a client sees token by token, and at the end."""
+    """Text as a client sees it token by token, and the remainder at the end."""
     decoder = family_of(_vocabulary(kind)).new_decoder(skip_special_tokens=skip_special_tokens, prompt_tail_ids=[])
     return [*(decoder.push([i]) for i in ids), decoder.remainder()]
 
