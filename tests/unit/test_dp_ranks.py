@@ -11,6 +11,7 @@ from support.planner_world import EOS_ID, VOCAB_SIZE, Record, submission
 from support.planner_world import joined as joined_records
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.daemons.runtime.sampling import Stop
@@ -68,6 +69,7 @@ class DpWorld:
         self.planner = Planner(replace(settings, **choices))  # type: ignore[arg-type]
         self.records: list[Record] = []
         self.results: deque[list[StepResult]] = deque()
+        self.shapes: list[worker_pb2.ForwardShape] = []
         self.sections: list[list[StepPlan]] = []
         self.epoch = 0
         self.begin_epoch()
@@ -98,6 +100,7 @@ class DpWorld:
             return False
         data = encode_plan(plan, 0, self.group.dp_size, self.group.num_slots)
         message = parse_frame(data, worker_pb2.ExecuteRequest).plan
+        self.shapes.append(message.header.shape)
         sections = [plan_from_proto(message, rank) for rank in range(self.group.dp_size)]
         self.sections.append(sections)
         self.results.append([e.run(section) for e, section in zip(self.executors, sections, strict=True)])
@@ -146,9 +149,9 @@ class DpWorld:
         raise AssertionError("never admitted")
 
 
-@pytest.mark.parametrize("max_tokens_per_row", [1, 3])
-@pytest.mark.parametrize("num_ranks", [2, 3, 12])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("num_ranks", "max_tokens_per_row", "seed"), [(2, 1, 0), (2, 3, 0), (3, 1, 1), (3, 3, 1), (12, 1, 0), (12, 3, 1)]
+)
 def test_outputs_are_those_of_one_rank(num_ranks: int, max_tokens_per_row: int, seed: int) -> None:
     """Little memory: retractions, evictions and chunks on every rank, a new epoch in the middle."""
     rng = np.random.default_rng(seed)
@@ -211,6 +214,16 @@ def test_a_rank_whose_prefills_wait_for_each_other_is_freed_while_another_goes_o
         while world.results:
             world.process()
     assert all(record.tokens == world.expected(record) for record in long_ones)
+
+
+def test_the_shape_of_a_step_says_which_ranks_idle() -> None:
+    world = DpWorld(3, num_slots=1)
+    world.submit([2, 3, 4, 5], max_tokens=2)
+    world.submit([6, 7], max_tokens=2)
+    world.step()
+    (shape,) = world.shapes
+    idle = {0, 1, 2} - {world.rank_of(record) for record in world.records}
+    assert shape.max_tokens_per_rank == 4 and unpack_ints(shape.idle_ranks, "idle_ranks").tolist() == sorted(idle)
 
 
 def test_a_flush_empties_the_caches_of_all_ranks() -> None:
