@@ -19,7 +19,7 @@ _TICK_S = 1.0
 
 @dataclass(slots=True)
 class Routed:
-    """Decisions for one scheduler. num_tokens: of prompts and outputs; cached_tokens of these were known to be there."""
+    """Decisions for one scheduler. num_tokens: of prompts and outputs; cached_tokens: of these, known to be there."""
 
     num_decisions: int = 0
     num_tokens: int = 0
