@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.plan_driver import GREEDY, PLAIN_OPTIONS, check_same, drive, logprob_tolerance
+from support.drafting import check_same_outputs, drafter_of, drive_long, outputs_of
+from support.plan_driver import GREEDY, OPTIONS, PLAIN_OPTIONS, check_same, drive, logprob_tolerance
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -191,3 +192,26 @@ def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, 
     with pytest.raises(InterruptedError):
         load.load_cuda_runner(MODEL, settings)
     assert seen == [expected]
+
+
+@pytest.mark.parametrize(("page_size", "max_drafts", "lag"), [(1, 1, 0), (4, 4, 2), (4, 8, 1)])
+def test_drafts_change_no_output(page_size, max_drafts, lag):
+    """Rows are launched ahead of what the host knows of their lengths; the device accepts what sampling confirms."""
+    options, num_out = [OPTIONS[0], OPTIONS[1], OPTIONS[3], OPTIONS[5]], 14
+    want = drive_long(
+        _device_runner(page_size), chunk_len=64, lag=0, num_steps=num_out, num_out=num_out, options=options
+    )
+    runner = _device_runner(page_size)
+    drafter = drafter_of(outputs_of(want, options), seed=max_drafts, share=0.8)
+    runner.verify(drafter, max_drafts=max_drafts)  # type: ignore[attr-defined]
+    got = drive_long(runner, chunk_len=64, lag=lag, num_steps=num_out, num_out=num_out, options=options)
+    check_same_outputs(got, want, num_out=num_out, atol=logprob_tolerance(MODEL))
+    counts = np.concatenate([result.counts for result in got.results])
+    assert counts.max() > 1 and counts.max() <= max_drafts + 1
+
+
+def test_attention_that_needs_exact_lengths_verifies_nothing(monkeypatch):
+    runner = _device_runner(4)
+    monkeypatch.setattr(type(runner._attention), "needs_exact_lengths", True)  # type: ignore[attr-defined]
+    runner.verify(lambda sample, most: [5] * most, max_drafts=3)  # type: ignore[attr-defined]
+    assert runner.max_tokens_per_row == 1
