@@ -65,7 +65,7 @@ def page() -> str:
         "",
     ]
     parts: list[Callable[[Mapping[str, Any]], list[str]]] = [
-        *(_throughput, _whole_mesh, _steps, _prompts, _where, _idle, _gemm, _attention),
+        *(_throughput, _logprobs, _whole_mesh, _steps, _prompts, _where, _idle, _gemm, _attention),
         *(_numerics, _endurance, _notes),
     ]
     return "\n".join(head + [line for part in parts for line in (*part(dense), "")]).rstrip() + "\n"
@@ -110,8 +110,24 @@ def _other_runs(dense: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
     yield from dense["other_shapes"].items()
 
 
+def _logprobs(_: Mapping[str, Any]) -> list[str]:
+    got = _read("h200-logprobs.json")
+    rows = [[f"{got['asking'][name]}", f"{tok_s:,.0f}"] for name, tok_s in got["out_tok_s"].items()]
+    return [
+        *("## Logprobs", ""),
+        _wrapped(
+            f"{got['requests']} streams, of which some ask for {got['alternatives']} alternatives of every token "
+            f"(`{got['command']}`). {got['asking']['some']} of them leave {got['ratio']['some']:.1%} of the tokens a "
+            f"second, all of them {got['ratio']['all']:.1%}."
+        ),
+        "",
+        *_table(["streams that ask", "tokens/s"], rows),
+    ]
+
+
 def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:
     mesh, start = dense["whole_mesh"], dense["start_s"]
+    compiled_s = start.get("kernels compiled", start.get("kernels of products compiled"))
     ttft, itl = mesh["ttft_ms"], mesh["itl_ms"]
     cores = ", ".join(f"{name} {value:g}" for name, value in mesh["cores"].items())
     return [
@@ -125,7 +141,7 @@ def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:
         "",
         _wrapped(
             f"From start to serving, without weights from disk: {start['warm kernel caches']:.0f} s with warm kernel "
-            f"caches, {start['kernels of products compiled']:.0f} s where the project's own GEMMs are compiled too."
+            f"caches, {compiled_s:.0f} s where the project's own GEMMs are compiled too."
         ),
     ]
 
@@ -134,7 +150,9 @@ def _steps(dense: Mapping[str, Any]) -> list[str]:
     sizes = (1, 8, 64, 256, 512)
     rows = []
     for key, label in _STEPS.items():
-        by_rows = {entry["rows"]: entry for entry in dense[key]["decode"]}
+        by_rows = {entry["rows"]: entry for entry in dense.get(key, {"decode": []})["decode"]}
+        if not by_rows:
+            continue
         rows.append([label, *(_step_cell(by_rows[size]) if size in by_rows else "" for size in sizes)])
     return [
         *("## A decode step of the worker alone", ""),
@@ -153,8 +171,8 @@ def _prompts(dense: Mapping[str, Any]) -> list[str]:
     lengths = (128, 1024, 2048, 8192)
     rows = []
     for key, label in {"steps": "default, an earlier commit", **_STEPS}.items():
-        by_len = {entry["tokens"]: entry["ms"] for entry in dense[key].get("prefill", [])}
-        mixed = [f"{entry['ms']:.2f}" for entry in dense[key].get("mixed", [])]
+        by_len = {entry["tokens"]: entry["ms"] for entry in dense.get(key, {}).get("prefill", [])}
+        mixed = [f"{entry['ms']:.2f}" for entry in dense.get(key, {}).get("mixed", [])]
         if by_len:
             cells = [f"{by_len[length]:.1f}" if length in by_len else "" for length in lengths]
             rows.append([label, *cells, *(mixed or [""])])

@@ -6,15 +6,49 @@ RoPE: Su et al., RoFormer (2021), pairs (x[i], x[i + d/2]) as in checkpoints of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.inverse_rms import check_norm_input, inverse_rms, inverse_rms_reference
 
 # Heads of one program: with 128 dims a warp holds four of them, 16 bytes of each half a thread. Fewer programs a row
 # would compute the inverse RMS less often, but leave too few to hide each other's waits.
 _HEADS = 16
+
+
+class KvTarget(NamedTuple):
+    """Places of a step's rows: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
+    int32 [slots, pages]."""
+
+    positions_T: torch.Tensor
+    row_slots_T: torch.Tensor
+    page_tables: torch.Tensor
+    page_size: int
+
+
+class RopeAngles(NamedTuple):
+    """float32 [positions, d / 2] each, contiguous."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class HeadShape(NamedTuple):
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorm weights [d] of each query and key head; None where the model has none."""
+
+    query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    eps: float = 1e-6
 
 
 @triton.jit
@@ -105,105 +139,79 @@ def _rope_kv_kernel(
 
 
 def rope_write_kv(
-    qkv_TX: torch.Tensor,
-    cos_PD2: torch.Tensor,
-    sin_PD2: torch.Tensor,
-    positions_T: torch.Tensor,
-    row_slots_T: torch.Tensor,
-    page_tables: torch.Tensor,
-    page_size: int,
+    qkv: DeferredNormGemm,
+    angles: RopeAngles,
+    target: KvTarget,
     keys_SKd: torch.Tensor,
     values_SKd: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm_d: torch.Tensor | None = None,
-    k_norm_d: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    out: torch.Tensor | None = None,
+    heads: HeadShape,
+    norms: HeadNorms,
     *,
-    norm_input_TD: torch.Tensor | None = None,
-    bias_X: torch.Tensor | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """Returns the queries [T, H, d] with RoPE; writes keys with RoPE, and values, at each row's place in the pool.
 
-    qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous). cos and sin float32 [P, d/2].
-    Row t is position positions[t] of slot row_slots[t] (both int32): its place in the pool is
-    page_tables[slot, position // page_size] * page_size + position % page_size (page_tables int32 [slots, pages]).
+    qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous); its norm input [T, D] and bias
+    [(H + 2K) d] are contiguous, and eps is that of `norms`.
     keys and values [S, K, d]: contiguous, or the first d of [S, K, stored d]; of any floating dtype, to which numbers
     of qkv's are rounded. Two rows may not share a place, but for those of a dummy slot, whose page then holds any of
     them.
 
-    `norm_input` [T, D], contiguous: input of a deferred-norm GEMM whose result is qkv; qkv is first multiplied by each
-    row's inverse RMS, 1 / sqrt(mean(x^2) + eps). Then `bias` [(H + 2K) d] is added. With q_norm and
-    k_norm ([d], together) every head of queries and keys is then RMS-normalised. float32 inside; rounded to the dtype
-    after the norm of heads and after RoPE.
+    With head norms, which come together, every head of queries and keys is RMS-normalised behind norm and bias. float32
+    inside; rounded to the dtype after the norm of heads and after RoPE.
 
-    `use_pdl` as in `rms_norm`, and all but qkv, `norm_input` and the page tables is read without waiting: the kernels
+    `use_pdl` as in `rms_norm`, and all but qkv, its norm input and the page tables is read without waiting: the kernels
     ahead may not be writing it.
     """
+    qkv_TX, bias_X, norm_input_TD = qkv
+    cos_PD2, sin_PD2 = angles
+    positions_T, row_slots_T, page_tables, page_size = target
+    num_heads, num_kv_heads, head_dim = heads
+    q_norm_d, k_norm_d, eps = norms
     num_rows = qkv_TX.shape[0]
-    _check(qkv_TX, cos_PD2, sin_PD2, keys_SKd, values_SKd, num_heads, num_kv_heads, head_dim)
-    assert positions_T.dtype == row_slots_T.dtype == page_tables.dtype == torch.int32
-    assert positions_T.shape == row_slots_T.shape == (num_rows,) and page_tables.stride(1) == 1
-    assert (q_norm_d is None) == (k_norm_d is None)
-    assert bias_X is None or (bias_X.shape == qkv_TX.shape[1:] and bias_X.is_contiguous()), bias_X.shape
-    if norm_input_TD is not None:
-        check_norm_input(norm_input_TD, qkv_TX)
-    out = qkv_TX.new_empty(num_rows, num_heads, head_dim) if out is None else out
-    assert out.shape == (num_rows, num_heads, head_dim) and out.is_contiguous() and out.dtype == qkv_TX.dtype
+    _check(qkv, angles, target, keys_SKd, values_SKd, heads, norms)
+    out_THd = qkv_TX.new_empty(num_rows, num_heads, head_dim)
     if num_rows == 0:
-        return out
+        return out_THd
     block_h = min(_HEADS, triton.next_power_of_2(max(num_heads, 2 * num_kv_heads)))
     block_d2 = triton.next_power_of_2(head_dim // 2)
     num_parts = triton.cdiv(num_heads, block_h) + triton.cdiv(2 * num_kv_heads, block_h)
     num_warps = max(block_h * block_d2 // 256, 1)
     num_features = 1 if norm_input_TD is None else norm_input_TD.shape[1]
-    # Rows are the second axis of the grid, which holds 65,535.
-    assert num_rows < 1 << 16, num_rows
     _rope_kv_kernel[(num_parts, num_rows)](
         qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2), _or(k_norm_d, cos_PD2),
-        _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), out, keys_SKd, values_SKd,
+        _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), out_THd, keys_SKd, values_SKd,
         qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, STORED_DIM=keys_SKd.stride(1), BLOCK_H=block_h,
         BLOCK_D2=block_d2, BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None,
         HAS_BIAS=bias_X is not None, HAS_DEFERRED_NORM=norm_input_TD is not None, PDL=use_pdl,
         num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
-    return out
+    return out_THd
 
 
 def rope_write_kv_reference(
-    qkv_TX: torch.Tensor,
-    cos_PD2: torch.Tensor,
-    sin_PD2: torch.Tensor,
-    positions_T: torch.Tensor,
-    row_slots_T: torch.Tensor,
-    page_tables: torch.Tensor,
-    page_size: int,
+    qkv: DeferredNormGemm,
+    angles: RopeAngles,
+    target: KvTarget,
     keys_SKd: torch.Tensor,
     values_SKd: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm_d: torch.Tensor | None = None,
-    k_norm_d: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    *,
-    norm_input_TD: torch.Tensor | None = None,
-    bias_X: torch.Tensor | None = None,
+    heads: HeadShape,
+    norms: HeadNorms,
 ) -> torch.Tensor:
-    """Reference of `rope_write_kv`, in torch."""
-    positions, dtype = positions_T.long(), qkv_TX.dtype
-    qkv_TX = qkv_TX.float() if norm_input_TD is None else qkv_TX * inverse_rms_reference(norm_input_TD, eps)
-    qkv_TX = qkv_TX if bias_X is None else qkv_TX + bias_X
+    """The same as `rope_write_kv`, in torch."""
+    num_heads, num_kv_heads, head_dim = heads
+    positions, dtype = target.positions_T.long(), qkv.out_TN.dtype
+    qkv_TX = qkv.out_TN.float()
+    if qkv.norm_input_TD is not None:
+        qkv_TX = qkv.out_TN * inverse_rms_reference(qkv.norm_input_TD, norms.eps)
+    qkv_TX = qkv_TX if qkv.bias_N is None else qkv_TX + qkv.bias_N
     q_THd, k_TKd, v_TKd = qkv_TX.unflatten(1, (-1, head_dim)).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if q_norm_d is not None and k_norm_d is not None:
-        q_THd, k_TKd = _head_normed(q_THd, q_norm_d, eps), _head_normed(k_TKd, k_norm_d, eps)
-    cos_T1h, sin_T1h = cos_PD2[positions].unsqueeze(1), sin_PD2[positions].unsqueeze(1)
-    pages = page_tables[row_slots_T.long(), positions // page_size].long()
-    places = pages * page_size + positions % page_size
+    if norms.query is not None and norms.key is not None:
+        q_THd, k_TKd = _head_normed(q_THd, norms.query, norms.eps), _head_normed(k_TKd, norms.key, norms.eps)
+    cos_T1h, sin_T1h = angles.cos[positions].unsqueeze(1), angles.sin[positions].unsqueeze(1)
+    pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
+    places = pages * target.page_size + positions % target.page_size
     keys_SKd[places] = _turned(k_TKd, cos_T1h, sin_T1h).to(dtype).to(keys_SKd.dtype)
     values_SKd[places] = v_TKd.to(dtype).to(values_SKd.dtype)
     return _turned(q_THd, cos_T1h, sin_T1h).to(dtype)
@@ -225,18 +233,28 @@ def _or(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:
 
 
 def _check(
-    qkv_TX: torch.Tensor,
-    cos_PD2: torch.Tensor,
-    sin_PD2: torch.Tensor,
+    qkv: DeferredNormGemm,
+    angles: RopeAngles,
+    target: KvTarget,
     keys_SKd: torch.Tensor,
     values_SKd: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
+    heads: HeadShape,
+    norms: HeadNorms,
 ) -> None:
+    (qkv_TX, bias_X, norm_input_TD), (cos_PD2, sin_PD2), (num_heads, num_kv_heads, head_dim) = qkv, angles, heads
+    positions_T, row_slots_T, page_tables, _ = target
+    num_rows = qkv_TX.shape[0]
     assert qkv_TX.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim and qkv_TX.stride(1) == 1, qkv_TX.shape
+    assert bias_X is None or (bias_X.shape == qkv_TX.shape[1:] and bias_X.is_contiguous()), bias_X.shape
+    if norm_input_TD is not None:
+        check_norm_input(norm_input_TD, qkv_TX)
+    assert (norms.query is None) == (norms.key is None)
     assert head_dim % 2 == 0 and cos_PD2.shape == sin_PD2.shape == (cos_PD2.shape[0], head_dim // 2), cos_PD2.shape
     assert cos_PD2.dtype == sin_PD2.dtype == torch.float32 and cos_PD2.is_contiguous() and sin_PD2.is_contiguous()
+    assert positions_T.dtype == row_slots_T.dtype == page_tables.dtype == torch.int32
+    assert positions_T.shape == row_slots_T.shape == (num_rows,) and page_tables.stride(1) == 1
+    # Rows are the second axis of the grid, which holds 65,535.
+    assert num_rows < 1 << 16, num_rows
     stored_dim = keys_SKd.stride(1)
     for pool in (keys_SKd, values_SKd):
         strides = (num_kv_heads * stored_dim, stored_dim, 1)

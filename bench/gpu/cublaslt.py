@@ -24,9 +24,9 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
+from radixmesh.daemons.worker.cuda.gemm.autotuner import TimedGraph, elapsed_micros
 from radixmesh.daemons.worker.cuda.gemm.cublaslt import Algorithm, CublasLt, CublasLtMatmul, GemmShape, check_small_gemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt_library import CublasLtError
-from radixmesh.daemons.worker.cuda.gemm.timed_graph import TimedGraph, elapsed_micros
 
 _HIDDEN, _QKV, _MLP, _VOCAB = 3072, 5120, 8192, 128256
 # Those that matter most first, should the time run out.

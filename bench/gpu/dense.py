@@ -2,9 +2,9 @@
 
     python bench/gpu/dense.py --out results [--gpus 0 1 2 3] [--only mesh replay] > bench/results/h200-dense.json
 
-Each line of work below is a lane: its commands run one after the other on one GPU. Lanes share a GPU in turn if there
-are fewer GPUs than lanes; a lane never shares a GPU with another at a time. What a command prints is kept in `--out`,
-its errors too; what is there already from a run before is not run again.
+The commands of a job run one after the other on one GPU. Jobs share a GPU in turn if there are fewer GPUs than jobs,
+never at a time. The output of a command is kept in `--out`, its errors too; a command that has an output there from a
+run before is not run again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,10 @@ WORKLOADS = {
     "random": "seed_random_500",
     "shared-prefix": "shared_prefix_512",
 }
+
+
+Reader = Callable[[str], dict[str, Any] | None]
+"""The report of a command by its name; None if it was not run."""
 
 
 class Command(NamedTuple):
@@ -47,8 +51,10 @@ def _replayed(workload: str) -> list[Command]:
     ]
 
 
+_SHAPES = ("llama-3.1-8b", "qwen3-4b")
+_STEPS = ("fp8", "fp8-block", "deterministic", "flashinfer", "compiled", "torch", "untuned")
 _FP8_STEPS = "--rows 1 8 64 256 512 --contexts 384 --prefills 128 2048 8192 --trace 4"
-LANES: dict[str, list[Command]] = {
+JOBS: dict[str, list[Command]] = {
     "mesh": [
         Command("mesh", "mesh.py", "--workloads single-stream decode-256 shared-prefix --runs 3"),
         Command("idle", "idle.py"),
@@ -58,9 +64,10 @@ LANES: dict[str, list[Command]] = {
     "worker": [
         Command("steps", "steps.py", "--trace 8", 180),
         Command("numerics", "numerics.py", "--tokens 256 --attention triton flashinfer"),
+        Command("float16-mesh", "mesh.py", "--workloads single-stream decode-256 --runs 2 --worker dtype=float16", 180),
         *(
             Command(shape, "mesh.py", f"--shape {shape} --workloads single-stream decode-256 shared-prefix --runs 2")
-            for shape in ("llama-3.1-8b", "qwen3-4b")
+            for shape in _SHAPES
         ),
         *(
             Command(name, "steps.py", f"{flags} --rows 1 64 256 --contexts 384 --prefills 128 2048 --mixed")
@@ -117,50 +124,78 @@ def run(command: Command, gpu: int, out: Path) -> None:
 
 
 def document(out: Path) -> dict[str, object]:
-    """One document of what the commands printed."""
+    """One document of all that the commands printed, as `bench/results_page.py` reads it; parts that were not run are
+    left out."""
     read = _reader(out)
-    workloads, tax = {}, {}
-    head: dict[str, object] = {}
+    parts = {
+        "command": "python bench/gpu/dense.py",
+        **_machine(read),
+        "workloads": _workloads(read),
+        **_replays(read),
+        "idle_ratio": _idle_ratio(read("idle")),
+        "idle": read("idle"),
+        "where": _where(read),
+        "whole_mesh": read("whole"),
+        "numerics": read("numerics"),
+        "numerics_fp8": read("fp8-numerics"),
+        **{f"steps_{name.replace('-', '_')}": read(name) for name in _STEPS},
+        "steps_now": read("steps"),
+        **{f"workloads_{name}": (read(f"{name}-mesh") or {}).get("workloads") for name in ("fp8", "float16")},
+        "other_shapes": {name: part["workloads"] for name in _SHAPES if (part := read(name))},
+        "fp8": {name: part for name in ("fp8-gemm", "fp8-8b") if (part := read(name))},
+        "soak": read("soak"),
+        "notes": [],
+    }
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def _machine(read: Reader) -> dict[str, object]:
+    """The first start compiles the project's own GEMMs, later ones find them in the cache."""
+    cold, warm = read("mesh"), read("recorded-decode-256")
+    if cold is None:
+        return {}
+    start = {"kernels compiled": cold["start_s"], "log": cold["start_log"]}
+    if warm is not None:
+        start["warm kernel caches"] = warm["start_s"]
+    return {"machine": cold["machine"], "versions": cold["versions"], "start_s": start}
+
+
+def _workloads(read: Reader) -> dict[str, object]:
+    workloads = {}
     for ours, name in WORKLOADS.items():
         part = read("mesh") if ours != "random" else read("random") or read("recorded-random")
         if part:
             workloads[name] = part["workloads"][ours]
-            head = head or {key: part[key] for key in ("machine", "versions", "start_s", "start_log")}
+    return workloads
+
+
+def _replays(read: Reader) -> dict[str, object]:
+    """Tokens a second through the mesh beside those of the same plans replayed by the worker alone."""
+    ratios, replays = {}, {}
+    for ours, name in WORKLOADS.items():
         recorded, replayed = read(f"recorded-{ours}"), read(f"replayed-{ours}")
         if recorded and replayed:
             rate = recorded["workloads"][ours]["out_tok_s"]
-            tax[name] = {"ratio": round(rate / replayed["tok_s"], 4), "mesh_tok_s": rate, "replay": replayed}
-    idle: dict[str, dict[str, float]] = {}
-    for row in (read("idle") or {"idle": []})["idle"]:
-        idle.setdefault(str(row["depth"]), {})[str(row["rows"])] = row["idle"]
-    return {
-        "command": "python bench/gpu/dense.py",
-        **head,
-        "workloads": workloads,
-        "mesh_over_replay": {name: row["ratio"] for name, row in tax.items()},
-        "idle_ratio": idle,
-        "idle": read("idle"),
-        "where": {
-            WORKLOADS[name]: table
-            for part in (read("where"), read("where-random"))
-            for name, table in (part or {"where": {}})["where"].items()
-        },
-        "replay": tax,
-        "whole_mesh": read("whole"),
-        "numerics": read("numerics"),
-        **{
-            f"steps_{name}" if name != "steps" else name: read(name)
-            for name in ("steps", "deterministic", "flashinfer", "compiled", "torch", "untuned")
-        },
-        "other_shapes": {
-            name: (read(name) or {"workloads": None})["workloads"] for name in ("llama-3.1-8b", "qwen3-4b")
-        },
-        "fp8": {command.name: read(command.name) for command in LANES["fp8"]},
-        "soak": read("soak"),
-    }
+            ratios[name] = round(rate / replayed["tok_s"], 4)
+            replays[name] = {"ratio": ratios[name], "mesh_tok_s": rate, "replay": replayed}
+    return {"mesh_over_replay": ratios, "replay": replays}
 
 
-def _reader(out: Path) -> Callable[[str], dict[str, Any] | None]:
+def _idle_ratio(idle: Mapping[str, Any] | None) -> dict[str, dict[str, float]] | None:
+    if idle is None:
+        return None
+    ratios: dict[str, dict[str, float]] = {}
+    for row in idle["idle"]:
+        ratios.setdefault(str(row["depth"]), {})[str(row["rows"])] = row["idle"]
+    return ratios
+
+
+def _where(read: Reader) -> dict[str, object] | None:
+    first, random = read("where"), read("where-random")
+    return first and {**first, "where": {**first["where"], **(random or {"where": {}})["where"]}}
+
+
+def _reader(out: Path) -> Reader:
     def read(name: str) -> dict[str, Any] | None:
         path = out / f"{name}.json"
         return json.loads(path.read_text()) if path.exists() and path.stat().st_size else None
@@ -172,15 +207,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of what the commands print")
     parser.add_argument("--gpus", type=int, nargs="+", default=[0])
-    parser.add_argument(
-        "--only", nargs="*", choices=LANES, default=list(LANES), help="lanes to run; none: only collect"
-    )
+    parser.add_argument("--only", nargs="*", choices=JOBS, default=list(JOBS), help="jobs to run; none: only collect")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 
     def on_gpu(index: int) -> None:
-        for lane in args.only[index :: len(args.gpus)]:
-            for command in LANES[lane]:
+        for job in args.only[index :: len(args.gpus)]:
+            for command in JOBS[job]:
                 run(command, args.gpus[index], args.out)
 
     with ThreadPoolExecutor() as pool:

@@ -27,21 +27,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
-from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
-from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
-from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
-from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
-from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import MatrixGroup, matrix_groups, tuned_gemm
-from radixmesh.daemons.worker.cuda.gemm.pdl_benchmark import GraphBenchmark
-from radixmesh.daemons.worker.cuda.gemm.pdl_gemm import GemmEpilogue, PdlGemm, PdlShape
-from radixmesh.daemons.worker.cuda.gemm.pdl_kernel import Sm90Kernel
-from radixmesh.daemons.worker.cuda.ops import KvTarget, TritonOps
-from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
-from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights, DecoderLayer, DecoderWeights, MlpWeights
-from radixmesh.daemons.worker.models.kv_layout import KvPlanes
-from radixmesh.daemons.worker.models.rope_config import RopeConfig
-from radixmesh.kernels.gemm_sm90.candidates import candidates
+from gemm_chain import chain_variants, check_chain, measure
+
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
@@ -56,11 +43,7 @@ from radixmesh.kernels.gemm_sm90.variants import (
 )
 
 _ROWS = (64, 128, 32, 256, 16, 8)
-_HIDDEN, _MLP, _HEADS, _KV_HEADS, _HEAD_DIM = 3072, 8192, 24, 8, 128
-_QKV = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
-_LAYERS, _CHECKED_LAYERS, _CONTEXT = 28, 4, 384
 _EPS = 1e-5
-_CANDIDATES = 9
 _NUM_COMPILERS = 4
 _SHAPES = ((3072, 3072), (2560, 9728), (5120, 2560), (200, 456), (28672, 512), (72, 64))
 
@@ -122,90 +105,6 @@ _CHECKS = {
 _CHAIN_CHECKS = (16, 64, 128, 256)
 
 
-class _Kv(KvPlanes):
-    def __init__(self, num_layers: int, num_tokens: int) -> None:
-        shape = (num_tokens, _KV_HEADS, _HEAD_DIM)
-        self._planes = {(plane, layer): _random(*shape) for plane in ("keys", "values") for layer in range(num_layers)}
-
-    def tokens(self, plane: str, layer: int) -> torch.Tensor:
-        return self._planes[plane, layer]
-
-
-class _Chain:
-    """All layers of a decode step of so many rows; graphs of it by who computes its GEMMs."""
-
-    def __init__(self, num_rows: int, num_layers: int) -> None:
-        self.num_rows = num_rows
-        self.config = _decoder_config(num_layers)
-        self.weights = _weights(num_layers)
-        self.kv = _Kv(num_layers, num_rows * _CONTEXT + 1)
-        self.input_TD, self.output_TD = _random(num_rows, _HIDDEN), torch.empty_like(_random(num_rows, _HIDDEN))
-        slots = torch.arange(num_rows, device="cuda", dtype=torch.int32)
-        tables = torch.randperm(num_rows * _CONTEXT, device="cuda").int().view(num_rows, _CONTEXT)
-        tables = torch.cat([tables, torch.full_like(tables[:1], num_rows * _CONTEXT)])
-        none = slots[:0]
-        self._step = DeviceStep(
-            page_tables=tables,
-            row_slots=slots,
-            row_positions=torch.full_like(slots, _CONTEXT - 1),
-            decode_slots=slots,
-            decode_kv_lens=torch.full_like(slots, _CONTEXT),
-            chunk_slots=none,
-            chunk_row_starts=torch.zeros_like(slots[:1]),
-            chunk_kv_lens=none,
-            max_chunk_len=0,
-        )
-        self._attention = TritonAttention(
-            AttentionShape(num_heads=_HEADS, num_kv_heads=_KV_HEADS, head_dim=_HEAD_DIM, scale=_HEAD_DIM**-0.5),
-            page_size=1,
-            windows=(None,),
-            max_rows=num_rows,
-            dtype=torch.bfloat16,
-            device=torch.device("cuda"),
-            is_deterministic=False,
-            use_pdl=True,
-        )
-        self.stream = torch.cuda.Stream()
-        self._decoders: list[DeviceDecoder] = []
-
-    def graph(self, gemm: GemmBackend) -> torch.cuda.CUDAGraph:
-        """From the input to the output, which are its own."""
-        ops = TritonOps(use_pdl=True, gemm=gemm)
-        decoder = DeviceDecoder(self.config, self.weights, self.kv, ops, max_total_len=_CONTEXT + 1)
-        # Tensors that the graph reads must stay alive.
-        self._decoders.append(decoder)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):
-            self._run(decoder)
-            self.stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._run(decoder)
-            finally:
-                graph.capture_end()
-        return graph
-
-    def _run(self, decoder: DeviceDecoder) -> None:
-        step = self._step
-        # A kernel, not a copy, which nothing can begin beside.
-        x_TD = torch.mul(self.input_TD, 1)
-        attention = self._attention.begin(step, "")
-        target = KvTarget(step.row_positions, step.row_slots, step.page_tables, 1)
-        torch.mul(decoder.forward_embedded(x_TD, target, attention), 1, out=self.output_TD)
-
-    def replay(self, graph: torch.cuda.CUDAGraph, count: int = 1) -> float:
-        """Microseconds a layer, of a replay."""
-        with torch.cuda.stream(self.stream):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-            start.record(self.stream)
-            for _ in range(count):
-                graph.replay()
-            end.record(self.stream)
-            end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / count / self.config.num_layers
-
-
 def check(name: str) -> dict[str, object]:
     case = _CHECKS[name]
     nvrtc = Nvrtc()
@@ -263,152 +162,20 @@ class _Operands:
         return float((results[0].float() - expected.float()).norm() / expected.float().norm()), note
 
 
-def check_chain(num_rows: int) -> dict[str, object]:
-    """With each candidate's place of all matrices in turn."""
-    chain = _Chain(num_rows, _CHECKED_LAYERS)
-    kernel = Sm90Kernel(GemmSm90(CudaDriver(), Nvrtc().cubin))
-    inputs = [_random(num_rows, _HIDDEN) for _ in range(6)]
-    expected = _outputs(chain, chain.graph(TorchGemm()), inputs)
-    worst, furthest, num_other_bits, num_replays = 0.0, 0.0, 0, 0
-    configs = _configs(chain)
-    for place in (0, 1, -1):
-        table = {shape: options[place] for shape, options in configs.items()}
-        graph = chain.graph(PdlGemm(kernel, table, TorchGemm()))
-        first = _outputs(chain, graph, inputs)
-        for found, wanted in zip(first, expected, strict=True):
-            error = float((found.float() - wanted.float()).norm() / wanted.float().norm())
-            # NaN is the worst of all.
-            worst = error if not error <= worst else worst
-        differs = torch.zeros((), dtype=torch.int64, device="cuda")
-        most = torch.zeros((), device="cuda")
-        with torch.cuda.stream(chain.stream):
-            for turn in range(150):
-                at = (turn * turn + turn // 7) % len(inputs)
-                chain.input_TD.copy_(inputs[at])
-                # Back to back, too: a replay behind another begins beside it as layers do.
-                for _ in range(1 + turn % 3):
-                    graph.replay()
-                    num_replays += 1
-                differs += (chain.output_TD != first[at]).any()
-                most = torch.maximum(most, (chain.output_TD.float() - first[at].float()).abs().max())
-            chain.stream.synchronize()
-        num_other_bits += int(differs)
-        furthest = max(furthest, float(most))
-    is_right = worst < 0.03 and not num_other_bits
-    return {
-        "failed": int(not is_right),
-        "worst": worst,
-        "other_bits": num_other_bits,
-        "furthest": furthest,
-        "replays": num_replays,
+def compile_part(part: int) -> dict[str, object]:
+    """A part of all that the jobs compile."""
+    checked = {
+        case.variant(config, num_rows)
+        for case in _CHECKS.values()
+        for num_rows in case.rows
+        for config in case.configs(num_rows)
     }
-
-
-def _outputs(chain: _Chain, graph: torch.cuda.CUDAGraph, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    outputs = []
-    for input_TD in inputs:
-        with torch.cuda.stream(chain.stream):
-            chain.input_TD.copy_(input_TD)
-            graph.replay()
-            outputs.append(chain.output_TD.clone())
-    chain.stream.synchronize()
-    return outputs
-
-
-def measure(num_rows: int) -> dict[str, object]:
-    started = time.monotonic()
-    chain = _Chain(num_rows, _LAYERS)
-    kernel = Sm90Kernel(GemmSm90(CudaDriver(), Nvrtc().cubin))
-    tuned = tuned_gemm(chain.weights, [num_rows], torch.device("cuda"))
-    # One by one, then in their places in the layer, where what stands ahead of and behind them counts.
-    ranked: dict[PdlShape, list[GemmConfig]] = {}
-    alone, refused = {}, []
-    for (group, _), (shape, options) in zip(_groups(chain.weights), _configs(chain).items(), strict=True):
-        benchmark = GraphBenchmark(kernel, tuned, chain.stream, shape, group.weights)
-        library_us, times_us, notes = _alone(benchmark, options)
-        refused += [f"{_name(shape)} {note}" for note in notes]
-        rounded_us = {str(config): round(us, 2) for config, us in times_us.items()}
-        alone[_name(shape)] = {"library": round(library_us, 2), **rounded_us}
-        ranked[shape] = sorted(times_us, key=lambda config: times_us[config])
-    best = {shape: options[0] for shape, options in ranked.items()}
-    graphs = {"library": chain.graph(tuned)}
-    for shape, options in ranked.items():
-        tried = {config: chain.graph(PdlGemm(kernel, {**best, shape: config}, tuned)) for config in options[:3]}
-        times_us = {config: min(chain.replay(graph, 2) for _ in range(4)) for config, graph in tried.items()}
-        best[shape] = min(times_us, key=lambda config: times_us[config])
-    graphs["pdl"] = chain.graph(PdlGemm(kernel, best, tuned))
-    for shape in best:
-        one = {shape: best[shape]}
-        graphs[f"only_{_name(shape)}"] = chain.graph(PdlGemm(kernel, one, tuned))
-        others = {other: config for other, config in best.items() if other != shape}
-        graphs[f"but_{_name(shape)}"] = chain.graph(PdlGemm(kernel, others, tuned))
-    least = dict.fromkeys(graphs, float("inf"))
-    for _ in range(6):
-        for name, graph in graphs.items():
-            least[name] = min(least[name], chain.replay(graph, 3))
-    return {
-        "rows": num_rows,
-        "failed": len(refused),
-        "refused": refused,
-        "layer_us": {name: round(us, 2) for name, us in least.items()},
-        "chosen": {_name(shape): str(config) for shape, config in best.items()},
-        "alone_us": alone,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-
-
-def _alone(benchmark: GraphBenchmark, options: list[GemmConfig]) -> tuple[float, dict[GemmConfig, float], list[str]]:
-    """Microseconds of the library's, of those that run, and why others do not."""
-    library = benchmark.candidate(None)
-    takes: dict[GemmConfig, Callable[[], float]] = {}
-    refused = []
-    for config in options:
-        try:
-            takes[config] = benchmark.candidate(config)
-        except RuntimeError as error:
-            refused.append(f"{config!s}: {error}")
-    library_us = min(library() for _ in range(4))
-    return library_us, {config: min(take() for _ in range(4)) for config, take in takes.items()}, refused
-
-
-def _name(shape: PdlShape) -> str:
-    return {
-        (_QKV, _HIDDEN): "qkv",
-        (_HIDDEN, _HIDDEN): "o",
-        (2 * _MLP, _HIDDEN): "gate_up",
-        (_HIDDEN, _MLP): "down",
-    }[shape.num_out, shape.num_in]
-
-
-def _groups(weights: DecoderWeights) -> list[tuple[MatrixGroup, GemmEpilogue]]:
-    uses = (GemmEpilogue.GATED, GemmEpilogue.ADDED, GemmEpilogue.PLAIN, GemmEpilogue.ADDED)
-    return list(zip(matrix_groups(weights)[:4], uses, strict=True))
-
-
-def _configs(chain: _Chain) -> dict[PdlShape, list[GemmConfig]]:
-    return {
-        PdlShape.of(chain.num_rows, group.weights[0], use): _options(
-            chain.num_rows, group.weights[0].shape[0], group.weights[0].shape[1], use is GemmEpilogue.GATED
-        )
-        for group, use in _groups(chain.weights)
-    }
-
-
-def _options(num_rows: int, num_out: int, num_in: int, is_gated: bool) -> list[GemmConfig]:
-    return candidates(num_rows, num_out // (1 + is_gated), num_in, is_gated=is_gated, count=_CANDIDATES)
-
-
-def _variants() -> tuple[set[Variant], set[Variant]]:
-    """All that the jobs compile: checks, and the others."""
-    checked, timed = set(), set()
-    for case in _CHECKS.values():
-        for num_rows in case.rows:
-            checked.update(case.variant(config, num_rows) for config in case.configs(num_rows))
-    matrices = ((2 * _MLP, _HIDDEN, True), (_HIDDEN, _MLP, False), (_QKV, _HIDDEN, False), (_HIDDEN, _HIDDEN, False))
-    for num_rows, (num_out, num_in, is_gated) in itertools.product({*_ROWS, *_CHAIN_CHECKS}, matrices):
-        for config in _options(num_rows, num_out, num_in, is_gated):
-            timed.add(variant_of(config, num_rows, is_gated, torch.bfloat16))
-    return checked, timed
+    timed = {variant for num_rows in {*_ROWS, *_CHAIN_CHECKS} for variant in chain_variants(num_rows)}
+    texts = sorted([*(_watched(variant.source()) for variant in checked), *(variant.source() for variant in timed)])
+    nvrtc = Nvrtc()
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        sizes = list(threads.map(lambda text: len(nvrtc.cubin(text)), texts[part::_NUM_COMPILERS]))
+    return {"failed": 0, "compiled": len(sizes)}
 
 
 def _watched(text: str) -> str:
@@ -417,67 +184,7 @@ def _watched(text: str) -> str:
     return text.replace("kMaxTurns = 0", "kMaxTurns = 1 << 20")
 
 
-def compile_part(part: int) -> dict[str, object]:
-    checked, timed = _variants()
-    texts = sorted([*(_watched(variant.source()) for variant in checked), *(variant.source() for variant in timed)])[
-        part::_NUM_COMPILERS
-    ]
-    nvrtc = Nvrtc()
-    with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        sizes = list(threads.map(lambda text: len(nvrtc.cubin(text)), texts))
-    return {"failed": 0, "compiled": len(sizes)}
-
-
-def _decoder_config(num_layers: int) -> DecoderConfig:
-    return DecoderConfig(
-        vocab_size=512,
-        hidden_size=_HIDDEN,
-        mlp_size=_MLP,
-        num_layers=num_layers,
-        num_heads=_HEADS,
-        num_kv_heads=_KV_HEADS,
-        head_dim=_HEAD_DIM,
-        max_total_len=_CONTEXT + 1,
-        norm_eps=_EPS,
-        rope=RopeConfig(theta=500000.0),
-        windows=(None,) * num_layers,
-        is_tied=True,
-    )
-
-
-def _weights(num_layers: int) -> DecoderWeights:
-    """[in, out] views of what lies [out, in]; the norms' are ones."""
-
-    def random_weight(num_out: int, num_in: int) -> torch.Tensor:
-        return _random(num_out, num_in).mul_(num_in**-0.5).t()
-
-    ones_D = torch.ones(_HIDDEN, dtype=torch.bfloat16, device="cuda")
-    layers = tuple(
-        DecoderLayer(
-            attention=AttentionWeights(
-                norm_D=ones_D,
-                w_qkv_DX=random_weight(_QKV, _HIDDEN),
-                b_qkv_X=None,
-                q_norm_d=None,
-                k_norm_d=None,
-                w_o_QD=random_weight(_HIDDEN, _HEADS * _HEAD_DIM),
-                b_o_D=None,
-            ),
-            mlp_norm_D=ones_D,
-            mlp=MlpWeights(
-                w_gate_up_DF2=random_weight(2 * _MLP, _HIDDEN),
-                b_gate_up_F2=None,
-                w_down_FD=random_weight(_HIDDEN, _MLP),
-                b_down_D=None,
-            ),
-        )
-        for _ in range(num_layers)
-    )
-    head_DO = random_weight(512, _HIDDEN)
-    return DecoderWeights(embedding_VD=head_DO.t(), layers=layers, final_norm_D=ones_D, head_DO=head_DO)
-
-
-def _random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
 
 

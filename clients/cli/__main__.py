@@ -14,6 +14,7 @@ _VERBS = {
     "chat": "chat in the terminal",
     "bench": "measure a mesh, or any OpenAI server, under load",
     "logs": "show what the daemons of a cluster have logged",
+    "move": "let running outputs go on at another scheduler",
     "health": "ask one daemon whether it serves; for health checks",
     "completion": "print the completion of a shell: bash, zsh or fish",
 }

@@ -22,15 +22,20 @@ class ModelCheckError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedModel:
-    """architecture: the first entry of config.json's `architectures`. weights_bytes: as stored."""
+    """architecture: the first entry of config.json's `architectures`. weights_bytes: as stored.
+
+    runs_by_transformers: there is no family of it, but a CPU worker may run transformers' modules.
+    """
 
     architecture: str
     weights_bytes: int
+    runs_by_transformers: bool = False
 
 
 def check_model(folder: Path) -> CheckedModel:
     """Raises ModelCheckError for what no worker could load: no config, tokenizer or safetensors, an unknown family."""
     from radixmesh.daemons.worker.models.registry import model_families
+    from radixmesh.daemons.worker.models.transformers_fallback import is_causal_model
 
     try:
         config = read_json_object(folder / "config.json")
@@ -39,7 +44,8 @@ def check_model(folder: Path) -> CheckedModel:
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     known = model_families().names
-    if architecture not in known:
+    runs_by_transformers = architecture not in known and is_causal_model(architecture)
+    if architecture not in known and not runs_by_transformers:
         raise ModelCheckError(_unknown_architecture(architecture, known))
     if not (folder / "tokenizer.json").is_file():
         raise ModelCheckError(
@@ -53,7 +59,11 @@ def check_model(folder: Path) -> CheckedModel:
         raise ModelCheckError(
             f"{folder} holds no *.safetensors ({found}): save the model again with save_pretrained of transformers"
         )
-    return CheckedModel(architecture=architecture, weights_bytes=sum(file.stat().st_size for file in weights))
+    return CheckedModel(
+        architecture=architecture,
+        weights_bytes=sum(file.stat().st_size for file in weights),
+        runs_by_transformers=runs_by_transformers,
+    )
 
 
 def count_gpus() -> int:

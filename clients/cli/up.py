@@ -4,7 +4,8 @@ import argparse
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from radixmesh.cli.detached import start_detached
@@ -16,6 +17,7 @@ from radixmesh.daemons.cluster.errors import ClusterError, PortTakenError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.run_folder import default_run_folder
+from radixmesh.daemons.cluster.run_pointer import pointer_to
 
 _DEMO_PROMPT = "I met a traveller from an antique land"
 _EXIT_INTERRUPTED = 130
@@ -41,6 +43,7 @@ def run(
     try:
         if options.detach and options.demo:
             raise ClusterError("--demo shows an answer here: leave --detach out, or ask by radixmesh generate")
+        _name_model(os.environ)
         if options.detach:
             return start_detached(arguments, _project_and_folder(options), options.wait_s, terminal, when_healthy)
         scale = dict(_parse_scale(text) for text in options.scale)
@@ -120,7 +123,10 @@ async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Term
     _on_stop_signals(interrupted.set)
     _say_what_needs_containers(cluster, terminal)
     await cluster.start()
+    pointed = ExitStack()
     try:
+        # So that `down` and `status` find a folder that was chosen by --run-folder.
+        pointed.enter_context(pointer_to(folder, default_run_folder(project, Path.cwd(), os.environ)))
         terminal.name_width([status.name for status in cluster.processes])
         serving = asyncio.create_task(_serve(cluster, options, terminal, when_healthy))
         stopping = asyncio.create_task(interrupted.wait())
@@ -131,8 +137,25 @@ async def _up(options: argparse.Namespace, scale: dict[str, int], terminal: Term
         stopping.cancel()
     finally:
         await _stop(cluster, terminal)
+        pointed.close()
         log.close()
     return 0
+
+
+def _name_model(environment: MutableMapping[str, str]) -> None:
+    """RADIXMESH_MODEL_FOLDER is an absolute path, whose last part is what clients call the model unless told otherwise.
+
+    Raises ClusterError for what the compose files would take for another folder.
+    """
+    name, folder = environment.get("RADIXMESH_MODEL_NAME", ""), environment.get("RADIXMESH_MODEL_FOLDER", "")
+    if "/" in name:
+        advice = "a name, not a path; set RADIXMESH_MODEL_FOLDER to the folder, or try radixmesh serve FOLDER"
+        raise ClusterError(f"RADIXMESH_MODEL_NAME={name} is {advice}")
+    if not folder:
+        return
+    if not Path(folder).is_absolute() or not Path(folder, "config.json").is_file():
+        raise ClusterError(f"RADIXMESH_MODEL_FOLDER={folder} is no absolute path of a folder with a config.json")
+    environment.setdefault("RADIXMESH_MODEL_NAME", Path(folder).name)
 
 
 def _files(options: argparse.Namespace) -> list[Path]:

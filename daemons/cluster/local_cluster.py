@@ -109,11 +109,11 @@ class LocalCluster:
 
     def status(self, service: str, replica: int = 1) -> ProcessStatus:
         """A snapshot of one process. Raises UnknownServiceError."""
-        return self._supervisor(service, replica).status
+        return self.supervisor(service, replica).status
 
     def address(self, service: str, replica: int = 1, container_port: int | None = None) -> str:
         """Address of a process: `127.0.0.1:port`, the same over all its restarts. Raises UnknownServiceError."""
-        spec = self._supervisor(service, replica).spec
+        spec = self.supervisor(service, replica).spec
         address = spec.address if container_port is None else spec.addresses.get(container_port)
         if address is None:
             raise UnknownServiceError(f"{spec.name} listens on no such port; it has {sorted(spec.addresses)}")
@@ -121,11 +121,11 @@ class LocalCluster:
 
     def recent_lines(self, service: str, replica: int = 1) -> tuple[str, ...]:
         """The last lines that a process printed, over all its runs."""
-        return self._supervisor(service, replica).recent_lines
+        return self.supervisor(service, replica).recent_lines
 
     def kill(self, service: str, replica: int = 1, number: signal.Signals = signal.SIGKILL) -> bool:
         """Sends a signal to a process; False if it does not run now. The supervisor then does what it always does."""
-        return self._supervisor(service, replica).send_signal(number)
+        return self.supervisor(service, replica).send_signal(number)
 
     async def start(self) -> None:
         """Claims the run folder, chooses the ports and begins to start everything; returns before it is healthy.
@@ -205,7 +205,7 @@ class LocalCluster:
             on_status=self._take_status,
         )
 
-    def _supervisor(self, service: str, replica: int) -> ProcessSupervisor:
+    def supervisor(self, service: str, replica: int) -> ProcessSupervisor:
         try:
             return self._supervisors[service, replica]
         except KeyError:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from radixmesh.daemons.cluster.errors import AlreadyRunningError, NotRunningError, UntrustedFolderError
 from radixmesh.daemons.cluster.processes.process_identity import is_own_process, lock_holders, start_ticks
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
+from radixmesh.daemons.cluster.run_pointer import SUFFIX, target_of
 from radixmesh.daemons.runtime.security.trusted_files import is_own
 
 _FOLDER_NAME = ".radixmesh"
@@ -191,7 +192,7 @@ def find_run_folder(project: str | None, cwd: Path, environment: Mapping[str, st
         roots.append(Path(runtime_folder) / "radixmesh")
     passed_over: list[str] = []
     for root in roots:
-        running = [folder for folder in _running(root, passed_over) if project in (None, folder.name)]
+        running = _running(root, project, passed_over)
         if len(running) > 1:
             names = ", ".join(folder.name for folder in running)
             raise NotRunningError(f"several clusters run here ({names}); choose one with --project")
@@ -234,21 +235,28 @@ def read_state(folder: Path) -> ClusterState:
     return state
 
 
-def _running(root: Path, passed_over: list[str]) -> list[Path]:
-    """Folders below `root` with a living supervisor; why others were not looked at is added to `passed_over`."""
+def _running(root: Path, project: str | None, passed_over: list[str]) -> list[Path]:
+    """Folders below `root`, of that project if it is given, with a living supervisor.
+
+    Why others were not looked at is added to `passed_over`.
+    """
     found: list[Path] = []
     try:
         with _opened(root):
-            folders = sorted(entry for entry in root.iterdir() if entry.is_dir())
+            entries = sorted(root.iterdir())
     except FileNotFoundError:
         return found
     except (OSError, UntrustedFolderError) as error:
         passed_over.append(str(error))
         return found
-    for folder in folders:
+    for entry in entries:
+        # A pointer is taken for what it names: that has to be ours as any other.
+        target = target_of(entry) if entry.suffix == SUFFIX else entry
+        if target is None or not target.is_dir() or project not in (None, entry.name.removesuffix(SUFFIX)):
+            continue
         try:
-            if is_supervised(folder):
-                found.append(folder)
+            if is_supervised(target):
+                found.append(target)
         except (OSError, UntrustedFolderError) as error:
             passed_over.append(str(error))
     return found

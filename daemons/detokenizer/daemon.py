@@ -26,10 +26,10 @@ class DetokenizerDaemon(Daemon):
         self._budget = EntryBudget(settings.max_entries)
         self._loaded: tuple[Vocabulary, DecoderFamily] | None = None
         runtime.metrics.detokenizer_entries.set_function(lambda: self._budget.num_entries)
-        self._service = DetokenizerService(
+        self.service = DetokenizerService(
             self, runtime.progress, settings.max_pending_bytes, runtime.metrics, runtime.tracer
         )
-        runtime.server.add(detokenizer_pb2_grpc.add_DetokenizerServiceServicer_to_server, self._service)
+        runtime.server.add(detokenizer_pb2_grpc.add_DetokenizerServiceServicer_to_server, self.service)
 
     @property
     def num_entries(self) -> int:

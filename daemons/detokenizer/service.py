@@ -110,19 +110,19 @@ class DetokenizerService(detokenizer_pb2_grpc.DetokenizerServiceServicer):
         traces: EntryTraces,
     ) -> None:
         try:
-            await self._apply(first, table, outbox, traces)
+            await self.apply(first, table, outbox, traces)
             del first
             async for request in requests:
                 if request.HasField("hello"):
                     message = "hello belongs into the first frame of a stream only"
                     raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
-                await self._apply(request, table, outbox, traces)
+                await self.apply(request, table, outbox, traces)
                 del request
                 self._progress.completed()
         finally:
             outbox.close()
 
-    async def _apply(self, request: _Request, table: DecoderTable, outbox: Outbox, traces: EntryTraces) -> None:
+    async def apply(self, request: _Request, table: DecoderTable, outbox: Outbox, traces: EntryTraces) -> None:
         """Opens, then tokens, then closes. All arrays are read first: a broken frame changes nothing."""
         opens = read_opens(request.opens)
         has_tokens = request.HasField("tokens")

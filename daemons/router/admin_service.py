@@ -9,6 +9,7 @@ from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.runtime.addresses import parse_address
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -43,7 +44,24 @@ class RouterAdminService(router_pb2_grpc.RouterAdminServiceServicer):
         request: router_pb2.DrainSchedulerRequest,
         context: grpc.aio.ServicerContext[router_pb2.DrainSchedulerRequest, router_pb2.DrainSchedulerResponse],
     ) -> router_pb2.DrainSchedulerResponse:
-        return router_pb2.DrainSchedulerResponse(num_running=self._schedulers.drain(request.address))
+        num_moved = self._schedulers.drain(request.address, moves_outputs=request.move_outputs)
+        num_running = self._schedulers.link(request.address).num_running
+        return router_pb2.DrainSchedulerResponse(num_running=num_running, num_moved=num_moved)
+
+    async def MoveOutputs(
+        self,
+        request: router_pb2.MoveOutputsRequest,
+        context: grpc.aio.ServicerContext[router_pb2.MoveOutputsRequest, router_pb2.MoveOutputsResponse],
+    ) -> router_pb2.MoveOutputsResponse:
+        if request.request_id:
+            check_request_id(request.request_id)
+        num_moved = self._schedulers.move(
+            request_id=request.request_id,
+            source=request.from_address,
+            target=request.to_address,
+            most=request.max_outputs,
+        )
+        return router_pb2.MoveOutputsResponse(num_moved=num_moved)
 
     async def ListSchedulers(
         self,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.config import BeyondContext, RouterSettings
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.frame_stream import Dial
@@ -69,6 +69,8 @@ def make_router(
             ),
             wait_s=settings.scheduler_wait_s,
             migrate_after_s=settings.migrate_after_s,
+            evens_out=settings.move_on_overload,
+            on_moved=lambda reason, count: metrics.moved_outputs.labels(reason).inc(count),
             aliases=ModelAliases.parse(settings.model_aliases),
             clock=clock,
         )
@@ -97,7 +99,13 @@ def make_router(
         is_expected=bool(settings.tokenizers),
     )
     maker = RequestMaker(
-        journal, flow.schedulers, tokenizers, times, scheduler_wait_s=settings.scheduler_wait_s, clock=clock
+        journal,
+        flow.schedulers,
+        tokenizers,
+        times,
+        scheduler_wait_s=settings.scheduler_wait_s,
+        refuses_cut=settings.max_tokens_beyond_context is BeyondContext.REFUSE,
+        clock=clock,
     )
     peer_watchers = [
         NameWatch(settings.tokenizers, tokenizers, peers.look_up),

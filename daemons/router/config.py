@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from radixmesh.daemons.router.placement.policies import POLICIES
@@ -10,6 +11,12 @@ from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.memory import share
 from radixmesh.daemons.runtime.settings import setting
+
+
+class BeyondContext(Enum):
+    CUT = "cut"
+    REFUSE = "refuse"
+
 
 _BODIES_BYTES = share(8, 128 << 20)
 
@@ -55,6 +62,9 @@ class RouterSettings(CommonSettings):
     tokenizer_wait_s: float = setting(10.0, "seconds that a prompt waits for a tokenizer")
     tokenizer_hedge_s: float = setting(0.4, "seconds after which a second tokenizer is asked too")
     migrate_after_s: float = setting(1.0, "seconds after which requests leave a scheduler whose group does not serve")
+    move_on_overload: bool = setting(
+        True, "running outputs leave a scheduler that has many more than another, where that saves more than it costs"
+    )
     api_keys_file: Path | None = setting(
         None, "keys that clients must send, one a line, a tenant's name behind it or not; read again when it changes"
     )
@@ -83,6 +93,13 @@ class RouterSettings(CommonSettings):
         (),
         "names by which HTTP clients may call this router, beside IP addresses and names without a dot: host, *.domain "
         "or * for any; empty: any, unless http_listen is a loopback address without TLS",
+    )
+    http_page: bool = setting(True, "the HTTP port serves a page to chat and to look at the mesh: /, /docs, /mesh")
+    http_metrics: bool = setting(True, "the HTTP port serves /metrics too, beside --metrics-listen")
+    max_tokens_beyond_context: BeyondContext = setting(
+        BeyondContext.CUT,
+        "what becomes of a request whose max_tokens is more than the context has room for behind its prompt: cut, or "
+        "refuse",
     )
     http_cors_origins: tuple[str, ...] = setting(
         (), "origins whose web pages may use the HTTP port: https://host, or * for all; none by default"

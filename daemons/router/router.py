@@ -86,6 +86,10 @@ class Router:
         return self._flow.detokenizers
 
     @property
+    def num_tokenizers(self) -> int:
+        return self._maker.num_tokenizers
+
+    @property
     def num_streams(self) -> int:
         return len(self._streams)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import grpc
 
+from radixmesh.daemons.router.responses import response_of
 from radixmesh.daemons.router.router import Router
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 
@@ -29,9 +30,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         assert task is not None
         stream.on_broken = _canceller(task)
         try:
-            while (message := await stream.take()) is not None:
+            while (update := await stream.take()) is not None:
                 # Returns when flow control lets it: meanwhile what comes up merges into the next message.
-                await context.write(message)
+                await context.write(response_of(update))
         except asyncio.CancelledError:
             if stream.error is None:
                 raise

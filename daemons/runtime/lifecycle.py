@@ -81,7 +81,7 @@ class Runtime:
     metrics: Metrics
     server: MeshServer
     tracer: Tracer = field(default_factory=NoTracer)
-    _failed: asyncio.Future[None]
+    failed: asyncio.Future[None]
     _tasks: set[asyncio.Task[object]] = field(default_factory=set)
 
     def spawn(self, work: Coroutine[object, object, _T], name: str) -> asyncio.Task[_T]:
@@ -93,8 +93,8 @@ class Runtime:
 
     def fail(self, error: BaseException) -> None:
         """Ends the daemon because of error, as if a background task had failed with it."""
-        if not self._failed.done():
-            self._failed.set_exception(error)
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     def _on_done(self, task: asyncio.Task[_T]) -> None:
         self._tasks.discard(task)
@@ -167,7 +167,7 @@ async def _live(
             stream_limits=stream_limits,
         ),
         tracer=tracer,
-        _failed=asyncio.get_running_loop().create_future(),
+        failed=asyncio.get_running_loop().create_future(),
     )
     daemon: Daemon | None = None
     endpoint: MetricsServer | None = None
@@ -178,7 +178,7 @@ async def _live(
             endpoint = serve_metrics(metrics, settings.metrics_listen) if settings.metrics_listen else None
             await _announce(runtime, settings, endpoint)
             loading = asyncio.ensure_future(daemon.load())
-            if not await _finished_before(loading, asked_to_leave, runtime._failed):
+            if not await _finished_before(loading, asked_to_leave, runtime.failed):
                 return ExitCode.CLEAN
             _spare_collector()
         except (MeshError, OSError) as error:
@@ -186,9 +186,9 @@ async def _live(
             return ExitCode.NOT_STARTED
         progress.loaded()
         log.info("serving", addresses=runtime.server.addresses)
-        await asyncio.wait((asked_to_leave, runtime._failed), return_when=asyncio.FIRST_COMPLETED)
-        if runtime._failed.done():
-            runtime._failed.result()
+        await asyncio.wait((asked_to_leave, runtime.failed), return_when=asyncio.FIRST_COMPLETED)
+        if runtime.failed.done():
+            runtime.failed.result()
         return await _drain(daemon, runtime, settings.drain_s)
     except Exception:
         log.exception("crashed")
@@ -232,12 +232,12 @@ async def _drain(daemon: Daemon, runtime: Runtime, drain_s: float) -> ExitCode:
     runtime.progress.drain()
     log.info("draining", drain_s=drain_s, pending=runtime.progress.num_pending)
     drained = asyncio.ensure_future(daemon.drain())
-    await asyncio.wait((drained, runtime._failed), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((drained, runtime.failed), timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
     if not drained.done():
         drained.cancel()
         await asyncio.wait((drained,), timeout=1.0)
-        if runtime._failed.done():
-            runtime._failed.result()
+        if runtime.failed.done():
+            runtime.failed.result()
         log.warning("drained_late", drain_s=drain_s, pending=runtime.progress.num_pending)
         return ExitCode.DRAINED_LATE
     drained.result()

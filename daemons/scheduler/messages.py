@@ -138,13 +138,21 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         instance_id=hello.hello.instance_id,
         predecessor_end=_PREDECESSOR_ENDS.get(hello.predecessor_end, PredecessorEnd.UNKNOWN),
         weights_digest=caps.weights_digest,
+        kv_dtype=caps.kv_dtype,
+        kv_layout=caps.kv_layout,
     )
 
 
 def snapshot_of(
-    parts: list[PageRecords], names: tuple[str, ...], pinned: tuple[int, ...], num_pages: int
+    parts: list[PageRecords],
+    names: tuple[str, ...],
+    pinned: tuple[tuple[int, ...], Mapping[str, tuple[int, ...]]],
+    num_pages: int,
 ) -> CacheSnapshot:
-    """Ranges of records as one. Raises PROTOCOL_VIOLATION unless they cover all pages in order."""
+    """Ranges of records as one. pinned: see pinned_from_proto().
+
+    Raises PROTOCOL_VIOLATION unless they cover all pages in order.
+    """
     first = 0
     for part in parts:
         if part.first_page != first:
@@ -158,7 +166,7 @@ def snapshot_of(
         first_page=0,
         **{name: np.concatenate([getattr(p, name) for p in parts]) for name in (*columns, "weights_versions", "ids")},
     )
-    return CacheSnapshot(records=records, names=names, pinned_pages=pinned)
+    return CacheSnapshot(records=records, names=names, pinned_pages=pinned[0], pinned_transfers=pinned[1])
 
 
 def _is_sound(part: PageRecords, num_names: int, num_pages: int) -> bool:

@@ -90,6 +90,8 @@ class Sequence:
     """While RETRACTING: the result after which it may be admitted again."""
     num_prefix_waits: int = 0
     """Times it waited for a prefix that another computed."""
+    num_blob_misses: int = 0
+    """Times that a worker did not have the blob that it names: it has to be put again before the next admission."""
     num_preempted: int = 0
     """Times it gave its place to a higher priority."""
     trace_context: str = ""

@@ -165,7 +165,7 @@ class TextCodec:
         found: dict[int, Encoded] = {}
         for add_special_tokens in (True, False):
             places = [i for i, (item, _) in enumerate(items) if item.add_special_tokens == add_special_tokens]
-            encoded = self._encode_texts([items[i][0].text for i in places], add_special_tokens)
+            encoded = self.encode_texts([items[i][0].text for i in places], add_special_tokens)
             for place, ids in zip(places, encoded, strict=True):
                 if isinstance(ids, MeshError):
                     found[place] = Encoded(empty_ints(), error=ids)
@@ -186,7 +186,7 @@ class TextCodec:
             if num_bytes > MAX_PART_BYTES:
                 return Encoded(empty_ints(), error=_too_large(_UNCUT.format(num_bytes), num_bytes, MAX_PART_BYTES))
             yield num_bytes
-            (ids,) = self._encode_texts([part], item.add_special_tokens and self._cutter is None)
+            (ids,) = self.encode_texts([part], item.add_special_tokens and self._cutter is None)
             if isinstance(ids, MeshError):
                 return Encoded(empty_ints(), error=ids)
             found.append(ids)
@@ -197,7 +197,7 @@ class TextCodec:
             found.append(as_ints(behind))
         return Encoded(np.concatenate(found) if found else empty_ints())
 
-    def _encode_texts(self, texts: list[str], add_special_tokens: bool) -> list[IntArray | MeshError]:
+    def encode_texts(self, texts: list[str], add_special_tokens: bool) -> list[IntArray | MeshError]:
         if not texts:
             return []
         tokenizer = self.vocabulary.tokenizer
@@ -206,7 +206,7 @@ class TextCodec:
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except Exception as error:  # Whatever the library raises; one text spoils its batch.
             if len(texts) > 1:
-                return [ids for text in texts for ids in self._encode_texts([text], add_special_tokens)]
+                return [ids for text in texts for ids in self.encode_texts([text], add_special_tokens)]
             return [MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, f"this text cannot be encoded: {error}")]
         return [as_ints(encoding.ids) for encoding in encodings]
 

@@ -2,7 +2,7 @@
 
 A cut is proven from what tokenizer.json says. It lies behind a letter before an ASCII digit, space or punctuation mark
 (or a common CJK one), or behind any visible ASCII character before a space. There
-- every regular expression of _KNOWN_SPLITS ends one match and begins the next: none has an alternative that goes on
+- every regular expression of KNOWN_SPLITS ends one match and begins the next: none has an alternative that goes on
   from a letter to such a character, or from a visible character to a space; none looks behind, and the only look
   ahead, `\\s+(?!\\S)`, is asked of white space, which the part before the cut does not end with;
 - NFC composes nothing, since what follows is never the second half of a composition;
@@ -28,7 +28,7 @@ _WORDS_GPT4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _MARKS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_KNOWN_SPLITS = (
+KNOWN_SPLITS = (
     # GPT-2, also what ByteLevel splits by itself.
     (r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",),
     # Llama 3, Qwen 2 and 3.
@@ -144,4 +144,4 @@ def _is_known_split(steps: Sequence[Mapping[str, object]]) -> bool:
         if not is_plain or not isinstance(pattern, dict):
             return False
         patterns.append(pattern.get("Regex"))
-    return tuple(patterns) in _KNOWN_SPLITS
+    return tuple(patterns) in KNOWN_SPLITS

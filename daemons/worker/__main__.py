@@ -14,7 +14,7 @@ from radixmesh.daemons.runtime.settings import load_settings
 from radixmesh.daemons.worker.backends import check_backend, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import CoreConfig, WorkerCore
-from radixmesh.daemons.worker.group_member import GroupMember
+from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.service import WorkerService
@@ -41,7 +41,7 @@ class WorkerDaemon(Daemon):
             runtime.metrics,
             runtime.fail,
             runtime.tracer,
-            member,
+            member or UnconnectedMember(settings.rank_layout),
         )
         service = WorkerService(self.core, _stream_maker(settings))
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
@@ -52,6 +52,7 @@ class WorkerDaemon(Daemon):
             model.runner,
             num_slots=self._settings.num_slots,
             max_tokens_per_step=self._settings.max_tokens_per_step,
+            blobs=self.core.blobs,
         )
         self.core.attach(executor, model.identity)
 

@@ -68,6 +68,7 @@ def _load_cpu(settings: WorkerSettings) -> LoadedModel:
         dtype="float32" if settings.dtype == "auto" else settings.dtype,
         max_total_len=settings.max_total_len,
         embed_pooling=settings.embed_pooling,
+        model_impl=settings.model_impl,
     )
     return _loaded(settings, folder, runner, model_fingerprint(folder))
 

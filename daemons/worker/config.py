@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.settings import setting
 from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
 from radixmesh.daemons.worker.simulated.clock import ClockKind
@@ -14,6 +15,7 @@ from radixmesh.daemons.worker.simulated.faults import Fault
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
 
 _MIB = 1024 * 1024
+_MODEL_IMPLS = ("auto", "radixmesh", "transformers")
 _QUANTIZATIONS = ("none", "auto", "fp8", "fp8-block")
 
 
@@ -63,6 +65,8 @@ class WorkerSettings(CommonSettings):
     load_format: str = setting("auto", "auto: weights from the folder; dummy: random ones of its config's shapes")
     quantization: str = setting("auto", "of weights: auto (what the checkpoint says), none (FP8 ones are dequantised "
         "when loaded), or CUDA: fp8 (a scale an output channel), fp8-block (a scale for 128 x 128)")  # fmt: skip
+    model_impl: str = setting("auto", "code of the model: radixmesh (a family of this engine), transformers (its "
+        "modules with our attention; CPU, slower) or auto (the first that there is)")  # fmt: skip
     embed_pooling: str = setting("mean", "CPU: what embed tasks give of hidden states, their mean or the last")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
     simulated_base_us: float = setting(2000.0, "microseconds of any step")
@@ -77,6 +81,13 @@ class WorkerSettings(CommonSettings):
         1, "a decode yields 0 to that many tokens a step, at random; 1: exactly one"
     )
     simulated_row_seed: int = setting(0, "seed of the number of tokens that a decode yields")
+    tp_size: int = setting(1, "ranks that share one batch (tensor parallelism)")
+    tp_rank: int = setting(0, "place of this worker among them, from 0 on")
+    dp_size: int = setting(1, "batches of the group, each with slots and pages of its own (data-parallel attention)")
+    dp_rank: int = setting(0, "the one of them that this worker computes, from 0 on")
+    ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
+    ep_rank: int = setting(0, "place of this worker among them: the rank, --dp-rank x --tp-size + --tp-rank, modulo "
+        "--ep-size")  # fmt: skip
     faults: tuple[str, ...] = setting((), "faults on demand: kind@STEP[:MS] or kind%PROBABILITY[:MS], kind one of "
         "refuse, die, delay, duplicate, reorder, vanish, hang")  # fmt: skip
     fault_seed: int = setting(0, "seed of the faults that come with a probability")
@@ -105,6 +116,10 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('simulated_eos_ids')} are token ids, not {','.join(self.simulated_eos_ids)}")
         if self.backend is not Backend.SIMULATED and self.model is None:
             raise ValueError(f"{_flag('model')}: the {self.backend} backend needs the folder of a model")
+        if self.model_impl not in _MODEL_IMPLS:
+            raise ValueError(f"{_flag('model_impl')} must be one of {', '.join(_MODEL_IMPLS)}, not {self.model_impl}")
+        if self.model_impl == "transformers" and self.backend is not Backend.CPU:
+            raise ValueError(f"{_flag('model_impl')} transformers is for --backend cpu")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"{_flag('load_format')} must be auto or dummy, not {self.load_format}")
         if self.load_format == "dummy" and self.backend is not Backend.CUDA:
@@ -121,7 +136,25 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('kv_dtype')} {self.kv_dtype} is for --backend cuda: others keep KV as weights")
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
+        layout = self.rank_layout
+        if self.backend is not Backend.SIMULATED and (layout.tp_size > 1 or layout.ep_size > 1):
+            raise ValueError(f"{_flag('tp_size')} and {_flag('ep_size')} above 1 are for --backend simulated: the "
+                f"{self.backend} backend does not split a model yet; use --dp-size, or replicas")  # fmt: skip
+        if self.backend is Backend.CUDA and layout.dp_size > 1:
+            raise ValueError(f"{_flag('dp_size')} above 1 is for --backend cpu or simulated: start replicas, each with "
+                "a scheduler of its own")  # fmt: skip
         _ = self.latency, self.parsed_faults  # They say what is wrong with themselves.
+
+    @property
+    def rank_layout(self) -> RankLayout:
+        return RankLayout(
+            tp_size=self.tp_size,
+            tp_rank=self.tp_rank,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            ep_size=self.ep_size,
+            ep_rank=self.ep_rank,
+        )
 
     @property
     def latency(self) -> LatencyModel:

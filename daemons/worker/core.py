@@ -32,6 +32,7 @@ from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
 from radixmesh.daemons.worker.step_queue import StepQueue
+from radixmesh.daemons.worker.transfer_pins import TransferPins
 from radixmesh.worker.v1 import worker_pb2
 
 log = get_logger(__name__)
@@ -83,6 +84,7 @@ class WorkerCore:
         self.config = config
         self.ledger = EpochLedger()
         self.blobs = BlobStore(max_bytes=config.blob_store_bytes, max_blob_bytes=config.max_blob_bytes)
+        self.pins = TransferPins()
         self._hello = make_hello(instance_id, "worker")
         self._progress = progress
         self._metrics = metrics
@@ -90,13 +92,13 @@ class WorkerCore:
         self._state = worker_pb2.WORKER_STATE_LOADING
         self._queue = StepQueue()
         self._recorder = PlanRecorder(config.record_plans) if config.record_plans is not None else None
-        self._executor: StepExecutor | None = None
-        self._runner: PlanRunner | None = None
-        self._profiler: StepProfiler | None = None
-        self._holder: Holder | None = None
+        self.executor: StepExecutor | None = None
+        self.plan_runner: PlanRunner | None = None
+        self.profiler: StepProfiler | None = None
+        self.holder: Holder | None = None
         self._in_flight: dict[tuple[int, int], worker_pb2.StepPlan] = {}
-        self._num_in_flight = 0
-        self._retained = RetainedPlans(
+        self.num_in_flight = 0
+        self.retained = RetainedPlans(
             max_plans=2 * config.max_plans_in_flight, keeps_completed=self.member.layout.world_size > 1
         )
         self._answered_one = asyncio.Event()
@@ -105,15 +107,16 @@ class WorkerCore:
 
     def attach(self, executor: StepExecutor, model: common_pb2.ModelIdentity) -> None:
         """The model is loaded: claims are taken from now on."""
-        self._executor = executor
-        self._profiler = make_profiler(self.config.dump_folder, self._hello.instance_id[:8])
+        self.executor = executor
+        self.profiler = make_profiler(self.config.dump_folder, self._hello.instance_id[:8])
         dump = PlanDump(self.config.dump_folder, self._hello.instance_id)
-        self._runner = PlanRunner(
+        self.plan_runner = PlanRunner(
             executor,
             dump,
-            self._profiler.on_step,
+            self.profiler.on_step,
             SlotTraces(self._tracer) if self._tracer.is_on else None,
             self.member.layout.dp_rank,
+            self.pins,
         )
         self._hello.model.CopyFrom(model)
         self._state = worker_pb2.WORKER_STATE_READY
@@ -125,17 +128,16 @@ class WorkerCore:
     def worker_hello(self) -> worker_pb2.WorkerHello:
         """Hello that a scheduler reads before it claims."""
         ledger = self.ledger
-        epoch = ledger.highest_epoch
         return worker_pb2.WorkerHello(
             hello=self._hello,
-            highest_epoch=epoch,
+            highest_epoch=ledger.highest_epoch,
             holder_instance_id=ledger.holder_instance_id,
             is_holder_connected=ledger.is_holder_connected,
             # With unfinished plans it is the holder who waits for us, however long a step takes.
-            holder_silent_ms=0 if self._retained.has_unfinished else ledger.holder_silent_ms,
+            holder_silent_ms=0 if self.retained.has_unfinished else ledger.holder_silent_ms,
             last_received_step=ledger.last_received_step,
             last_completed_step=ledger.last_completed_step,
-            retained_plans=self._retained.encoded(),
+            retained_plans=self.retained.encoded(),
             capabilities=self.capabilities(),
             predecessor_end=_PREDECESSOR_ENDS[self.config.predecessor_end],
         )
@@ -154,16 +156,18 @@ class WorkerCore:
             rendezvous=self.member.rendezvous,
             takes_alive=True,
         )
-        if self._executor is not None:
-            limits = self._executor.limits
+        if self.executor is not None:
+            limits = self.executor.limits
             capabilities.page_size = limits.page_size
             capabilities.num_pages = limits.num_pages
             capabilities.num_slots = limits.num_slots
             capabilities.max_tokens_per_step = limits.max_tokens_per_step
             capabilities.max_tokens_per_row = limits.max_tokens_per_row
-            capabilities.is_deterministic = self._executor.runner.is_deterministic
-            capabilities.weights_version = self._executor.weights_version
+            capabilities.is_deterministic = self.executor.runner.is_deterministic
+            capabilities.weights_version = self.executor.weights_version
             capabilities.weights_digest = self._hello.model.model_fingerprint
+            capabilities.kv_dtype = self.executor.runner.kv_dtype
+            capabilities.kv_layout = self.executor.runner.kv_layout
             capabilities.tasks.extend(TASK_TO_PROTO[task] for task in sorted(limits.tasks))
             capabilities.barrier_ops.append("flush_cache")
         return capabilities
@@ -180,11 +184,11 @@ class WorkerCore:
 
     def _taken_by(self, holder: Holder, epoch: int, instance_id: str) -> None:
         """`holder` has won the worker; the one before it learns that it has lost it."""
-        former, self._holder = self._holder, holder
+        former, self.holder = self.holder, holder
         if former is not None and former is not holder:
             log.warning("holder_fenced", epoch=epoch, instance=instance_id)
             former.fail(self.ledger.fenced())
-        self._retained.begin_epoch()
+        self.retained.begin_epoch()
         self._metrics.epoch.set(epoch)
 
     async def claim(self, holder: Holder, claim: worker_pb2.Claim, instance_id: str) -> None:
@@ -203,13 +207,13 @@ class WorkerCore:
 
     def alive(self, holder: Holder) -> None:
         """The stream says that its scheduler lives. Counts if that is the holder."""
-        if self._holder is holder:
+        if self.holder is holder:
             self.ledger.heard()
 
     def left(self, holder: Holder) -> None:
         """A stream ended. Plans of it that are in flight complete; slots stay until the next claim."""
-        if self._holder is holder:
-            self._holder = None
+        if self.holder is holder:
+            self.holder = None
             self.ledger.disconnected()
 
     async def submit(self, holder: Holder | None, plan: worker_pb2.StepPlan, fault: Exception | None = None) -> None:
@@ -219,38 +223,38 @@ class WorkerCore:
         Raises EPOCH_FENCED if somebody else claimed the worker by then: a plan of an older epoch would end the new one.
         """
         runner = self._ready()
-        while holder is not None and (self._is_draining or self._num_in_flight >= self.config.max_plans_in_flight):
+        while holder is not None and (self._is_draining or self.num_in_flight >= self.config.max_plans_in_flight):
             await self._next_answer()
         if holder is None:
             # Never behind a step: it may wait in a collective that only the fence which follows can end.
             self.check_complete(plan)
-        elif holder is not self._holder:
+        elif holder is not self.holder:
             raise self.ledger.fenced()
-        self._num_in_flight += 1
+        self.num_in_flight += 1
         if self._recorder is not None:
             self._recorder.record(plan)
         header = plan.header
         if header.epoch == self.ledger.highest_epoch and header.step_id == self.ledger.last_received_step + 1:
             self.ledger.last_received_step = header.step_id
             self._in_flight[header.epoch, header.step_id] = plan
-            self._retained.received(plan)
+            self.retained.received(plan)
         self._count_in_flight()
-        assert self._executor is not None
-        ready_ns = self._executor.runner.now_ns()
+        assert self.executor is not None
+        ready_ns = self.executor.runner.now_ns()
         self._queue.submit(
             lambda: runner.launch(plan, ready_ns, fault), lambda answer: self._answered(holder, header.epoch, answer)
         )
 
     def check_complete(self, plan: worker_pb2.StepPlan) -> None:
         """Raises EPOCH_FENCED while the holder lives, PROTOCOL_VIOLATION or STEP_GAP unless `plan` is its next one."""
-        if not self.ledger.may_complete(has_unfinished=self._retained.has_unfinished):
+        if not self.ledger.may_complete(has_unfinished=self.retained.has_unfinished):
             raise self.ledger.fenced()
         expected = self.ledger.last_received_step + 1
         if plan.header.epoch != self.ledger.highest_epoch or self.ledger.highest_epoch == 0:
             message = f"complete carries epoch {plan.header.epoch}, the last one here is {self.ledger.highest_epoch}"
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
         most = _MOST_COMPLETED * self.config.max_plans_in_flight
-        if self._num_in_flight >= most:
+        if self.num_in_flight >= most:
             message = f"{most} plans wait here: no scheduler has more in flight; fence the worker"
             raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, message)
         if plan.header.step_id != expected:
@@ -271,18 +275,18 @@ class WorkerCore:
     async def profile(self, action: worker_pb2.ProfileAction, num_steps: int) -> str:
         """Starts or stops a trace; path of the stopped one. Raises UNSUPPORTED or INVALID_ARGUMENT."""
         self._ready()
-        profiler = self._profiler
+        profiler = self.profiler
         assert profiler is not None
         return await self._queue.run(lambda: profiler.act(action, num_steps))
 
     async def drain(self) -> None:
         """Takes no more plans; returns when those in flight are answered. The holder's stream ends with NOT_SERVING."""
         self._is_draining = True
-        while self._num_in_flight:
+        while self.num_in_flight:
             await self._next_answer()
-        if self._holder is not None:
+        if self.holder is not None:
             message = "the worker leaves: continue on another one"
-            self._holder.fail(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"}))
+            self.holder.fail(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"}))
 
     def close(self) -> None:
         """No further steps run."""
@@ -291,20 +295,20 @@ class WorkerCore:
             self._recorder.close()
 
     def _ready(self) -> PlanRunner:
-        if self._runner is None or self._state != worker_pb2.WORKER_STATE_READY:
+        if self.plan_runner is None or self._state != worker_pb2.WORKER_STATE_READY:
             state = worker_pb2.WorkerState.Name(self._state).removeprefix("WORKER_STATE_").lower()
             message = f"the worker is {state}: retry later"
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": state})
-        return self._runner
+        return self.plan_runner
 
     def _answered(self, holder: Holder | None, epoch: int, answer: Answer) -> None:
         """On the event loop, in step order. The answer leaves before anything is counted."""
         if holder is not None and answer.response is not None:
             holder.deliver(answer.response)
         self._in_flight.pop((epoch, answer.step_id), None)
-        self._num_in_flight -= 1
+        self.num_in_flight -= 1
         if epoch == self.ledger.highest_epoch:
-            self._retained.completed(answer.step_id)
+            self.retained.completed(answer.step_id)
             self.ledger.heard()  # Its silence begins now: it has waited until here.
         if answer.result is not None:
             self._completed(epoch, answer)
@@ -333,8 +337,8 @@ class WorkerCore:
         if under_way is not None:
             expected_s = under_way.header.expected_us / 1e6
             patience_s = _HANG_FACTOR * expected_s if expected_s else _UNKNOWN_STEP_S
-        self._progress.work_pending(self._num_in_flight, patience_s=patience_s)
-        self._metrics.plans_in_flight.set(self._num_in_flight)
+        self._progress.work_pending(self.num_in_flight, patience_s=patience_s)
+        self._metrics.plans_in_flight.set(self.num_in_flight)
 
     async def _next_answer(self) -> None:
         self._answered_one.clear()

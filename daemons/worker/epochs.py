@@ -56,13 +56,13 @@ class EpochLedger:
         self.last_received_step = 0
         self.last_completed_step = 0
         self._clock = clock
-        self._heard_at = clock()
+        self.heard_at = clock()
         self._is_only_fenced = False
 
     @property
     def holder_silent_ms(self) -> int:
         """Time since it was the connected holder's turn to speak; 0 if none is connected."""
-        return int((self._clock() - self._heard_at) * 1000.0) if self.is_holder_connected else 0
+        return int((self._clock() - self.heard_at) * 1000.0) if self.is_holder_connected else 0
 
     def may_complete(self, *, has_unfinished: bool) -> bool:
         """True if others may complete the holder's broadcast: it is gone, or silent past the timeout.
@@ -71,7 +71,7 @@ class EpochLedger:
         """
         if self._is_only_fenced:
             return False  # Nothing has been sent in this epoch.
-        silent_s = 0.0 if has_unfinished else self._clock() - self._heard_at
+        silent_s = 0.0 if has_unfinished else self._clock() - self.heard_at
         return not self.is_holder_connected or silent_s > self.holder_timeout_s
 
     def claim(self, epoch: int, instance_id: str, group_generation: int) -> None:
@@ -89,7 +89,7 @@ class EpochLedger:
         if not (self._is_only_fenced and (epoch, instance_id) == (self.highest_epoch, self.holder_instance_id)):
             self.fence(epoch, instance_id)
         self._is_only_fenced = False
-        self._heard_at = self._clock()
+        self.heard_at = self._clock()
 
     def fence(self, epoch: int, instance_id: str) -> None:
         """Shuts out all lower claims. Raises EPOCH_FENCED or INVALID_ARGUMENT, as claim()."""
@@ -102,7 +102,7 @@ class EpochLedger:
         self.highest_epoch, self.holder_instance_id = epoch, instance_id
         self.is_holder_connected = self._is_only_fenced = True
         self.last_received_step = self.last_completed_step = 0
-        self._heard_at = self._clock()
+        self.heard_at = self._clock()
 
     def formed(self, generation: int) -> None:
         """The worker is in a group of that generation; 0: in none any more."""
@@ -111,7 +111,7 @@ class EpochLedger:
 
     def heard(self) -> None:
         """The holder sent something, or was sent what it waited for."""
-        self._heard_at = self._clock()
+        self.heard_at = self._clock()
 
     def disconnected(self) -> None:
         """The holder's stream ended; it stays the holder until somebody claims higher."""

@@ -30,11 +30,11 @@ class GroupFormation:
         """
         ledger, member = self._ledger, self._member
         ledger.check_holder(request.epoch, request.instance_id)
-        if request.layout != member.layout.to_proto() or request.generation <= ledger.highest_generation:
+        self._check_layout(request.layout)
+        if request.generation <= ledger.highest_generation:
             raise MeshError(
                 ErrorReason.ERROR_REASON_GROUP_GENERATION,
-                f"the worker is rank {member.layout.rank} of {member.layout.world_size} and was in generation"
-                f" {ledger.highest_generation}: form a higher one with its own layout",
+                f"the worker was in generation {ledger.highest_generation}: form a higher one",
                 {"group_generation": str(ledger.highest_generation)},
             )
         # Taken at once: of two requests for one generation the second is refused, whoever is formed first.
@@ -51,6 +51,18 @@ class GroupFormation:
         ledger.check_holder(request.epoch, request.instance_id)
         ledger.formed(request.generation)
         log.info("group_formed", generation=request.generation, rank=member.layout.rank)
+
+    def _check_layout(self, layout: worker_pb2.RankLayout) -> None:
+        """Weights have loaded by this worker's own flags: as any other rank it would compute with the wrong ones."""
+        ours = self._member.layout
+        if layout != ours.to_proto():
+            theirs = ", ".join(f"{field.name} {value}" for field, value in layout.ListFields()) or "one rank"
+            raise MeshError(
+                ErrorReason.ERROR_REASON_GROUP_GENERATION,
+                f"the worker was started with {ours.flags or 'no rank flags'}, the scheduler takes it for {theirs}:"
+                " start it with the flags of that place, or name the workers in the order of their ranks",
+                {"group_generation": str(self._ledger.highest_generation)},
+            )
 
     async def leave(self, epoch: int, instance_id: str) -> None:
         """Aborts the collectives; steps that waited in them are discarded. Raises EPOCH_FENCED."""

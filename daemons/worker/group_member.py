@@ -6,50 +6,13 @@ ALONE --form--> MEMBER of a generation --abort, or a later form--> ALONE
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from radixmesh.worker.v1 import worker_pb2
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 
 
 class CollectiveAborted(Exception):
     """A step left a collective that was aborted. Its plan is discarded; the process waits for a new group."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLayout:
-    """A rank's place in its group; the comments of worker.v1.RankLayout hold. Weights load by it."""
-
-    tp_size: int = 1
-    tp_rank: int = 0
-    dp_size: int = 1
-    dp_rank: int = 0
-    ep_size: int = 1
-    ep_rank: int = 0
-
-    def __post_init__(self) -> None:
-        for kind in ("tp", "dp", "ep"):
-            size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
-            if not 0 <= rank < size:
-                raise ValueError(f"--{kind}-rank {rank} is outside [0, {size}) of --{kind}-size")
-
-    @property
-    def world_size(self) -> int:
-        return self.tp_size * self.dp_size
-
-    @property
-    def rank(self) -> int:
-        return self.dp_rank * self.tp_size + self.tp_rank
-
-    def to_proto(self) -> worker_pb2.RankLayout:
-        return worker_pb2.RankLayout(
-            tp_size=self.tp_size,
-            tp_rank=self.tp_rank,
-            dp_size=self.dp_size,
-            dp_rank=self.dp_rank,
-            ep_size=self.ep_size,
-            ep_rank=self.ep_rank,
-        )
 
 
 class GroupMember(Protocol):

@@ -32,6 +32,12 @@ class KvPool(KvPlanes):
     ) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.dtype_name = str(dtype).removeprefix("torch.")
+        planes = ";".join(
+            f"{plane.name}{list(plane.row_shape)}+{plane.padding}".replace(" ", "") for plane in layout.planes
+        )
+        self.layout_name = f"layers={layout.num_layers};page={page_size};{planes}"
+        """Fingerprint of how a page lies in memory: of layers, page size, and the planes with their padding."""
         try:
             stored = {
                 plane.name: torch.empty(
@@ -79,7 +85,7 @@ class KvPool(KvPlanes):
 
 def default_num_pages(layout: KvLayout, *, page_size: int, dtype: torch.dtype, max_total_len: int) -> int:
     """Pages for the smaller of a share of the free memory and some full contexts, at least one full context."""
-    available = _available_bytes()
+    available = available_bytes()
     by_memory = int(available * _MEMORY_SHARE) // layout.bytes_per_token(dtype)
     one_context = -(-max_total_len // page_size)
     num_pages = max(min(by_memory, _MOST_CONTEXTS * max_total_len) // page_size, one_context)
@@ -96,13 +102,13 @@ def default_num_pages(layout: KvLayout, *, page_size: int, dtype: torch.dtype, m
     return num_pages
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory that can be had without swapping, and without passing the limit of this process's container."""
-    bounds = [_free_bytes(), _container_bytes()]
+    bounds = [free_bytes(), container_bytes()]
     return max(0, min(bound for bound in bounds if bound is not None))
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     meminfo = Path("/proc/meminfo")
     if meminfo.is_file():
         for line in meminfo.read_text().splitlines():
@@ -112,7 +118,7 @@ def _free_bytes() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _container_bytes() -> int | None:
+def container_bytes() -> int | None:
     group = Path("/sys/fs/cgroup")
     try:
         limit, current = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text()

@@ -25,6 +25,7 @@ class Limits:
     max_tokens_per_step: int
     max_tokens_per_row: int = 1
     tasks: frozenset[Task] = frozenset({Task.GENERATE})
+    takes_grammars: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "num_pages", "num_slots", "vocab_size", "max_total_len", "max_tokens_per_step"):

@@ -81,14 +81,14 @@ class TorchProfiler(StepProfiler):
         self._path = Path()
         """The folder, once it was found to be usable."""
         self._name = name
-        self._profile: profile | None = None
-        self._steps_left = 0
+        self.running: profile | None = None
+        self.steps_left = 0
         self._num_traces = 0
         # Answer of stop() for a trace that ended by itself.
         self._ended: str | MeshError | None = None
 
     def start(self, num_steps: int) -> None:
-        if self._profile is not None:
+        if self.running is not None:
             raise _invalid("action", "a trace runs: stop it first")
         import torch
         from torch.profiler import ProfilerActivity, profile
@@ -101,10 +101,10 @@ class TorchProfiler(StepProfiler):
         self._check_folder()
         starting = profile(activities=[ProfilerActivity.CUDA if has_gpu else ProfilerActivity.CPU])
         starting.start()
-        self._profile, self._ended, self._steps_left = starting, None, num_steps or most
+        self.running, self._ended, self.steps_left = starting, None, num_steps or most
 
     def stop(self) -> str:
-        if self._profile is not None:
+        if self.running is not None:
             self._end()
         ended, self._ended = self._ended, None
         if ended is None:
@@ -114,15 +114,15 @@ class TorchProfiler(StepProfiler):
         return ended
 
     def on_step(self) -> None:
-        if self._profile is None:
+        if self.running is None:
             return
-        self._steps_left -= 1
-        if self._steps_left == 0:
+        self.steps_left -= 1
+        if self.steps_left == 0:
             self._end()
 
     def _end(self) -> None:
         """Steps go on whether or not the trace can be written."""
-        running, self._profile = self._profile, None
+        running, self.running = self.running, None
         assert running is not None
         self._num_traces += 1
         path = self._path / f"{_PREFIX}{self._name}-{self._num_traces}.json"

@@ -148,6 +148,12 @@ class ModelRunner(ABC):
     max_tokens_per_row: int = 1
     """Most tokens that a decode yields in a step. 1: exactly one. Otherwise it may yield any number from 0 on, which is
     known when the step is done. If the runner is asynchronous too, it takes all decodes as DecodeRows, with bounds."""
+    takes_grammars: bool = False
+    """True if rows can be constrained by the grammar that an admit names."""
+    kv_dtype: str = ""
+    """Element type of KV pages; empty: not known to others, who then share none."""
+    kv_layout: str = ""
+    """Fingerprint of how a page lies in memory; empty: likewise."""
     suppresses_rows: bool = False
     """True if decode rows may come while ids are suppressed (min_tokens), not only segments."""
 

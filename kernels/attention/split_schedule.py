@@ -10,7 +10,7 @@ import triton.language as tl
 
 # Programs whose first unit one program of the planning kernel finds, and units that it looks at in one step.
 _PLANNED_AT_ONCE = 16
-_UNITS_AT_ONCE = 1024
+UNITS_AT_ONCE = 1024
 _CPU_PROGRAMS = 3
 
 
@@ -114,7 +114,7 @@ class SplitPlan:
             LEAST_TILES=least_tiles,
             NUM_PROGRAMS=self.num_programs,
             AT_ONCE=_PLANNED_AT_ONCE,
-            UNITS=min(_UNITS_AT_ONCE, max(2, triton.next_power_of_2(self.max_units))),
+            UNITS=min(UNITS_AT_ONCE, max(2, triton.next_power_of_2(self.max_units))),
             PDL=use_pdl,
             launch_pdl=use_pdl,
         )

@@ -43,6 +43,10 @@ class GemmSm90:
             compiling = {variant: threads.submit(self._compiled, variant.source()) for variant in missing}
         self._codes.update({variant: code.result() for variant, code in compiling.items() if code.exception() is None})
 
+    def accepts(self, x_TK: torch.Tensor, w_NK: torch.Tensor, out: torch.Tensor, is_gated: bool = False) -> bool:
+        """True if a kernel can compute `out` of the others."""
+        return accepts(x_TK, w_NK, out, is_gated)
+
     def load(self, variant: Variant) -> None:
         """Makes it ready to be launched. Raises what compiling and the driver raise."""
         self._kernel(variant)
@@ -104,9 +108,8 @@ class GemmSm90:
     ) -> None:
         (num_rows, num_in), num_out = x_TK.shape, out.shape[1]
         assert accepts(x_TK, w_NK, out, is_gated), (x_TK.shape, w_NK.shape, out.shape, x_TK.dtype)
-        assert residual is None or (residual.shape == out.shape and accepts(x_TK, w_NK, residual, is_gated)), (
-            residual.shape
-        )
+        if residual is not None and residual is not out:
+            assert residual.shape == out.shape and accepts(x_TK, w_NK, residual, is_gated), residual.shape
         variant = variant_of(config, num_rows, is_gated, x_TK.dtype)
         assert config.split_k <= math.ceil(num_in / TILE_K) and config.cluster <= MAX_CLUSTER, (config, num_in)
         num_square_sums = 0 if square_sums is None else len(square_sums)

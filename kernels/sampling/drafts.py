@@ -57,18 +57,25 @@ class SlotLengths(NamedTuple):
 
 class DraftRows(NamedTuple):
     """The positions of a step, int32 [T] each, P a row: token, position, slot, KV length with its own token. Those that
-    a row does not use are the dummy slot's, with KV length 0. num_drafts [B]; -1: the row has no room."""
+    a row does not use are the dummy slot's, with KV length 0. num_drafts [B]; -1: the row has no room.
+
+    The same as chunks, two a row: those that it uses, and those that it does not, with KV length 0. chunk_slots,
+    chunk_kv_lens [2 B], chunk_row_starts [2 B + 1].
+    """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     kv_lens: torch.Tensor
     num_drafts: torch.Tensor
+    chunk_slots: torch.Tensor
+    chunk_row_starts: torch.Tensor
+    chunk_kv_lens: torch.Tensor
 
     @classmethod
     def allocate(cls, max_rows: int, num_positions: int, device: torch.device) -> DraftRows:
         """For up to `max_rows` rows."""
-        sizes = [max_rows * num_positions] * 4 + [max_rows]
+        sizes = [max_rows * num_positions] * 4 + [max_rows, 2 * max_rows, 2 * max_rows + 1, 2 * max_rows]
         return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
 
     def of(self, num_rows: int) -> DraftRows:
@@ -81,6 +88,9 @@ class DraftRows(NamedTuple):
             self.slots[:size],
             self.kv_lens[:size],
             self.num_drafts[:num_rows],
+            self.chunk_slots[: 2 * num_rows],
+            self.chunk_row_starts[: 2 * num_rows + 1],
+            self.chunk_kv_lens[: 2 * num_rows],
         )
 
 
@@ -88,8 +98,8 @@ class DraftRows(NamedTuple):
 def _expand_kernel(
     slots_ptr, max_lens_ptr, tokens_ptr, lengths_ptr, starts_ptr, counts_ptr, window_ptr, entries_ptr, num_entries_ptr,
     last_tokens_ptr, slot_lengths_ptr, page_tables_ptr, slot_tokens_ptr, row_tokens_ptr, positions_ptr, row_slots_ptr,
-    kv_lens_ptr, num_drafts_ptr, dummy_slot, window_stride, slot_tokens_stride, P: tl.constexpr, BLOCK_P: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    kv_lens_ptr, num_drafts_ptr, chunk_slots_ptr, chunk_row_starts_ptr, chunk_kv_lens_ptr, dummy_slot, window_stride,
+    slot_tokens_stride, P: tl.constexpr, BLOCK_P: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     num_entries = tl.load(num_entries_ptr)
@@ -127,6 +137,15 @@ def _expand_kernel(
     tl.store(row_slots_ptr + at, tl.where(is_used, slot.to(tl.int32), dummy_slot), mask=is_row)
     tl.store(kv_lens_ptr + at, tl.where(is_used, position + 1, 0), mask=is_row)
     tl.store(num_drafts_ptr + row, tl.where(room > 0, num_drafts, -1))
+    num_used = tl.where(room > 0, num_drafts + 1, 0)
+    tl.store(chunk_slots_ptr + 2 * row, tl.where(room > 0, slot.to(tl.int32), dummy_slot))
+    tl.store(chunk_slots_ptr + 2 * row + 1, dummy_slot)
+    tl.store(chunk_row_starts_ptr + 2 * row, row * P)
+    tl.store(chunk_row_starts_ptr + 2 * row + 1, row * P + num_used)
+    if row == tl.num_programs(0) - 1:
+        tl.store(chunk_row_starts_ptr + 2 * row + 2, row * P + P)
+    tl.store(chunk_kv_lens_ptr + 2 * row, tl.where(room > 0, length + num_drafts, 0))
+    tl.store(chunk_kv_lens_ptr + 2 * row + 1, 0)
     # Penalties of a position count the drafts before it.
     tl.store(slot_tokens_ptr + slot * slot_tokens_stride + position, draft, mask=is_draft & is_used)
 

@@ -50,7 +50,7 @@ def _survey_kernel(
     num_top = tl.load(num_top_ptr + tl.load(row_slots_ptr + row).to(tl.int64))
     if num_top >= 0:
         lane = tl.arange(0, WIDTH)
-        # What no alternative goes to is never the least.
+        # A lane without an alternative is never the least.
         best = tl.where(lane < num_top, tl.full((WIDTH,), -(2**63), tl.int64), tl.full((WIDTH,), 2**63 - 1, tl.int64))
         highest = tl.full((), float("-inf"), tl.float32)
         weight = tl.full((), 0.0, tl.float64)

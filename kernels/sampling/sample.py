@@ -1,12 +1,12 @@
 """Samples one token from each row of logits, as the CPU sampler does (version 1: `daemons/worker/sampling`).
 
 T rows, V vocabulary, S splits of a row. All parameters are read from device memory by the row's slot, so that one
-captured graph serves whatever its slots ask for; static flags leave out the launches that no row needs.
+captured graph serves whatever its slots ask for; `Needs` leave out the launches that no row needs.
 
-    adjust (penalise.py)   logits -> float32, penalties, biases, suppressed ids become NaN   only with has_penalties
+    adjust (penalise.py)   logits -> float32, penalties, biases, suppressed ids become NaN   only with PENALTIES
     highest                the best (value, lowest id) of each split
-    cut off (cutoff.py)    the last (value, id) in rank that top-k, top-p and min-p keep       only with has_filters
-    gumbel                 the best (score + noise, lowest id) of each split                   only with has_sampled
+    cut off (cutoff.py)    the last (value, id) in rank that top-k, top-p and min-p keep       only with FILTERS
+    gumbel                 the best (score + noise, lowest id) of each split                   only with NOISE
     finish                 the best of the splits, written where the slot's next decode and the host look for it
 
 Values are compared as packed integers, (order of the value, lower ids first): a maximum of those is exact and decides
@@ -18,6 +18,7 @@ sums are float32 here (an id at the border is in or out wrongly where the sum me
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +27,7 @@ import triton.language as tl
 from radixmesh.kernels.sampling.candidates import BLOCK, CandidateScratch
 from radixmesh.kernels.sampling.cutoff import NO_CUT, cut_off
 from radixmesh.kernels.sampling.penalise import adjust
-from radixmesh.kernels.sampling.sample_params import SampleParams, packed_order, value_of
+from radixmesh.kernels.sampling.sample_params import Needs, SampleParams, packed_order, value_of
 
 _MAX_SPLITS = 128
 _CANDIDATES = 1024
@@ -70,6 +71,14 @@ class TokenTarget:
     ring_RT: torch.Tensor
     ring_index_1: torch.Tensor
     last_tokens_S: torch.Tensor
+
+
+class SlotRows(NamedTuple):
+    """int32 [T] each: the rows' slots in `params`, and the indexes of the tokens in prompt + output."""
+
+    params: SampleParams
+    row_slots_T: torch.Tensor
+    positions_T: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,64 +192,92 @@ def _finish_kernel(
         tl.store(tokens_ptr + slot * tokens_stride + tl.load(positions_ptr + row), token)
 
 
+def sample_greedily(
+    logits_TV: torch.Tensor, rows: SlotRows, scratch: SampleScratch, target: TokenTarget, *, use_pdl: bool = False
+) -> None:
+    """Writes each row's best token to `target`, whatever its slot asks for. Can be captured in a graph.
+
+    logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified.
+    `use_pdl` as in `rms_norm`; slots and ring index are read before the wait.
+    """
+    _check(logits_TV, rows, scratch, target)
+    if not len(logits_TV):
+        return
+    cut = _cut(*logits_TV.shape)
+    _launch_highest(logits_TV, scratch, cut, is_adjusted=False, use_pdl=use_pdl)
+    _launch_finish(rows, scratch, target, cut, Needs.NOTHING, use_pdl=use_pdl)
+
+
 def sample_rows(
     logits_TV: torch.Tensor,
-    params: SampleParams,
-    row_slots_T: torch.Tensor,
-    positions_T: torch.Tensor,
+    rows: SlotRows,
     scratch: SampleScratch,
     target: TokenTarget,
+    needs: Needs,
     *,
-    has_sampled: bool,
-    has_filters: bool = False,
-    has_penalties: bool = False,
     has_highest: bool = False,
-    use_pdl: bool = False,
 ) -> None:
-    """Samples the token of each row into `target`. Can be captured in a graph.
+    """Writes a token sampled from each row of logits to `target`. Can be captured in a graph.
 
-    logits [T, V] of float32, float16 or bfloat16, ids contiguous; not modified. row_slots int32 [T] name the rows'
-    slots in `params`; positions int32 [T] are the indexes of the tokens in prompt + output. What the flags leave
-    out is ignored: without `has_sampled` every row is greedy, without `has_filters` no row has top-k, top-p or min-p,
-    without `has_penalties` no row has penalties, biases or suppressed ids. With penalties the tokens are added to the
-    slots' lists in `params` too. `scratch` made without penalties refuses `has_penalties`.
-    has_highest: the call before was greedy, of the same logits, and left the scratch as it is.
-    `use_pdl` as in `rms_norm`, without noise or penalties; slots and ring index are read before the wait.
+    logits as for `sample_greedily`. needs: of all rows together; what it leaves out is ignored in every row. With
+    penalties the tokens are added to the slots' lists in the parameters too; a scratch made without them refuses.
+    has_highest: the call before was `sample_greedily` of the same logits, and the scratch is as it left it.
     """
+    _check(logits_TV, rows, scratch, target)
     num_rows, vocab_size = logits_TV.shape
-    _check(logits_TV, row_slots_T, positions_T, scratch, target)
     if num_rows == 0:
         return
-    if has_penalties:
+    params, row_slots_T, positions_T = rows
+    is_adjusted, has_filters = Needs.PENALTIES in needs, Needs.FILTERS in needs
+    if is_adjusted:
         assert num_rows <= len(scratch.counts_TV), "the scratch was made without penalties"
         adjust(logits_TV, params, row_slots_T, positions_T, scratch.counts_TV, scratch.adjusted_TV)
         logits_TV = scratch.adjusted_TV[:num_rows]
-    use_pdl = use_pdl and not has_sampled and not has_penalties
     cut = _cut(num_rows, vocab_size)
-    grid = (cut.splits, num_rows)
-    if has_penalties or not has_highest:
-        _highest_kernel[grid](
-            logits_TV, scratch.highest_TS, vocab_size, logits_TV.stride(0), cut.num_blocks, BLOCK=BLOCK,
-            MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
-        )  # fmt: skip
-    if has_sampled and has_filters:
-        highest_T = scratch.highest_TS[:num_rows, : cut.splits].amax(dim=1)
-        cut_off(
-            logits_TV, params, row_slots_T, highest_T, scratch.candidates, scratch.cut_T, cut.splits, cut.num_blocks,
-            is_adjusted=has_penalties,
-        )  # fmt: skip
-    if has_sampled:
-        _gumbel_kernel[grid](
+    if is_adjusted or not has_highest:
+        _launch_highest(logits_TV, scratch, cut, is_adjusted=is_adjusted)
+    if Needs.NOISE in needs:
+        if has_filters:
+            highest_T = scratch.highest_TS[:num_rows, : cut.splits].amax(dim=1)
+            cut_off(
+                logits_TV, params, row_slots_T, highest_T, scratch.candidates, scratch.cut_T, cut.splits,
+                cut.num_blocks, is_adjusted=is_adjusted,
+            )  # fmt: skip
+        _gumbel_kernel[(cut.splits, num_rows)](
             logits_TV, scratch.highest_TS, scratch.cut_T, row_slots_T, positions_T, params.temperature_S, params.seed_S,
             scratch.best_TS, scratch.best_ids_TS, vocab_size, logits_TV.stride(0), cut.splits, cut.num_blocks,
-            BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=has_penalties, HAS_CUT=has_filters, num_warps=4,
+            BLOCK=BLOCK, MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=is_adjusted, HAS_CUT=has_filters, num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
-    _finish_kernel[(num_rows,)](
+    _launch_finish(rows, scratch, target, cut, needs)
+
+
+def _launch_highest(
+    logits_TV: torch.Tensor, scratch: SampleScratch, cut: _Cut, *, is_adjusted: bool, use_pdl: bool = False
+) -> None:
+    num_rows, vocab_size = logits_TV.shape
+    _highest_kernel[(cut.splits, num_rows)](
+        logits_TV, scratch.highest_TS, vocab_size, logits_TV.stride(0), cut.num_blocks, BLOCK=BLOCK,
+        MAX_SPLITS=_MAX_SPLITS, IS_ADJUSTED=is_adjusted, PDL=use_pdl, num_warps=4, launch_pdl=use_pdl,
+    )  # fmt: skip
+
+
+def _launch_finish(
+    rows: SlotRows,
+    scratch: SampleScratch,
+    target: TokenTarget,
+    cut: _Cut,
+    needs: Needs,
+    *,
+    use_pdl: bool = False,
+) -> None:
+    params, row_slots_T, positions_T = rows
+    _finish_kernel[(len(row_slots_T),)](
         scratch.highest_TS, scratch.best_TS, scratch.best_ids_TS, row_slots_T, positions_T, params.temperature_S,
         target.ring_RT, target.ring_index_1, target.last_tokens_S, params.tokens_SL, cut.splits,
-        target.ring_RT.stride(0), params.tokens_SL.stride(0), MAX_SPLITS=_MAX_SPLITS, HAS_SAMPLED=has_sampled,
-        HAS_PENALTIES=has_penalties, PDL=use_pdl, num_warps=1, launch_pdl=use_pdl,
+        target.ring_RT.stride(0), params.tokens_SL.stride(0), MAX_SPLITS=_MAX_SPLITS,
+        HAS_SAMPLED=Needs.NOISE in needs, HAS_PENALTIES=Needs.PENALTIES in needs, PDL=use_pdl, num_warps=1,
+        launch_pdl=use_pdl,
     )  # fmt: skip
 
 
@@ -258,12 +295,10 @@ def compile_sampling(params: SampleParams, vocab_size: int, dtype: torch.dtype) 
         ring_index_1=positions_T,
         last_tokens_S=positions_T.new_zeros(len(params.seed_S)),
     )
-    for has_penalties in (False, True):
-        for has_sampled, has_filters in ((False, False), (True, False), (True, True)):
-            sample_rows(
-                logits_TV, params, row_slots_T, positions_T, scratch, target, has_sampled=has_sampled,
-                has_filters=has_filters, has_penalties=has_penalties,
-            )  # fmt: skip
+    rows = SlotRows(params, row_slots_T, positions_T)
+    for penalties in (Needs.NOTHING, Needs.PENALTIES):
+        for noise in (Needs.NOTHING, Needs.NOISE, Needs.NOISE | Needs.FILTERS):
+            sample_rows(logits_TV, rows, scratch, target, penalties | noise)
 
 
 def _cut(num_rows: int, vocab_size: int) -> _Cut:
@@ -273,14 +308,8 @@ def _cut(num_rows: int, vocab_size: int) -> _Cut:
     return _Cut(triton.cdiv(blocks, num_blocks), num_blocks)
 
 
-def _check(
-    logits_TV: torch.Tensor,
-    row_slots_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    scratch: SampleScratch,
-    target: TokenTarget,
-) -> None:
-    num_rows, vocab_size = logits_TV.shape
+def _check(logits_TV: torch.Tensor, rows: SlotRows, scratch: SampleScratch, target: TokenTarget) -> None:
+    (num_rows, vocab_size), (_, row_slots_T, positions_T) = logits_TV.shape, rows
     assert logits_TV.stride(1) == 1 and vocab_size < 2**31, (logits_TV.shape, logits_TV.stride())
     assert row_slots_T.dtype == positions_T.dtype == torch.int32, (row_slots_T.dtype, positions_T.dtype)
     assert row_slots_T.shape == positions_T.shape == (num_rows,), (row_slots_T.shape, positions_T.shape)

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntFlag
 
 import torch
 import triton
 import triton.language as tl
+
+
+class Needs(IntFlag):
+    """Sampling options beyond an argmax: noise; top-k, top-p or min-p; penalties, biases or suppressed ids; logprobs,
+    which change no token."""
+
+    NOTHING = 0
+    NOISE = 1
+    FILTERS = 2
+    PENALTIES = 4
+    LOGPROBS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ _SHAPES = {
     "multi_head": AttentionShape(num_heads=3, num_kv_heads=3, head_dim=16, scale=0.25),
     "grouped": AttentionShape(num_heads=6, num_kv_heads=2, head_dim=10, scale=0.3),
     "one_kv_head": AttentionShape(num_heads=12, num_kv_heads=1, head_dim=8, scale=0.35),
+    "softcap": AttentionShape(num_heads=4, num_kv_heads=2, head_dim=12, scale=0.35, softcap=2.0),
 }
 # Wider than a key tile, narrower, and of the row alone.
 _WINDOWS = [None, 70, 20, 1]
@@ -72,17 +73,29 @@ class _Case:
         most = max(segment.start + segment.length for segment in self.batch.segments)
         return attention_tolerance(self.query, self.keys, self.values, scale=shape.scale, num_keys=most)
 
-    def expected(self, shape: AttentionShape, window: int | None = None) -> torch.Tensor:
+    def expected(
+        self,
+        shape: AttentionShape,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+        chunk: int | None = None,
+    ) -> torch.Tensor:
         rows = []
         for segment in self.batch.segments:
             for offset in range(segment.length):
                 last = segment.start + offset
                 first = 0 if window is None else max(0, last - window + 1)
+                first = first if chunk is None else max(first, last // chunk * chunk)
                 seen = segment.kv_slots[first : last + 1]
                 for head in range(shape.num_heads):
                     kv_head = head // shape.group_size
                     scores = self.keys[seen, kv_head].double() @ self.query[len(rows) // shape.num_heads, head].double()
-                    weights = torch.softmax(scores * shape.scale, 0)
+                    scores = scores * shape.scale
+                    if shape.softcap is not None:
+                        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+                    if sinks is not None:
+                        scores = torch.cat((scores, sinks[head : head + 1].double()))
+                    weights = torch.softmax(scores, 0)[: len(seen)]
                     rows.append(weights @ self.values[seen, kv_head].double())
         return torch.stack(rows).view(-1, shape.num_heads, shape.head_dim)
 
@@ -100,6 +113,50 @@ def test_every_row_attends_to_its_own_past_only(
     expected = case.expected(shape, window)
     assert (out[: len(expected)] - expected).abs().max() <= case.tolerance(shape)
     assert torch.isfinite(out).all(), "padding rows are finite too"
+
+
+@pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
+@pytest.mark.parametrize("window", [None, 20])
+# Above and below every score, and among them.
+@pytest.mark.parametrize("level", [60.0, -60.0, 0.0])
+def test_sinks_join_each_softmax_and_have_no_value(
+    backend_name: str, shape: AttentionShape, window: int | None, level: float
+) -> None:
+    backend = _backend(backend_name, shape)
+    case = _Case(shape, _SEGMENTS, padding=5)
+    sinks = torch.randn(shape.num_heads, generator=torch.Generator().manual_seed(1)) * 3 + level
+    out = backend.begin(case.batch).attend(case.query, case.keys, case.values, window, sinks)
+    expected = case.expected(shape, window, sinks)
+    assert (out[: len(expected)] - expected).abs().max() <= case.tolerance(shape)
+    if not backend.is_batch_invariant:
+        return
+    last = case.batch.segments[-1]
+    alone = replace(last, start=last.start + last.length - 1, length=1)
+    step = backend.begin(replace(case.batch, segments=[alone], num_rows=1))
+    row = len(expected) - 1
+    one = step.attend(case.query[row : row + 1].clone(), case.keys, case.values, window, sinks)
+    assert torch.equal(one[0].view(torch.int32), out[row].view(torch.int32))
+
+
+@pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
+# Within a key tile, across its border, and as long as no sequence is.
+@pytest.mark.parametrize("chunk", [10, 64, 70, 1000])
+def test_chunks_are_seen_from_their_own_start_on(backend_name: str, shape: AttentionShape, chunk: int) -> None:
+    backend = _backend(backend_name, shape)
+    case = _Case(shape, _SEGMENTS, padding=5)
+    out = backend.begin(case.batch).attend(case.query, case.keys, case.values, chunk=chunk)
+    expected = case.expected(shape, chunk=chunk)
+    assert (out[: len(expected)] - expected).abs().max() <= case.tolerance(shape)
+    if not backend.is_batch_invariant:
+        return
+    row = 0
+    for segment in case.batch.segments:
+        for end in range(segment.start + 1, segment.start + segment.length + 1):
+            alone = replace(segment, start=end - 1, length=1, kv_slots=segment.kv_slots[:end])
+            step = backend.begin(replace(case.batch, segments=[alone], num_rows=1))
+            one = step.attend(case.query[row : row + 1].clone(), case.keys, case.values, chunk=chunk)
+            assert torch.equal(one[0].view(torch.int32), out[row].view(torch.int32)), (segment.start, end)
+            row += 1
 
 
 def test_a_step_serves_all_layers_and_modifies_nothing(backend_name: str) -> None:

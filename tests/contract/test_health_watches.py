@@ -114,7 +114,7 @@ async def test_watches_that_end_leave_no_subscription_and_no_timer() -> None:
     runs = watches.num_timer_runs
     await asyncio.sleep(0.3)
     assert watches.num_timer_runs == runs and len(watches) == 0
-    assert not progress._listeners
+    assert progress.num_listeners == 0
 
 
 async def _code(channel: grpc.aio.Channel) -> grpc.StatusCode:

@@ -28,3 +28,11 @@ class TestCpuRunner(ModelRunnerContract):
     @pytest.fixture
     def runner(self):
         return load_cpu_runner(MODEL, page_size=PAGE_SIZE, num_pages=NUM_PAGES, threads=1, max_total_len=MAX_TOTAL_LEN)
+
+
+def test_kv_of_equal_runners_has_one_fingerprint_and_other_pages_another():
+    def cpu(page_size):
+        return load_cpu_runner(MODEL, page_size=page_size, num_pages=8, threads=1, max_total_len=MAX_TOTAL_LEN)
+
+    one, same, other = cpu(4), cpu(4), cpu(8)
+    assert one.kv_dtype == "float32" and one.kv_layout and one.kv_layout == same.kv_layout != other.kv_layout

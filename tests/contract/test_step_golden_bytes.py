@@ -98,7 +98,9 @@ def test_record_bytes():
         weights_versions=as_ints([1, 1]),
         ids=as_ints([5, 6]),
     )
-    message = records_to_proto(records, is_last=True, namespaces=("", "salt"), pinned_pages=as_ints([257]))
+    message = records_to_proto(records, is_last=True, namespaces=("", "salt"), pinned={"t1": as_ints([257])})
+    transfer = message.pinned_transfers.pop()  # Came later than the bytes.
+    assert transfer.SerializeToString().hex() == "0a027431120401010000"
     assert message.SerializeToString().hex() == RECORDS
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
-
 import pytest
 import torch
 from support.rounding import excess, gemm_tolerance, unit_roundoff
 
+from radixmesh.daemons.worker.cuda.gemm.autotuner import Autotuner, GraphBenchmarks
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, TunedGemm
 from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, CublasLtMatmul, GemmShape, check_small_gemm
-from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import CublasLtTuner, GraphBenchmark, MatrixGroup
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_kernels import CublasLtKernels
+from radixmesh.daemons.worker.cuda.gemm.tuning import matrix_group
 
 pytestmark = pytest.mark.gpu
 
@@ -72,9 +72,10 @@ def test_an_algorithm_serves_other_numbers_of_rows_where_the_library_says_so(lt:
 def test_tuned_gemms_are_torchs_in_a_graph(lt: CublasLt) -> None:
     sizes, (num_out, num_in) = (256, 96, 16), (3072, 8192)
     weights = [_random(num_out, num_in) * num_in**-0.5 for _ in range(4)]
-    tuner = CublasLtTuner(lt, partial(GraphBenchmark, lt, torch.cuda.Stream()), time.monotonic)
-    gemm = tuner.tune([MatrixGroup(weights, is_added=False), MatrixGroup(weights, is_added=True)], sizes)
-    assert tuner.num_measured >= 2
+    groups = [matrix_group(weights, epilogue) for epilogue in (GemmEpilogue.PLAIN, GemmEpilogue.ADDED)]
+    table, report = Autotuner(GraphBenchmarks(lt.device)).tune(CublasLtKernels(lt), groups, sizes)
+    gemm = TunedGemm(table)
+    assert report.num_measured >= 2
     for num_rows in (*sizes, 40):
         x_TK, before_TN = _random(num_rows, num_in), _random(num_rows, num_out)
         expected_TN = x_TK.float() @ weights[0].float().t()

@@ -177,7 +177,7 @@ def test_the_library_computes_small_gemms_as_it_should() -> None:
 @pytest.mark.parametrize("quantization", ["fp8", "fp8-block"])
 def test_gemms_are_chosen_by_measurement(quantization: str, tune_gemm: bool) -> None:
     runner = _runner(TINY_LLAMA, quantization=quantization, tune_gemm=tune_gemm)
-    gemm = runner._decoder._fp8_ops._gemm  # type: ignore[attr-defined]
+    gemm = runner.model.kernels.fp8.gemm  # type: ignore[attr-defined]
     assert isinstance(gemm, TunedFp8Gemm if tune_gemm else ScaledMmGemm)
     assert recited_wrongly(runner, lag=1, chunk_len=16)[0] == 0
 

@@ -13,9 +13,18 @@ from torch.nn import functional
 
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.gemv import gate_up_silu, gate_up_silu_reference, linear, linear_reference
-from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
-from radixmesh.kernels.sampling.sample import SampleScratch, sample_rows
+from radixmesh.kernels.rope_kv import (
+    HeadNorms,
+    HeadShape,
+    KvTarget,
+    RopeAngles,
+    rope_write_kv,
+    rope_write_kv_reference,
+)
+from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, sample_rows
+from radixmesh.kernels.sampling.sample_params import Needs
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
 
 pytestmark = pytest.mark.gpu
@@ -69,16 +78,15 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
     tables = torch.randperm(num_rows, device="cuda").to(torch.int32)[None]
     slots = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
     positions = torch.arange(num_rows, dtype=torch.int32, device="cuda")
-    place = (angles.cos(), angles.sin(), positions, slots, tables, 1)
+    place = RopeAngles(angles.cos(), angles.sin()), KvTarget(positions, slots, tables, 1)
     pools = torch.zeros(2, 2, num_rows, num_kv_heads, d, device="cuda", dtype=torch.bfloat16)
-    shape = (num_heads, num_kv_heads, d)
+    heads = HeadShape(num_heads, num_kv_heads, d), HeadNorms()
 
     def ours() -> torch.Tensor:
         rows = x.clone()
         for _ in range(3):
-            q = rope_write_kv(
-                functional.linear(rows, qkv), *place, *pools[0], *shape, norm_input_TD=rows, use_pdl=use_pdl
-            )
+            gemm = DeferredNormGemm(functional.linear(rows, qkv), norm_input_TD=rows)
+            q = rope_write_kv(gemm, *place, *pools[0], *heads, use_pdl=use_pdl)
             rows.addmm_(q.flatten(1), o.t())
             gated = silu_mul(functional.linear(rows, gate_up), norm_input_TD=rows, use_pdl=use_pdl)
             rows.addmm_(gated, down.t())
@@ -87,7 +95,8 @@ def test_a_captured_chain_of_rows_that_are_not_normed_equals_torch(num_rows: int
     def theirs() -> torch.Tensor:
         rows = x.clone()
         for _ in range(3):
-            q = rope_write_kv_reference(functional.linear(rows, qkv), *place, *pools[1], *shape, norm_input_TD=rows)
+            gemm = DeferredNormGemm(functional.linear(rows, qkv), norm_input_TD=rows)
+            q = rope_write_kv_reference(gemm, *place, *pools[1], *heads)
             rows = torch.addmm(rows, q.flatten(1), o.t())
             gated = silu_mul_reference(functional.linear(rows, gate_up), norm_input_TD=rows)
             rows = torch.addmm(rows, gated, down.t())
@@ -131,7 +140,7 @@ def test_a_captured_draw_follows_what_the_device_holds() -> None:
     target = new_target(4, 4, device, ring_index=1)
 
     def sample_all() -> torch.Tensor:
-        sample_rows(logits, params, slots, positions, scratch, target, has_sampled=True, has_filters=True)
+        sample_rows(logits, SlotRows(params, slots, positions), scratch, target, Needs.NOISE | Needs.FILTERS)
         return target.ring_RT[1].clone()
 
     graph, out = _graph(sample_all)

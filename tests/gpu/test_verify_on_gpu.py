@@ -1,4 +1,4 @@
-"""The verify forward on a GPU: with drafts the outputs are those without, k = 1..8, graphs on and off, launches ahead."""
+"""The verify forward on a GPU: with drafts, k = 1..8, the outputs are those without; graphs on and off."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +10,7 @@ from support.drafting import check_same_outputs, drafter_of, drive_long, outputs
 from support.plan_driver import OPTIONS, logprob_tolerance
 
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+from radixmesh.daemons.worker.cuda.step import verify_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -25,9 +26,11 @@ SETTINGS = replace(
 )
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "least_chunks"), [(1, 32), (16, 32), (1, 1), (16, 1)])
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_drafts_change_no_output(cuda_graphs, page_size):
+def test_drafts_change_no_output(monkeypatch, cuda_graphs, page_size, least_chunks):
+    """least_chunks: with so few rows attention is that of decodes, with 1 that of chunks."""
+    monkeypatch.setattr(verify_steps, "LEAST_CHUNKS", least_chunks)
     runner = load_cuda_runner(MODEL, replace(SETTINGS, page_size=page_size, cuda_graphs=cuda_graphs))
     steps = {"chunk_len": 7, "num_steps": NUM_OUT, "num_out": NUM_OUT}
     want = drive_long(runner, lag=1, **steps)

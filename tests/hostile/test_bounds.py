@@ -42,7 +42,7 @@ def on_the_wire(place: Place) -> int:
     field = place.field
     if place.rpc.is_stream and len(place.path) > 1 and (BOUNDS[field.full_name].most < SMALL or not _is_counted(field)):
         return 0  # In an entry of a frame elements are counted, where it is not too small to do harm.
-    scanned = wire_bounds._fields_of(field.containing_type)[field.number]
+    scanned = wire_bounds.fields_of(field.containing_type)[field.number]
     if field.is_repeated:
         return scanned.max_count if field.type in (9, 11, 12) else scanned.max_bytes
     return scanned.max_bytes

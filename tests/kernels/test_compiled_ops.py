@@ -13,15 +13,9 @@ from support.rounding import kernel_tolerance
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.compiled_ops import CompiledOps
-from radixmesh.daemons.worker.cuda.ops import (
-    DeferredNormGemm,
-    HeadNorms,
-    HeadShape,
-    KvTarget,
-    Ops,
-    RopeAngles,
-    TorchOps,
-)
+from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 # Only the number of rows, the layer or the thread changes between calls: an op is traced once for all of them.
 _ROWS = (8, 1, 3, 2, 16, 1, 8)

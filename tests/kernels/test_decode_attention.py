@@ -104,7 +104,7 @@ def test_a_row_has_the_same_bits_in_any_batch():
 
 @pytest.mark.parametrize("is_batch_invariant", [False, True])
 def test_more_rows_than_the_plan_looks_at_in_one_step(is_batch_invariant, monkeypatch):
-    monkeypatch.setattr(split_schedule, "_UNITS_AT_ONCE", 4)
+    monkeypatch.setattr(split_schedule, "UNITS_AT_ONCE", 4)
     lengths = [7, 0, 33, 1, 16, 40, 3, 3, 17, 0]
     pool = PagedPool.random(lengths, 2, 16, 1, torch.float32)
     q = torch.randn(len(lengths), 6, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)

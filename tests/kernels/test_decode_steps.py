@@ -105,7 +105,7 @@ def test_a_slot_that_is_taken_anew_decodes_at_once_what_its_own_request_says(dev
     assert of_request == [of_request[0]] * 3 and all(len(ids) == 1 for ids in tokens)
     held = executor.table.pages(1).tolist()
     assert len(held) == len(PROMPT) + NUM_TOKENS - 1
-    assert runner._slots.page_tables[1, : len(held)].tolist() == held
+    assert runner.slots.page_tables[1, : len(held)].tolist() == held
 
 
 def test_logits_of_other_pages_leave_a_slots_request_with_its_own() -> None:

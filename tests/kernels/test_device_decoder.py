@@ -13,6 +13,7 @@ from support.rounding import model_tolerance, typical_model_error
 
 from radixmesh.daemons.worker.cuda import load
 from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.model.device_model import Kernels
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import Segment
@@ -101,7 +102,7 @@ def _runner(
     model: torch.nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, settings: load.DeviceSettings
 ) -> DeviceRunner:
     ops = TritonOps(is_deterministic=settings.deterministic)
-    monkeypatch.setattr(load, "_ops", lambda *_: ops)
+    monkeypatch.setattr(load, "create_kernels", lambda *_: Kernels(ops))
     model.save_pretrained(folder)
     runner = load.load_device_runner(folder, settings, HostDevice())
     assert isinstance(runner, DeviceRunner)

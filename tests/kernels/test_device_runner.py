@@ -116,7 +116,7 @@ def test_a_slot_with_all_pages_that_it_may_hold_leaves_its_neighbours_tables_alo
             decode_set=as_ints([]),
         )
     )
-    tables = runner._slots.page_tables  # type: ignore[attr-defined]
+    tables = runner.slots.page_tables  # type: ignore[attr-defined]
     assert tables[0, :most].tolist() == pages[0].tolist() and tables[1, :most].tolist() == pages[1].tolist()
     assert (tables[2] == PAGES).all()
 

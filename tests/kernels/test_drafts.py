@@ -67,6 +67,9 @@ def test_rows_expand_to_their_drafts_and_advance_by_those_that_sampling_confirms
     assert ring_1[: len(sampled)].tolist() == sampled.tolist()
     last_tokens, lengths = slots.last_tokens.tolist(), slots.lengths.tolist()
     used = set()
+    assert got[6].tolist() == [
+        start for row in range(num_rows) for start in (row * num_positions, row * num_positions + got[4][row] + 1)
+    ] + [num_rows * num_positions]
     for row in range(num_rows):
         slot = int(inputs["slots"][row])
         is_new = inputs["lengths"][row] >= 0
@@ -86,6 +89,8 @@ def test_rows_expand_to_their_drafts_and_advance_by_those_that_sampling_confirms
         assert got[2][at].tolist() == [slot] * num_used + [DUMMY] * unused
         assert got[3][at].tolist() == [position + 1 for position in positions] + [0] * unused
         assert got[4][row] == (len(drafts) if room > 0 else -1)
+        assert got[5][2 * row : 2 * row + 2].tolist() == [slot if num_used else DUMMY, DUMMY]
+        assert got[7][2 * row : 2 * row + 2].tolist() == [length - 1 + num_used if num_used else 0, 0]
         row_sampled = sampled[at].tolist()
         count = 0
         if room > 0:

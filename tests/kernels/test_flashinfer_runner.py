@@ -26,6 +26,7 @@ from support.replaying_device import ReplayingDevice
 from support.torch_flashinfer import use_torch_modules
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
@@ -57,7 +58,7 @@ def windowed(tmp_path_factory) -> Path:
 
 def _runner(folder: Path, device: Device | None = None, **changes: object) -> DeviceRunner:
     runner = load_device_runner(folder, replace(SETTINGS, **changes), device or HostDevice())  # type: ignore[arg-type]
-    if runner._device.can_capture:
+    if runner.device.can_capture:
         runner.warm_up()
     # Tokens that were not written are NaN; padding of rows is not theirs.
     runner.clear()
@@ -90,7 +91,7 @@ def test_greedy_tokens_are_those_of_the_cpu_worker_in_float32(
     runner = _runner(folder, page_size=page_size)
     check_same(drive(runner, chunk_len=chunk_len, lag=lag, options=GREEDY_OPTIONS), want, atol=atol)
     assert set(ran) == {"decode", "fa3" if is_hopper else "fa2"}
-    _check_pool(runner, torch.float16, padding=64 - runner._decoder.config.head_dim)
+    _check_pool(runner, torch.float16, padding=64 - ConfigReader.open(folder).integer("head_dim"))
 
 
 def _check_pool(runner: DeviceRunner, dtype: torch.dtype, *, padding: int) -> None:

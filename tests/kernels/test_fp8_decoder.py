@@ -24,10 +24,11 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form
 from radixmesh.daemons.worker.cuda import load
 from radixmesh.daemons.worker.cuda.device import HostDevice
-from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
 from radixmesh.daemons.worker.cuda.fp8.gemm import TritonFp8Gemm
-from radixmesh.daemons.worker.cuda.fp8.ops import TritonFp8Ops
-from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form
+from radixmesh.daemons.worker.cuda.fp8.ops import TorchFp8Ops, TritonFp8Ops
+from radixmesh.daemons.worker.cuda.fp8.weights import chosen_form
+from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder
+from radixmesh.daemons.worker.cuda.model.device_model import Kernels
 from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.cuda.weights import loading as load_weights
@@ -59,11 +60,10 @@ def _runner(folder: Path, ops: Ops, **changes: object) -> DeviceRunner:
     """With the kernels where `ops` are kernels."""
     settings = replace(_SETTINGS, **changes)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "_ops", lambda *_: ops)
-        if isinstance(ops, TritonOps):
-            patch.setattr(load, "TorchFp8Ops", lambda plain: TritonFp8Ops(plain, TritonFp8Gemm()))
+        fp8 = TritonFp8Ops(ops, TritonFp8Gemm()) if isinstance(ops, TritonOps) else TorchFp8Ops(ops)
+        patch.setattr(load, "create_kernels", lambda *_: Kernels(ops, fp8))
         runner = load.load_device_runner(folder, settings, HostDevice())
-    assert isinstance(runner, DeviceRunner) and isinstance(runner._decoder, Fp8Decoder)
+    assert isinstance(runner, DeviceRunner)
     return runner
 
 
@@ -115,11 +115,11 @@ def test_weights_are_quantised_when_they_are_loaded(quantization, tmp_path):
     source = tmp_path / "plain"
     _MODELS["qwen3"]().save_pretrained(source)
     loaded = _load(source, quantization)
-    assert loaded.num_plain == 0 and loaded.form is quantization
+    assert loaded.num_plain == 0 and loaded.quantization == quantization
     tensors = load_file(source / "model.safetensors")
     gate_up = torch.cat([tensors[f"model.layers.1.mlp.{name}_proj.weight"] for name in ("gate", "up")])
     want = quantize_matrix(gate_up, is_grouped=quantization is Fp8Form.BLOCK)
-    got = loaded.layers[1].gate_up
+    got = loaded.matrices[1].gate_up
     assert isinstance(got, QuantizedMatrix) and torch.equal(got.dequantized(), want.dequantized())
     runner = _runner(source, TorchOps(), quantization=str(quantization))
     model = _MODELS["qwen3"]()
@@ -129,29 +129,31 @@ def test_weights_are_quantised_when_they_are_loaded(quantization, tmp_path):
 def test_random_weights_are_those_that_are_not_quantised(tmp_path):
     _MODELS["qwen3"]().save_pretrained(tmp_path)
     placement = Placement(device=torch.device("cpu"), dtype=torch.bfloat16, group=LocalGroup(), is_out_first=True)
-    plain = load_weights.load_decoder(tmp_path, placement, load_format="dummy", quantization="none")
-    loaded = load_weights.load_decoder(tmp_path, placement, load_format="dummy", quantization="fp8")
-    assert loaded.quantized is not None and plain.quantized is None
-    for index, matrices in enumerate(loaded.quantized.layers):
-        attention = plain.model.weights.layers[index].attention
-        for got, want in ((matrices.qkv, attention.w_qkv_DX), (matrices.o, attention.w_o_QD)):
-            assert isinstance(got, QuantizedMatrix)
-            assert torch.equal(got.dequantized(), quantize_matrix(want.t(), is_grouped=False).dequantized())
-    assert torch.equal(loaded.model.weights.embedding_VD, plain.model.weights.embedding_VD)
+    plain, loaded = (
+        load_weights.load_model(tmp_path, placement, load_format="dummy", quantization=quantization)
+        for quantization in ("none", "fp8")
+    )
+    assert isinstance(plain, LoadedDecoder) and isinstance(loaded, LoadedDecoder)
+    assert (loaded.quantization, plain.quantization) == ("fp8", "none")
+    for matrices, of_plain in zip(loaded.matrices, plain.matrices, strict=True):
+        for got, want in ((matrices.qkv, of_plain.qkv), (matrices.o, of_plain.o)):
+            assert isinstance(got, QuantizedMatrix) and isinstance(want, torch.Tensor)
+            assert torch.equal(got.dequantized(), quantize_matrix(want, is_grouped=False).dequantized())
+    assert torch.equal(loaded.weights.embedding_VD, plain.weights.embedding_VD)
 
 
-def _load(folder: Path, quantization: str) -> QuantizedLayers:
+def _load(folder: Path, quantization: str) -> LoadedDecoder:
     placement = Placement(device=torch.device("cpu"), dtype=torch.float32, group=LocalGroup(), is_out_first=True)
-    loaded = load_weights.load_decoder(folder, placement, load_format="auto", quantization=quantization)
-    assert loaded.quantized is not None
-    return loaded.quantized
+    loaded = load_weights.load_model(folder, placement, load_format="auto", quantization=quantization)
+    assert isinstance(loaded, LoadedDecoder)
+    return loaded
 
 
 def test_modules_that_stayed_as_they_were_stay_so(tmp_path):
     folder = write_fp8(
         TINY_LLAMA, tmp_path / "fp8", Form.BLOCK, kept=("layers.2.self_attn.k_proj", "layers.3.mlp.down_proj")
     )
-    layers = _load(folder, "auto").layers
+    layers = _load(folder, "auto").matrices
     assert isinstance(layers[2].qkv, torch.Tensor) and isinstance(layers[3].down, torch.Tensor)
     assert sum(isinstance(matrix, torch.Tensor) for layer in layers for matrix in layer.all()) == 2
     stored = load_file(folder / "model.safetensors")
@@ -159,16 +161,10 @@ def test_modules_that_stayed_as_they_were_stay_so(tmp_path):
     # Queries of 128 rows end a block, keys of 64 do not.
     assert isinstance(layers[0].qkv, QuantizedMatrix) and layers[0].qkv.group_rows == 1
     assert isinstance(layers[0].gate_up, QuantizedMatrix) and layers[0].gate_up.group_rows == 128
-    plain = load_weights.load_decoder(
-        folder,
-        Placement(device=torch.device("cpu"), dtype=torch.float32, group=LocalGroup(), is_out_first=True),
-        load_format="auto",
-        quantization="none",
-    )
-    assert plain.quantized is None
-    torch.testing.assert_close(
-        plain.model.weights.layers[0].attention.w_qkv_DX.t(), layers[0].qkv.dequantized(), rtol=0, atol=0
-    )
+    plain = _load(folder, "none")
+    # The norm before it is folded in where it is in the model's dtype.
+    norm = stored["model.layers.0.input_layernorm.weight"]
+    torch.testing.assert_close(plain.matrices[0].qkv, layers[0].qkv.dequantized() * norm, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("quantization", list(Fp8Form))
@@ -242,7 +238,7 @@ def test_models_with_experts_are_refused_before_they_are_read(tmp_path):
 def test_gpus_that_do_not_know_fp8_are_told_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(MeshError, match="--quantization none") as caught:
-        load_weights._check_device(torch.device("cuda"), Fp8Form.BLOCK)
+        load_weights.check_device(torch.device("cuda"), Fp8Form.BLOCK)
     assert caught.value.reason_name == "UNSUPPORTED"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    load_weights._check_device(torch.device("cuda"), Fp8Form.BLOCK)
+    load_weights.check_device(torch.device("cuda"), Fp8Form.BLOCK)

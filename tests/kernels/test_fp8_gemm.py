@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 from support.rounding import random_gemm_tolerance
 
-from radixmesh.daemons.worker.cuda.fp8 import tuning as fp8_tuning
 from radixmesh.daemons.worker.cuda.fp8.gemm import (
-    Choice,
-    MatrixShape,
     ScaledMmGemm,
     TorchFp8Gemm,
     TritonFp8Gemm,
@@ -20,8 +17,16 @@ from radixmesh.daemons.worker.cuda.fp8.gemm import (
     check_small_gemm,
     tried_library,
 )
-from radixmesh.daemons.worker.cuda.fp8.tuning import Candidate, Fp8Benchmark, choose, create_fp8_gemm, measured_sizes
-from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
+from radixmesh.daemons.worker.cuda.fp8.tuning import (
+    Fp8Kernels,
+    create_fp8_gemm,
+    fp8_groups,
+    matrix_group,
+    measured_sizes,
+)
+from radixmesh.daemons.worker.cuda.gemm.autotuner import Autotuner, Benchmark, Benchmarks, Operands, Timing
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, GemmProblem
+from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, quantize_matrix
@@ -54,8 +59,13 @@ def _library(x, w, *, scale_a, scale_b, out_dtype, use_fast_accum):
     return ((x.float() @ w.float()) * rows * columns).to(out_dtype)
 
 
+def _use_library(monkeypatch, scaled_mm):
+    """torch has no public name for its FP8 GEMM."""
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+
+
 def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", _library)
+    _use_library(monkeypatch, _library)
     ours = TritonFp8Gemm()
     assert tried_library(ours, _CPU).groupings == {False, True}
 
@@ -64,13 +74,13 @@ def test_the_library_is_taken_where_it_computes_what_it_should(monkeypatch):
             raise NotImplementedError("DeepSeek style (1x128, 128x128) scaling requires cublasLt >= 12.9")
         return _library(x, w, **options)
 
-    monkeypatch.setattr(torch, "_scaled_mm", without_blocks)
+    _use_library(monkeypatch, without_blocks)
     assert tried_library(ours, _CPU).groupings == {False}
 
     def mixed_up(x, w, *, scale_a, **options):
         return _library(x, w, scale_a=scale_a.roll(1, 0).t().contiguous().t(), **options)
 
-    monkeypatch.setattr(torch, "_scaled_mm", mixed_up)
+    _use_library(monkeypatch, mixed_up)
     assert tried_library(ours, _CPU).groupings == set()
 
 
@@ -96,7 +106,7 @@ def test_what_the_library_does_not_take_ours_computes(
     num_rows, num_out, num_in, is_grouped, dtype, is_library, monkeypatch
 ):
     calls = []
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **options: calls.append(1) or _library(*args, **options))
+    _use_library(monkeypatch, lambda *args, **options: calls.append(1) or _library(*args, **options))
     w = quantize_matrix(torch.randn(num_out, num_in), is_grouped=is_grouped)
     rows = quantize_rows(torch.randn(num_rows, num_in), is_grouped=is_grouped)
     got = ScaledMmGemm(TritonFp8Gemm()).linear(rows, w, dtype)
@@ -105,82 +115,85 @@ def test_what_the_library_does_not_take_ours_computes(
     assert bool(calls) is is_library
 
 
-def _layer() -> LayerMatrices:
-    square, wide = torch.randn(256, 256), torch.randn(512, 256)
-    return LayerMatrices(
-        qkv=quantize_matrix(wide, is_grouped=True),
-        o=quantize_matrix(square, is_grouped=True),
-        gate_up=torch.zeros(512, 256),
-        down=quantize_matrix(square, is_grouped=True),
-    )
+def _matrices() -> list[TunableMatrices]:
+    """Of two layers, whose gate and up are not FP8."""
+    square, wide = (quantize_matrix(torch.randn(size, 256), is_grouped=True) for size in (256, 512))
+    return [
+        TunableMatrices((torch.zeros(512, 256),) * 2, GemmEpilogue.PLAIN),
+        TunableMatrices((square, square), GemmEpilogue.ADDED),
+        TunableMatrices((wide, wide), GemmEpilogue.PLAIN),
+        TunableMatrices((square, square), GemmEpilogue.ADDED),
+    ]
 
 
-class _Stand(Fp8Benchmark):
-    """takes: microseconds of candidates, by tile; what is not named takes 100."""
+class _SetTimes(Benchmarks):
+    """Microseconds of the baseline, of the default tile and of the other one."""
 
-    def __init__(self, takes: dict[TileConfig | None, float], refused: bool) -> None:
-        self._takes, self._refused = takes, refused
+    def __init__(self, baseline_us: float, default_us: float, other_us: float) -> None:
+        self._times_us = baseline_us, default_us, other_us
+        self.created: list[tuple[GemmProblem, int]] = []
 
-    def candidate(self, candidate: Candidate) -> Callable[[], float] | None:
-        if candidate.tile is None and self._refused:
-            return None
-        return lambda: self._takes.get(candidate.tile, 100.0)
+    def create(
+        self, problem: GemmProblem, operands: Operands[QuantizedMatrix, TileConfig], weights: Sequence[QuantizedMatrix]
+    ) -> Benchmark[TileConfig]:
+        self.created.append((problem, len(weights)))
+        size = problem.num_rows, problem.num_out
+        return _Times(dict(zip((None, default_tile(*size), other_tiles(*size)[0]), self._times_us, strict=True)))
+
+
+class _Times(Benchmark[TileConfig]):
+    def __init__(self, times_us: dict[TileConfig | None, float]) -> None:
+        self._times_us = times_us
+
+    def candidate(self, candidate: TileConfig | None) -> Timing:
+        return lambda: self._times_us[candidate]
 
 
 @pytest.mark.parametrize(
-    ("library_us", "default_us", "other_us", "is_library", "is_default"),
+    ("baseline_us", "default_us", "other_us", "chosen"),
     [
-        (90.0, 100.0, 100.0, True, True),
-        (100.0, 99.0, 120.0, True, True),
-        (100.0, 90.0, 120.0, False, True),
-        (100.0, 95.0, 90.0, False, False),
-        (80.0, 95.0, 90.0, True, False),
-        (None, 95.0, 94.5, False, False),
-        (None, 95.0, 120.0, False, True),
+        (90.0, 100.0, 100.0, None),
+        (100.0, 99.0, 120.0, None),
+        (100.0, 90.0, 120.0, default_tile),
+        (100.0, 95.0, 90.0, lambda *size: other_tiles(*size)[0]),
+        (80.0, 95.0, 90.0, None),
     ],
 )
-def test_the_fastest_is_chosen_for_each_shape_and_size(library_us, default_us, other_us, is_library, is_default):
-    made = []
-
-    def create(num_rows: int, matrices: Sequence[QuantizedMatrix]) -> Fp8Benchmark:
-        made.append((num_rows, tuple(matrices[0].shape), len(matrices)))
-        num_out = matrices[0].shape[0]
-        takes = {default_tile(num_rows, num_out): default_us, other_tiles(num_rows, num_out)[0]: other_us}
-        return _Stand(takes | ({} if library_us is None else {None: library_us}), refused=library_us is None)
-
-    table = choose([_layer(), _layer()], (16, 64), create)
-    assert sorted(made) == [(16, (256, 256), 4), (16, (512, 256), 2), (64, (256, 256), 4), (64, (512, 256), 2)]
-    for shape, choices in table.items():
-        assert [choice.max_rows for choice in choices] == [16, 64]
-        for choice in choices:
-            own = default_tile if is_default else lambda *size: other_tiles(*size)[0]
-            assert choice == Choice(choice.max_rows, is_library, own(choice.max_rows, shape.num_out))
+def test_the_fastest_is_chosen_for_each_shape_and_size(baseline_us, default_us, other_us, chosen):
+    benchmarks = _SetTimes(baseline_us, default_us, other_us)
+    kernels = Fp8Kernels(ScaledMmGemm(TritonFp8Gemm()), TritonFp8Gemm(), torch.bfloat16)
+    table, _ = Autotuner(benchmarks).tune(kernels, fp8_groups(_matrices()), (16, 64))
+    created = sorted((*problem[:3], count) for problem, count in benchmarks.created)
+    assert created == [(16, 256, 256, 4), (16, 512, 256, 2), (64, 256, 256, 4), (64, 512, 256, 2)]
+    wanted = [] if chosen is None else [problem for problem, _ in benchmarks.created]
+    assert table == {problem: chosen(problem.num_rows, problem.num_out) for problem in wanted}
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-def test_candidates_are_timed_on_the_weights_of_all_layers(is_grouped, monkeypatch):
-    class Timed:
-        def __init__(self, launches: Sequence[Callable[[], torch.Tensor]], stream: object) -> None:
-            self._outputs = [launch() for launch in launches]
-            assert len(self._outputs) == 2
-            shapes.append(tuple(self._outputs[0].shape))
+def test_candidates_run_on_the_weights_of_all_layers(is_grouped, monkeypatch):
+    calls: list[str] = []
 
-        def micros(self) -> float:
-            return 10.0
+    class Ours(TritonFp8Gemm):
+        def in_tiles(self, rows, w, dtype, tile):
+            calls.append(str(tile))
+            return super().in_tiles(rows, w, dtype, tile)
 
-    shapes: list[tuple[int, ...]] = []
-    monkeypatch.setattr(fp8_tuning, "TimedGraph", Timed)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch, "_scaled_mm", _library)
-    ours = TritonFp8Gemm()
+    _use_library(monkeypatch, lambda *args, **options: calls.append("library") or _library(*args, **options))
+    ours = Ours()
     matrices = [quantize_matrix(torch.randn(256, 512), is_grouped=is_grouped) for _ in range(2)]
-    benchmark = fp8_tuning.GraphFp8Benchmark(ScaledMmGemm(ours), ours, torch.bfloat16, None, 17, matrices)
-    for candidate in (Candidate(None), Candidate(default_tile(17, 256)), *map(Candidate, other_tiles(17, 256))):
-        take = benchmark.candidate(candidate)
-        assert take is not None and take() == 10.0
-    assert shapes == [(17, 256)] * 3
-    without = fp8_tuning.GraphFp8Benchmark(ScaledMmGemm(ours, frozenset()), ours, torch.bfloat16, None, 17, matrices)
-    assert without.candidate(Candidate(None)) is None
+    problem = matrix_group(matrices).problem(17)
+    kernels = Fp8Kernels(ScaledMmGemm(ours), ours, torch.bfloat16)
+    operands = kernels.operands(problem, matrices)
+    candidates = [None, *kernels.candidates(problem)]
+    for candidate in candidates:
+        for w in matrices:
+            operands.launch(candidate, w)
+    assert calls == [name for tile in candidates for name in 2 * [str(tile or "library")]]
+    # Without a library the baseline is the default tile.
+    calls.clear()
+    without = Fp8Kernels(ScaledMmGemm(ours, frozenset()), ours, torch.bfloat16).operands(problem, matrices)
+    without.launch(None, matrices[0])
+    assert calls == ["None"]
 
 
 def test_steps_take_what_was_chosen_for_the_next_larger_size():
@@ -194,9 +207,11 @@ def test_steps_take_what_was_chosen_for_the_next_larger_size():
     ours = Ours()
     small, large = (TileConfig(rows=n, columns=32, num_warps=4, num_stages=3) for n in (16, 64))
     w, other = (quantize_matrix(torch.randn(n, 256), is_grouped=True) for n in (48, 64))
-    table = {MatrixShape.of(w): (Choice(4, False, small), Choice(8, True, large))}
-    gemm = TunedFp8Gemm(ScaledMmGemm(ours, frozenset()), ours, table)
-    for num_rows, matrix, expected in ((1, w, small), (4, w, small), (5, w, large), (20, w, large), (4, other, None)):
+    group = matrix_group([w])
+    table = {group.problem(4): small, group.problem(16): large}
+    gemm = TunedFp8Gemm(ScaledMmGemm(ours, frozenset()), ours, table, (4, 8, 16))
+    expected_tiles = ((1, w, small), (4, w, small), (5, w, None), (9, w, large), (20, w, large), (4, other, None))
+    for num_rows, matrix, expected in expected_tiles:
         rows = quantize_rows(torch.randn(num_rows, 256), is_grouped=True)
         got = gemm.linear(rows, matrix, torch.float32)
         want = TorchFp8Gemm().linear(rows, matrix, torch.float32)

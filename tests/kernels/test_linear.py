@@ -12,7 +12,8 @@ from torch.nn import functional
 from radixmesh.daemons.worker.cuda.fp8.gemm import TritonFp8Gemm
 from radixmesh.daemons.worker.cuda.fp8.ops import TorchFp8Ops, TritonFp8Ops
 from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, Norm, PlainLinear, Residual
-from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, Ops, TorchOps, TritonOps
+from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.fp8.quantized import quantize_matrix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")

@@ -116,7 +116,7 @@ def few_sizes(monkeypatch):
     """Shapes that take little of Triton's interpreter."""
     monkeypatch.setattr(load, "default_graph_rows", lambda num_slots: ())
     monkeypatch.setattr(load, "default_prompt_rows", lambda max_tokens: (64,))
-    monkeypatch.setattr(prompt_steps, "_WARM_LENGTHS", (1,))
+    monkeypatch.setattr(prompt_steps, "WARM_LENGTHS", (1,))
 
 
 # The interpreter takes a minute for this; tests/gpu/test_cuda_runner.py captures the same on a GPU.
@@ -169,9 +169,9 @@ def test_the_numbers_of_the_smallest_graphs_fit_their_buffer(max_tokens, num_slo
     )
     segment = Segment(slot=0, ids=np.array([5], np.int32), start=2, pages=np.arange(3, dtype=np.int32))
     for size in default_prompt_rows(max_tokens):
-        shape, rows = steps._shape(size), no_rows()
+        shape, rows = steps.shape_of(size), no_rows()
         step = host_step(rows, (segment,), shape.num_decodes)
-        sampled = steps._buffer.upload(shape, step, rows, (segment,), [0], 7)
+        sampled = steps.buffer.upload(shape, step, rows, (segment,), [0], 7)
         assert (sampled.positions.tolist(), sampled.ring_index_1.tolist()) == ([3], [7])
 
 

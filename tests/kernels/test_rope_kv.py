@@ -8,7 +8,15 @@ import pytest
 import torch
 from support.rounding import sum_tolerance
 
-from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
+from radixmesh.kernels.rope_kv import (
+    HeadNorms,
+    HeadShape,
+    KvTarget,
+    RopeAngles,
+    rope_write_kv,
+    rope_write_kv_reference,
+)
 
 _PAGE_SIZE = 4
 _NUM_PAGES = 24
@@ -59,9 +67,14 @@ def test_equals_the_reference(case: _Case, dtype: torch.dtype, device: torch.dev
     for function in (rope_write_kv, rope_write_kv_reference):
         keys, values = torch.zeros(2, *kv_shape, device=device, dtype=dtype)
         q = function(
-            qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, keys, values, case.num_heads,
-            case.num_kv_heads, d, norms[0], norms[1], 1e-6, norm_input_TD=norm_input, bias_X=bias,
-        )  # fmt: skip
+            DeferredNormGemm(qkv, bias, norm_input),
+            _angles(angles),
+            KvTarget(positions, slots, tables, _PAGE_SIZE),
+            keys,
+            values,
+            HeadShape(case.num_heads, case.num_kv_heads, d),
+            HeadNorms(*norms),
+        )
         results.append((q, keys, values))
     (q, keys, values), (expected_q, expected_keys, expected_values) = results
     unit = torch.finfo(dtype).eps
@@ -90,10 +103,8 @@ def test_a_pool_of_another_dtype_with_longer_rows(dtype, kv_dtype, stored_dim, n
     results = []
     for function in (rope_write_kv, rope_write_kv_reference):
         stored = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, num_kv_heads, stored_dim, device=device, dtype=kv_dtype)
-        q = function(
-            qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, *stored[..., :d], num_heads,
-            num_kv_heads, d,
-        )  # fmt: skip
+        target, heads = KvTarget(positions, slots, tables, _PAGE_SIZE), HeadShape(num_heads, num_kv_heads, d)
+        q = function(DeferredNormGemm(qkv), _angles(angles), target, *stored[..., :d], heads, HeadNorms())
         assert q.dtype == dtype and (stored[..., d:] == 0).all()
         results.append((q, stored))
     (q, stored), (expected_q, expected) = results
@@ -110,10 +121,9 @@ def test_a_row_is_scaled_by_its_own_factor_whoever_is_beside_it(device: torch.de
     results = []
     for rows in (slice(0, 5), slice(3, 4)):
         keys, values = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, 2, 64, device=device)
-        q = rope_write_kv(
-            qkv[rows], angles.cos(), angles.sin(), positions[rows], slots[rows], tables, _PAGE_SIZE, keys, values, 4, 2,
-            64, norm_input_TD=norm_input[rows],
-        )  # fmt: skip
+        target = KvTarget(positions[rows], slots[rows], tables, _PAGE_SIZE)
+        gemm = DeferredNormGemm(qkv[rows], norm_input_TD=norm_input[rows])
+        q = rope_write_kv(gemm, _angles(angles), target, keys, values, HeadShape(4, 2, 64), HeadNorms())
         places = tables[slots[3].item(), positions[3].item() // _PAGE_SIZE] * _PAGE_SIZE + positions[3] % _PAGE_SIZE
         results.append((q[3 if len(q) > 1 else 0], keys[places], values[places]))
     for together, alone in zip(*results, strict=True):
@@ -125,10 +135,17 @@ def test_rows_of_another_number_are_refused(device: torch.device) -> None:
     places = torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(AssertionError):
         rope_write_kv(
-            torch.ones(2, 4 * 64, device=device), torch.ones(4, 32, device=device), torch.ones(4, 32, device=device),
-            places, places, places[:, None], 4, pools[0], pools[1], 2, 1, 64,
-            norm_input_TD=torch.ones(3, 96, device=device),
-        )  # fmt: skip
+            DeferredNormGemm(torch.ones(2, 4 * 64, device=device), norm_input_TD=torch.ones(3, 96, device=device)),
+            _angles(torch.ones(4, 32, device=device)),
+            KvTarget(places, places, places[:, None], 4),
+            *pools,
+            HeadShape(2, 1, 64),
+            HeadNorms(),
+        )
+
+
+def _angles(angles_PD2: torch.Tensor) -> RopeAngles:
+    return RopeAngles(angles_PD2.cos(), angles_PD2.sin())
 
 
 def _rows(num_rows: int, num_features: int, device: torch.device) -> torch.Tensor:
@@ -146,7 +163,8 @@ def test_padding_writes_the_dummy_page_alone(device: torch.device) -> None:
     positions = torch.tensor([2, 0, 0, 0, 0], dtype=torch.int32, device=device)
     keys, values = torch.zeros(2, (_NUM_PAGES + 1) * _PAGE_SIZE, 1, 64, device=device)
     angles = torch.zeros(4, 32, device=device)
-    rope_write_kv(qkv, angles.cos(), angles.sin(), positions, slots, tables, _PAGE_SIZE, keys, values, 2, 1, 64)
+    target = KvTarget(positions, slots, tables, _PAGE_SIZE)
+    rope_write_kv(DeferredNormGemm(qkv), _angles(angles), target, keys, values, HeadShape(2, 1, 64), HeadNorms())
     written = keys.abs().sum((1, 2)).nonzero().flatten().tolist()
     assert written == [7 * _PAGE_SIZE + 2, _NUM_PAGES * _PAGE_SIZE]
     assert torch.equal(values[7 * _PAGE_SIZE + 2, 0], qkv[0, 3 * 64 :])

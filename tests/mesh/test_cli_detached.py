@@ -186,3 +186,34 @@ def test_the_version_is_told(tmp_path: Path) -> None:
     import radixmesh as package
 
     assert radixmesh(tmp_path, "--version").stdout == f"radixmesh {package.__version__}\n"
+
+
+def test_a_chosen_run_folder_is_found_again(compose: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere" / "state"
+    up = radixmesh(tmp_path, "up", "-f", str(compose), "--detach", "--run-folder", str(elsewhere))
+    assert up.returncode == 0, up.stdout + up.stderr
+    pid = read_state(elsewhere).processes[0].pid
+    assert json.loads(radixmesh(tmp_path, "status", "--json").stdout)["pid"] == pid
+    assert json.loads(radixmesh(tmp_path, "status", "--json", "-p", "fakes").stdout)["pid"] == pid
+    assert "no cluster 'other'" in radixmesh(tmp_path, "status", "-p", "other").stdout
+    # A pointer that others can write is none.
+    (pointer,) = (tmp_path / ".radixmesh").glob("*.folder")
+    pointer.chmod(0o666)
+    assert "no cluster" in radixmesh(tmp_path, "status").stdout
+    pointer.chmod(0o600)
+    down = radixmesh(tmp_path, "down")
+    assert down.returncode == 0 and "fakes is stopped" in down.stdout, down.stderr
+    assert not list((tmp_path / ".radixmesh").glob("*.folder"))
+
+
+def test_a_model_is_named_by_a_folder_not_by_a_path_in_its_name(tmp_path: Path) -> None:
+    def up(**variables: str) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), **variables}
+        command = [sys.executable, "-m", "radixmesh.cli", "up", "-f", str(REPOSITORY / "compose/local.yml")]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 1
+        return done.stdout
+
+    assert "set RADIXMESH_MODEL_FOLDER" in up(RADIXMESH_MODEL_NAME=str(tmp_path))
+    for folder in ("models/mine", str(tmp_path / "nothing")):
+        assert "no absolute path of a folder" in up(RADIXMESH_MODEL_FOLDER=folder)

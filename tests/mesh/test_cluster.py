@@ -587,8 +587,8 @@ async def test_a_daemon_that_has_served_is_started_again_whatever_its_code(compo
     compose_path.write_text(DAEMONS)
     async with make_cluster(environment={}) as cluster, asyncio.timeout(120):
         await cluster.wait_healthy(60)
-        supervisor = cluster._supervisor("worker", 1)
-        supervisor._exit_codes.extend([3, 3])
+        supervisor = cluster.supervisor("worker", 1)
+        supervisor.exit_codes.extend([3, 3])
         cluster.kill("worker")
         await wait_restarted(cluster, "worker", 1)
 

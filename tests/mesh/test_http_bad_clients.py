@@ -157,7 +157,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", "sampling_params.regex"),
     ("nothing to encode", "/tokenize", {}, 400, "MISSING_FIELD", "prompt"),
     ("ids outside", "/detokenize", {"tokens": [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", None),
-    ("dimensions", "/v1/embeddings", {"input": "x", "dimensions": 2}, 400, "UNSUPPORTED", "dimensions"),
+    ("dimensions", "/v1/embeddings", {"input": "x", "dimensions": "2"}, 400, "INVALID_ARGUMENT", "dimensions"),
     ("a task not offered", "/v1/embeddings", {"input": "x"}, 400, "UNSUPPORTED", None),
     ("unknown path", "/v1/edits", {}, 404, "UNKNOWN_PATH", None),
     ("wrong method", "/v1/models", {}, 405, "WRONG_METHOD", None),

@@ -12,9 +12,10 @@ from support.mesh import running_mesh
 
 import radixmesh
 from radixmesh.daemons.router.http.app import make_app
-from radixmesh.daemons.router.http.openapi import OPEN_PATHS, OPERATIONS, description
+from radixmesh.daemons.router.http.openapi import OPEN_PATHS, OPERATIONS, NoBody, description
 
 KEY = "key-0123456789abcdef"
+ADMIN_KEY = "admin-0123456789abcdef"
 PROBES = ("/health", "/ping", "/health_generate", "/version", "/get_model_info", "/server_info", "/get_server_info")
 
 
@@ -42,7 +43,7 @@ def test_bodies_are_described_by_the_types_that_parse_them() -> None:
     assert chat["required"] == ["messages"] and "ignored" not in chat["properties"]
     assert chat["properties"]["temperature"] == {"anyOf": [{"type": "number"}, {"type": "null"}]}
     for path, operation in OPERATIONS.items():
-        if operation.body is not None:
+        if operation.body not in (None, NoBody):
             (reference,) = whole["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"].values()
             assert reference.removeprefix("#/components/schemas/") in schemas
     assert "$defs" not in json.dumps(schemas)
@@ -74,14 +75,19 @@ async def test_a_served_model_is_told_in_sglangs_shapes() -> None:
 async def test_without_a_scheduler_and_without_a_key(tmp_path: Path) -> None:
     """Health, ping and version need no key; what depends on a scheduler says that there is none."""
     (tmp_path / "keys").write_text(KEY + "\n")
+    (tmp_path / "admin-keys").write_text(ADMIN_KEY + "\n")
+    flags = ["--api-keys-file", str(tmp_path / "keys"), "--admin-keys-file", str(tmp_path / "admin-keys")]
     async with (
-        http_process(tmp_path, "--api-keys-file", str(tmp_path / "keys")) as router,
+        http_process(tmp_path, *flags) as router,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{router.port}", trust_env=False, timeout=DEADLINE_S) as http,
     ):
         for path in ("/v1/models", "/openapi.json", "/metrics", *PROBES):
             status = (await http.get(path)).status_code
             assert status == (200 if path in ("/health", "/ping", "/version") else 401), path
         known = {"authorization": f"Bearer {KEY}"}
+        for key, status in (("", 401), (known["authorization"], 403), (f"Bearer {ADMIN_KEY}", 503)):
+            answer = await http.post("/flush_cache", headers={"authorization": key} if key else {})
+            assert answer.status_code == status, "admins only; no scheduler is connected"
         answer = await http.get("/health_generate", headers=known)
         assert (answer.status_code, answer.json()) == (503, {"status": "serving", "num_serving_schedulers": 0})
         for path in ("/get_model_info", "/server_info", "/get_server_info"):

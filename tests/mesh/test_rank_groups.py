@@ -68,7 +68,7 @@ async def test_all_ranks_compute_every_step_and_one_output_comes(num_ranks: int)
         cores = [group.ranks[rank].daemon.core for rank in range(num_ranks)]
         await until(lambda: len({core.ledger.last_completed_step for core in cores}) == 1)  # Heartbeats go on.
         assert [core.ledger.group_generation for core in cores] == [1] * num_ranks
-        assert all(len(core._retained) <= 2 * core.config.max_plans_in_flight for core in cores)
+        assert all(len(core.retained) <= 2 * core.config.max_plans_in_flight for core in cores)
         assert daemon.daemon.loop.epoch == 1
 
 
@@ -87,7 +87,7 @@ async def test_a_group_whose_forming_was_cut_off_is_formed_again(num_left: int) 
 async def refuse(group: RankGroup, rank: int) -> None:
     """Its next plan; the other ranks wait for it in a collective."""
     core = group.ranks[rank].daemon.core
-    core._runner._executor._last_step += 1
+    core.plan_runner.executor.last_step += 1
 
 
 async def lag(group: RankGroup, rank: int) -> None:
@@ -118,7 +118,7 @@ async def die(group: RankGroup, rank: int) -> None:
 async def lose_a_write(group: RankGroup, rank: int) -> None:
     """The stream to one rank breaks at a write: the others have a plan that it lacks."""
     core = group.ranks[rank].daemon.core
-    holder = core._holder
+    holder = core.holder
     if holder is not None:
         holder.close()
         holder.fail(RuntimeError("cut"))
@@ -206,7 +206,7 @@ class Hand:
         assert self.claimed is not None
         data = encode_plan(plan)
         for rank in ranks:
-            await self.claimed.stream._streams[rank].send(data)
+            await self.claimed.stream.rank_streams[rank].send(data)
         return data
 
     async def close(self) -> None:
@@ -270,7 +270,7 @@ async def test_a_scheduler_that_hangs_with_plans_retained_is_succeeded(monkeypat
         try:
             data = await _leave_between_two_writes(group, first)
             assert group.ranks[0].daemon.core.worker_hello().holder_silent_ms == 0, "rank 0 cannot know"
-            monkeypatch.setattr(rank_hellos, "_SILENT_MS", 300)
+            monkeypatch.setattr(rank_hellos, "HOLDER_SILENT_MS", 300)
             for rank in range(2):
                 group.ranks[rank].daemon.core.ledger.holder_timeout_s = 0.3
             await _check_taken_over(group, successor, data, monkeypatch)
@@ -288,7 +288,7 @@ class _Slow:
             if what == "form":
                 monkeypatch.setattr(group.member(rank), "form", _after(group.member(rank).form, 2.0))
             elif rank:  # The other rank has answered long ago, and hears nothing of this one.
-                monkeypatch.setattr(core._runner, "snapshot", _after(core._runner.snapshot, 2.0))
+                monkeypatch.setattr(core.plan_runner, "snapshot", _after(core.plan_runner.snapshot, 2.0))
 
 
 def _after(call, delay_s):  # type: ignore[no-untyped-def]
@@ -304,9 +304,9 @@ async def test_a_standby_does_not_take_a_group_that_takes_long_to_begin(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Its holder has nothing to say until the ranks have answered, for longer than a holder may be silent."""
-    monkeypatch.setattr(rank_hellos, "_SILENT_MS", 800)
-    monkeypatch.setattr(group_stream, "_ALIVE_S", 0.1)
-    monkeypatch.setattr(group_client, "_STANDBY_POLL_S", 0.1)
+    monkeypatch.setattr(rank_hellos, "HOLDER_SILENT_MS", 800)
+    monkeypatch.setattr(group_stream, "ALIVE_S", 0.1)
+    monkeypatch.setattr(group_client, "STANDBY_POLL_S", 0.1)
     async with rank_group(2) as group:
         _Slow(monkeypatch, group, what)
         a, b = Hand(group, "a"), Hand(group, "b")

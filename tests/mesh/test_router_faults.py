@@ -14,6 +14,7 @@ from support.router_mesh import MODEL, RouterMesh, connected, oracle_ids, oracle
 from radixmesh.client import AsyncClient, Completion, UnavailableError
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.daemon import DetokenizerDaemon
+from radixmesh.daemons.router.peers import peer_link
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -290,7 +291,9 @@ async def test_a_higher_resumption_supersedes_the_stream_that_lives() -> None:
 
 
 @pytest.mark.parametrize("fault", ["repeat", "stale", "gap", "short", "late_finish"])
-async def test_rows_that_break_the_contract_never_reach_a_client(fault: str) -> None:
+async def test_rows_that_break_the_contract_never_reach_a_client(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The streams break off dozens of times; a second between two of them would be all of this test's time.
+    monkeypatch.setattr(peer_link, "MAX_REDIAL_S", 0.05)
     async with router_mesh() as mesh, mesh.client() as client:
         fake, state = mesh.fakes[0], {"num": 0}
 
@@ -434,7 +437,7 @@ async def _hang(daemon: object) -> None:
         await asyncio.sleep(3600)
 
     assert isinstance(daemon, DetokenizerDaemon)
-    daemon._service._apply = swallow  # type: ignore[method-assign, assignment]
+    daemon.service.apply = swallow  # type: ignore[method-assign, assignment]
 
 
 async def test_a_tokenizer_that_hangs_is_not_waited_for() -> None:
@@ -475,7 +478,7 @@ async def test_thousands_that_wait_for_a_scheduler_cost_next_to_nothing() -> Non
         async with mesh.client() as client:
             waiting = asyncio.ensure_future(client.complete(PROMPT, seed=1, max_tokens=4))
             await until(lambda: pool.num_waiting == 1)
-            (output,) = pool._waiting
+            (output,) = pool.waiting
             await mesh.schedulers[0].kill()
             await until(lambda: not pool.links[0].is_connected)
             placed: list[object] = []

@@ -17,6 +17,7 @@ from radixmesh.daemons.router.composition import Peers, make_router
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.peers import peer_link
 from radixmesh.daemons.router.peers.grpc_peers import GrpcTokenizer
+from radixmesh.daemons.router.responses import response_of
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.rpc.progress import Progress
@@ -51,11 +52,11 @@ async def generate(
         num_messages = 0
         try:
             while turn == len(cuts) or num_messages < cuts[turn]:
-                message = await stream.take()
-                if message is None:
+                update = await stream.take()
+                if update is None:
                     return got
                 num_messages += 1
-                for chunk in tracker.take(message):
+                for chunk in tracker.take(response_of(update)):
                     ids, text, stop = got.get(chunk.index, ([], "", ""))
                     found = chunk.finish.stop if chunk.finish is not None else stop
                     got[chunk.index] = (ids + chunk.ids, text + chunk.text, found)
@@ -88,8 +89,8 @@ def test_concatenated_deltas_equal_the_oracle_whatever_dies_when(
     stop_at: int | None,
     per_step: int,
 ) -> None:
-    monkeypatch.setattr(peer_link, "_MIN_BACKOFF_S", 0.001)
-    monkeypatch.setattr(peer_link, "_MAX_BACKOFF_S", 0.01)
+    monkeypatch.setattr(peer_link, "REDIAL_S", 0.001)
+    monkeypatch.setattr(peer_link, "MAX_REDIAL_S", 0.01)
     plain = oracle_text(oracle_ids(PROMPT, seed, max_tokens), PROMPT)[0]
     stops = [plain[stop_at : stop_at + 2]] if stop_at is not None and len(plain) > stop_at + 2 else []
     request = router_pb2.GenerateRequest(prompt_ids=pack_ints(PROMPT), n=n, request_id="r")

@@ -123,7 +123,7 @@ async def test_a_sampled_row_is_the_same_alone_and_in_a_batch_through_the_execut
     outputs = []
     for batch in ([first], [*others, first]):
         async with _worker(tmp_path, 1) as worker:
-            executor = worker.daemon.core._executor
+            executor = worker.daemon.core.executor
             executor.begin_epoch(1)
             steps = Steps(executor)
             results = [

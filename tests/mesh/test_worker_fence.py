@@ -10,11 +10,12 @@ from support.running_daemon import running
 from support.worker_client import WorkerClient
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.group_member import RankLayout, UnconnectedMember
+from radixmesh.daemons.worker.group_member import UnconnectedMember
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.worker.v1 import worker_pb2
@@ -46,10 +47,10 @@ async def test_a_fence_shuts_the_holder_out_while_a_step_runs_and_its_claim_wait
             await asyncio.sleep(0.005)
         await b.greet()
         assert (await _fence(b, 2)).fenced.epoch == 2
-        assert core._num_in_flight == 1, "the step runs on"
+        assert core.num_in_flight == 1, "the step runs on"
         assert (await a.ended()).reason_name == "EPOCH_FENCED"
         assert (await b.claim(2)).claimed.epoch == 2
-        assert core._num_in_flight == 0
+        assert core.num_in_flight == 0
 
 
 async def test_a_completed_plan_waits_for_no_step_and_neither_does_the_fence_behind_it() -> None:
@@ -68,7 +69,7 @@ async def test_a_completed_plan_waits_for_no_step_and_neither_does_the_fence_beh
             complete = encode_plan(StepPlan(epoch=1, step_id=step, has_forward=False))
             await b.send(worker_pb2.ExecuteRequest(complete=complete))
         assert (await _fence(b, 2)).fenced.epoch == 2
-        assert core._num_in_flight == 3, "step 1 runs on, and the others behind it"
+        assert core.num_in_flight == 3, "step 1 runs on, and the others behind it"
         assert (await b.claim(2)).claimed.epoch == 2
         async with WorkerClient(worker.address, "c") as c:
             await b.plan(first_plan(epoch=2))
@@ -115,7 +116,7 @@ async def test_a_stranger_cannot_inject_the_next_step_of_a_live_holder() -> None
                 worker_pb2.ExecuteRequest(complete=encode_plan(StepPlan(epoch=1, step_id=3, has_forward=False)))
             )
             assert (await _fence(c, 2)).fenced.epoch == 2
-            while worker.daemon.core._num_in_flight:
+            while worker.daemon.core.num_in_flight:
                 await asyncio.sleep(0.005)
 
 
@@ -227,14 +228,14 @@ async def test_a_holder_that_says_it_lives_is_not_silent_and_nobody_else_can_say
         for claimed in (False, True):
             if claimed:
                 await a.claim(1)
-            ledger._heard_at -= 60.0
+            ledger.heard_at -= 60.0
             assert ledger.holder_silent_ms >= 60_000
             await a.send(alive)
             async with asyncio.timeout(30):
                 while ledger.holder_silent_ms >= 60_000:
                     await asyncio.sleep(0.01)
         await b.greet()
-        ledger._heard_at -= 60.0
+        ledger.heard_at -= 60.0
         await b.send(alive)
         assert (await b.ended()).reason_name == "PROTOCOL_VIOLATION"
         assert ledger.holder_silent_ms >= 60_000

@@ -390,7 +390,7 @@ async def test_a_loading_worker_says_so_and_takes_no_claim(tmp_path):
 async def test_a_step_that_dies_dumps_its_plan_and_ends_the_process(tmp_path):
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
         await client.hold(1)
-        worker.daemon.core._executor.runner.forward = None  # A bug or a lost device looks like this from above.
+        worker.daemon.core.executor.runner.forward = None  # A bug or a lost device looks like this from above.
         await client.plan(_first_plan())
         refusal = await client.refusal()
         error = MeshError.from_proto(refusal.error)
@@ -402,7 +402,7 @@ async def test_a_step_that_dies_dumps_its_plan_and_ends_the_process(tmp_path):
         answer = await client.stub.GetCapabilities(worker_pb2.GetCapabilitiesRequest())
         assert answer.capabilities.state == worker_pb2.WORKER_STATE_FAILED
         with pytest.raises(TypeError):
-            await asyncio.wait_for(asyncio.shield(worker.runtime._failed), 60)
+            await asyncio.wait_for(asyncio.shield(worker.runtime.failed), 60)
 
 
 async def test_draining_answers_what_is_in_flight_then_ends_the_stream(tmp_path):
@@ -427,14 +427,20 @@ async def test_blobs_are_checked_and_bounded(tmp_path):
             blob_hash = blob_hash or hashlib.sha256(data).hexdigest()
             return await client.stub.PutBlob(worker_pb2.PutBlobRequest(hash=blob_hash, data=data))
 
-        assert not (await put(b"a" * 100)).was_known
+        first = await put(b"a" * 100)
+        assert not first.was_known and first.ttl_ms == 30_000
         assert (await put(b"a" * 100)).was_known
-        await put(b"b" * 100)
-        assert not (await put(b"a" * 100)).was_known
-        for data, blob_hash, reason in ((b"x" * 101, None, "BLOB_TOO_LARGE"), (b"x", "00", "INVALID_ARGUMENT")):
+        for data, blob_hash, reason in (
+            (b"b" * 100, None, "OVERLOADED"),  # The first is kept for its time.
+            (b"x" * 101, None, "BLOB_TOO_LARGE"),
+            (b"x", "00", "INVALID_ARGUMENT"),
+        ):
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await put(data, blob_hash)
             assert mesh_error_from_rpc(caught.value).reason_name == reason
+        await client.hold(1)
+        assert not (await put(b"b" * 100)).was_known, "a new epoch"
+        assert not (await put(b"a" * 50)).was_known
 
 
 async def test_verbs_that_are_not_offered_say_so(tmp_path):
@@ -518,7 +524,7 @@ async def test_fault_hang(tmp_path):
 async def test_profile_is_unsupported_without_a_profiler(tmp_path):
     async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
         request = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START)
-        worker.daemon.core._profiler = _no_profiler()
+        worker.daemon.core.profiler = _no_profiler()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await client.stub.Profile(request)
         assert mesh_error_from_rpc(caught.value).metadata == {"feature": "profile"}
@@ -553,7 +559,7 @@ async def test_more_namespaces_than_a_message_holds_are_listed_in_several(tmp_pa
     async with _worker(tmp_path, num_pages=num) as worker, WorkerClient(worker.address, "a") as client:
         await client.hold(1)
         names = [f"{number:01000}" for number in range(num)]
-        worker.daemon.core._executor.records.grant(
+        worker.daemon.core.executor.records.grant(
             as_ints(range(num)),
             np.ones(num, int),
             previous_pages=np.full(num, -1, np.int32),

@@ -43,7 +43,7 @@ SETTINGS = replace(
 def illegal_access(runner: DeviceRunner, held: list[torch.Tensor]) -> None:
     """The slots' pages lie where no memory is."""
     with torch.inference_mode():
-        runner._slots.page_tables.fill_(1 << 30)
+        runner.slots.page_tables.fill_(1 << 30)
     # Steps run on another stream.
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -54,7 +54,7 @@ def out_of_memory(runner: DeviceRunner, held: list[torch.Tensor]) -> None:
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-6)
     # On the stream of the steps, whose blocks are its own.
-    with runner._device.in_order():
+    with runner.device.in_order():
         for size in (1 << 21, 1 << 20, 1 << 14, 1 << 9):
             with suppress(torch.OutOfMemoryError):
                 while True:

@@ -11,8 +11,8 @@ from radixmesh.daemons.worker.runner import SampleInput
 from radixmesh.daemons.worker.sampling.penalties import adjust_logits
 from radixmesh.daemons.worker.sampling.philox import NoiseKey, gumbel_noise
 from radixmesh.daemons.worker.sampling.sampler import candidates, sample_tokens
-from radixmesh.kernels.sampling.sample import SampleScratch, TokenTarget, sample_rows
-from radixmesh.kernels.sampling.sample_params import SampleParams
+from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, TokenTarget, sample_rows
+from radixmesh.kernels.sampling.sample_params import Needs, SampleParams
 
 _MAX_LEN = 40
 
@@ -47,17 +47,17 @@ def sampled(logits_TV: torch.Tensor, inputs: Sequence[SampleInput], scratch: Sam
     before = logits_TV.clone()
     params = params_of(inputs, slots, device)
     target = new_target(num_rows, num_rows, device, ring_index=1)
-    sample_rows(
-        logits_TV,
+    rows = SlotRows(
         params,
         torch.tensor(slots, dtype=torch.int32, device=device),
         torch.tensor([sample.position for sample in inputs], dtype=torch.int32, device=device),
-        scratch,
-        target,
-        has_sampled=any(not sample.sampling.is_greedy for sample in inputs),
-        has_filters=any(s.sampling.top_k or s.sampling.top_p < 1 or s.sampling.min_p for s in inputs),
-        has_penalties=is_penalised,
     )
+    needs = Needs.PENALTIES if is_penalised else Needs.NOTHING
+    if any(not sample.sampling.is_greedy for sample in inputs):
+        needs |= Needs.NOISE
+    if any(s.sampling.top_k or s.sampling.top_p < 1 or s.sampling.min_p for s in inputs):
+        needs |= Needs.FILTERS
+    sample_rows(logits_TV, rows, scratch, target, needs)
     assert torch.equal(logits_TV.nan_to_num(), before.nan_to_num())
     assert (target.ring_RT[0] == -1).all()
     tokens = target.ring_RT[1].tolist()

@@ -43,6 +43,7 @@ def loads_before_wait(kernel: JITFunction, ptx: str, names: list[str]) -> list[s
 def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     """A launch of each kernel, with the module it is in."""
     from radixmesh.kernels import gemv, rms_norm, rope_kv, silu_mul
+    from radixmesh.kernels.deferred_norm import DeferredNormGemm
     from radixmesh.kernels.sampling import sample
     from radixmesh.kernels.sampling.sample_params import SampleParams
 
@@ -56,11 +57,12 @@ def _launches() -> dict[str, tuple[ModuleType, Callable[[], object]]]:
     target = sample.TokenTarget(ring_RT=tables, ring_index_1=ints[:1], last_tokens_S=torch.zeros(4).int())
 
     def rope() -> None:
-        place = (angles, angles, ints, ints, tables, 1, pool, pool.clone())
-        rope_kv.rope_write_kv(qkv, *place, 4, 2, 32, norm_d, norm_d, norm_input_TD=x, bias_X=bias, use_pdl=True)
+        place = rope_kv.RopeAngles(angles, angles), rope_kv.KvTarget(ints, ints, tables, 1)
+        heads = rope_kv.HeadShape(4, 2, 32), rope_kv.HeadNorms(norm_d, norm_d)
+        rope_kv.rope_write_kv(DeferredNormGemm(qkv, bias, x), *place, pool, pool.clone(), *heads, use_pdl=True)
 
     def sample_tokens() -> None:
-        sample.sample_rows(x, params, ints, ints, scratch, target, has_sampled=False, use_pdl=True)
+        sample.sample_greedily(x, sample.SlotRows(params, ints, ints), scratch, target, use_pdl=True)
 
     return {
         "_rope_kv_kernel": (rope_kv, rope),

@@ -14,6 +14,11 @@ NOT_SUPPORTED = 15
 _TORCH_TYPES = {0: torch.float32, 2: torch.float16, 14: torch.bfloat16}
 
 
+def _at(pointer):
+    """Object behind ctypes.byref(), which has no public name for it."""
+    return pointer._obj
+
+
 class FakeCublasLt(SimpleNamespace):
     """Names `num_algorithms`, numbered from 100; the second does not run, and the third serves no other shape."""
 
@@ -23,37 +28,37 @@ class FakeCublasLt(SimpleNamespace):
         ids = count(1000)
 
         def create(out, **fields: object) -> int:
-            out._obj.value = next(ids)
-            self.objects[out._obj.value] = fields
+            _at(out).value = next(ids)
+            self.objects[_at(out).value] = fields
             return 0
 
         def set_attribute(handle, attribute: int, value, size: int) -> int:
-            assert ctypes.sizeof(value._obj) == size
-            self.objects[handle.value][attribute] = value._obj.value
+            assert ctypes.sizeof(_at(value)) == size
+            self.objects[handle.value][attribute] = _at(value).value
             return 0
 
         def heuristic(handle, desc, w, x, c, d, preference, num_asked: int, results, num_results) -> int:
             assert all(each.value in self.objects for each in (handle, desc, w, x, c, d, preference))
-            num_results._obj.value = min(num_algorithms, num_asked)
-            for order in range(num_results._obj.value):
+            _at(num_results).value = min(num_algorithms, num_asked)
+            for order in range(_at(num_results).value):
                 results[order].algo.data[0] = 100 + order
                 results[order].state = NOT_SUPPORTED if order == 1 else 0
                 results[order].workspace_size = 1024 * order
             return 0 if num_algorithms else NOT_SUPPORTED
 
         def check(handle, desc, w, x, c, d, algo, result) -> int:
-            assert isinstance(algo._obj, Algo) and isinstance(result._obj, HeuristicResult)
-            return NOT_SUPPORTED if algo._obj.data[0] == 102 else 0
+            assert isinstance(_at(algo), Algo) and isinstance(_at(result), HeuristicResult)
+            return NOT_SUPPORTED if _at(algo).data[0] == 102 else 0
 
         def matmul(handle, desc, alpha, a, w, b, x, beta, c, c_at, d, d_at, algo, space, size: int, stream: int) -> int:
             described = self.objects[desc.value]
             assert (described["compute"], described["scale"], described[3]) == (68, 0, 1), described
-            assert c == d and space and size and alpha._obj.value == 1.0
+            assert c == d and space and size and _at(alpha).value == 1.0
             w_NK, x_TK, out_TN = (self._matrix(at, layout) for at, layout in ((a, w), (b, x), (d, d_at)))
             result_TN = x_TK.float() @ w_NK.float().t() + wrong_by
             # Tensors that are not to be read may hold anything.
-            out_TN.copy_(result_TN + beta._obj.value * out_TN.float() if beta._obj.value else result_TN)
-            self.launched.append(int(algo._obj.data[0]))
+            out_TN.copy_(result_TN + _at(beta).value * out_TN.float() if _at(beta).value else result_TN)
+            self.launched.append(int(_at(algo).data[0]))
             return 0
 
         super().__init__(

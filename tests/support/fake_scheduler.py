@@ -55,6 +55,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.group = scheduler_pb2.GROUP_STATE_SERVING
         self.reject: MeshError | None = None  # Every submit gets it.
         self.is_silent = False  # Says nothing at all, but keeps the stream.
+        self.ignores_aborts = False  # Goes on with attempts that it was told to end.
         self.is_paused = False  # Runs no steps; loads go out.
         self.mangle: Callable[[scheduler_pb2.ServeResponse], None] | None = None  # Sees every frame before it leaves.
         self.on_step: Callable[[int], None] | None = None  # Called before each step with tokens made so far.
@@ -155,6 +156,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _abort(self, serving: Serving, abort: scheduler_pb2.Abort) -> None:
         self.aborts.append(abort)
+        if self.ignores_aborts:
+            return
         found = False
         for other in (serving,) if abort.is_own else tuple(self._servings):
             for run in tuple(other.runs.values()):

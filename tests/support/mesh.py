@@ -53,6 +53,7 @@ async def running_mesh(
     backend: str,
     *,
     model: str = "tiny-llama",
+    folder: Path | None = None,
     scale: Mapping[str, int] | None = None,
     worker: Mapping[str, object] | None = None,
     scheduler: Mapping[str, object] | None = None,
@@ -65,7 +66,8 @@ async def running_mesh(
 ) -> AsyncIterator[Mesh]:
     """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
 
-    `model`: a folder of compose/models/; simulated meshes have the vocabulary of the tiny Llama only.
+    `model`: a folder of compose/models/, or with `folder` what clients call that one; simulated meshes have the
+    vocabulary of the tiny Llama only.
     api_key, tls: how the mesh's client gets in, where daemons are told to ask.
     The scheduler checks the page invariant after every step; a breach ends its epoch, and is among the mesh's bugs.
     """
@@ -84,6 +86,8 @@ async def running_mesh(
 
     with pytest.MonkeyPatch.context() as shell:
         shell.setenv("RADIXMESH_MODEL_NAME", model)
+        if folder is not None:
+            shell.setenv("RADIXMESH_MODEL_FOLDER", str(folder))
         cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False, on_line=on_line)
     async with cluster:
         await cluster.wait_healthy(timeout_s)

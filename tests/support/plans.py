@@ -18,10 +18,18 @@ ALPHABET = Alphabet.of(VOCAB_SIZE, special_ids=(0,), eos_ids=(1, 2))
 
 
 def simulated_executor(
-    *, page_size=1, num_pages=256, num_slots=8, max_total_len=64, max_tokens_per_step=128, alphabet=ALPHABET
+    *,
+    page_size=1,
+    num_pages=256,
+    num_slots=8,
+    max_total_len=64,
+    max_tokens_per_step=128,
+    alphabet=ALPHABET,
+    runner_class=SimulatedRunner,
+    blobs=None,
 ):
     """A fresh simulated worker without a daemon around it, in epoch 1."""
-    runner = SimulatedRunner(
+    runner = runner_class(
         page_size=page_size,
         num_pages=num_pages,
         vocab_size=VOCAB_SIZE,
@@ -30,7 +38,7 @@ def simulated_executor(
         latency=LatencyModel(),
         clock=VirtualClock(),
     )
-    executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step)
+    executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step, blobs=blobs)
     executor.begin_epoch(1)
     return executor
 
@@ -95,9 +103,9 @@ def fingerprint(executor: StepExecutor) -> tuple[object, ...]:
         records.previous_generations,
         records.namespace_indexes,
         records.ids,
-        executor.runner._kv,
+        executor.runner.kv,
     ]
-    return (records.namespaces, executor._last_step, *[np.asarray(array).tobytes() for array in arrays])
+    return (records.namespaces, executor.last_step, *[np.asarray(array).tobytes() for array in arrays])
 
 
 __all__ = [

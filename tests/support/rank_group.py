@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLayout
+from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from support.running_daemon import Running, running
 
@@ -80,8 +81,8 @@ class RankDaemon(WorkerDaemon):
 
     async def load(self) -> None:
         await super().load()
-        assert self.core._executor is not None
-        in_lock_step(self.core._executor.runner, self)
+        assert self.core.executor is not None
+        in_lock_step(self.core.executor.runner, self)
 
 
 def in_lock_step(runner: ModelRunner, daemon: RankDaemon) -> None:
@@ -122,7 +123,7 @@ class RankGroup:
         return member
 
     def runner(self, rank: int) -> ModelRunner:
-        executor = self.ranks[rank].daemon.core._executor
+        executor = self.ranks[rank].daemon.core.executor
         assert executor is not None
         return executor.runner
 

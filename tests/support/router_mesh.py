@@ -74,7 +74,7 @@ class Member:
             progress=progress,
             metrics=metrics,
             server=server,
-            _failed=self._failed,
+            failed=self._failed,
         )
         self.daemon = self._build(runtime)
         await server.start([self.address])

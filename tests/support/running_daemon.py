@@ -45,7 +45,7 @@ async def running(
     server = MeshServer(HealthService(progress), metrics.count_error)
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     runtime = Runtime(
-        name="test", instance_id=instance_id, progress=progress, metrics=metrics, server=server, _failed=failed
+        name="test", instance_id=instance_id, progress=progress, metrics=metrics, server=server, failed=failed
     )
     daemon = make(runtime, settings)
     (address,) = await server.start([address])

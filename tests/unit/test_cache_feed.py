@@ -112,7 +112,7 @@ def test_who_falls_behind_is_told_and_never_gets_half_the_truth(
             num_behind += 1
             watcher = Watcher(feed, 1)
         assert watcher.mirror.prefixes() == set(driver.oracle.entries)
-        assert feed._num_tokens <= max_tokens
+        assert feed.num_tokens <= max_tokens
     if max_events == 40 and max_tokens >= 190 and pause == 1:
         assert num_behind == 0
 

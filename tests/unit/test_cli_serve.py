@@ -59,6 +59,21 @@ def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:
         check_model(folder)
 
 
+def test_a_model_that_transformers_alone_knows_is_served_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = _folder(tmp_path / "m", "CohereForCausalLM", "tokenizer.json", "model.safetensors")
+    assert check_model(folder).runs_by_transformers and not check_model(TINY).runs_by_transformers
+    for name in ("FOLDER", "WORKER", "ROUTER", "PORT", "GRPC_PORT"):
+        monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "")
+    monkeypatch.setattr(serve, "count_gpus", lambda: 1)
+    monkeypatch.setattr(serve.up, "run", lambda *args, **kwargs: 0)
+    assert serve.run([str(folder), "--dtype", "float32"]) == 0
+    assert "--backend cpu" in os.environ["RADIXMESH_SERVE_WORKER"]
+    assert serve.run([str(folder), "--gpu", "cuda"]) == 2
+    assert "transformers' modules" in capsys.readouterr().out
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelCheckError, match=r"config\.json is missing"):
         check_model(tmp_path)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from radixmesh.daemons.cluster.compose.compose import DependencyCondition, RestartPolicy
+from radixmesh.daemons.cluster.compose.interpolation import interpolate
 from radixmesh.daemons.cluster.compose.reader import compose_from_tree, read_compose
 from radixmesh.daemons.cluster.errors import ClusterError, ComposeError, UnsupportedKeyError
 
@@ -168,3 +169,10 @@ def test_files_that_cannot_be_read_are_reported_with_their_path(tmp_path):
         broken.write_text(text)
         with pytest.raises(ComposeError):
             read_compose(broken, {})
+
+
+def test_a_default_may_hold_a_variable() -> None:
+    text = "${FOLDER:-./models/${NAME:-tiny}}:/models/${NAME:-tiny}:ro"
+    assert interpolate(text, {}) == "./models/tiny:/models/tiny:ro"
+    assert interpolate(text, {"NAME": "mine"}) == "./models/mine:/models/mine:ro"
+    assert interpolate(text, {"NAME": "mine", "FOLDER": "/data/m"}) == "/data/m:/models/mine:ro"

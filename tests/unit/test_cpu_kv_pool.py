@@ -58,17 +58,17 @@ def test_default_size(
     page_size: int,
     expected: int,
 ) -> None:
-    monkeypatch.setattr(kv_pool, "_available_bytes", lambda: available)
+    monkeypatch.setattr(kv_pool, "available_bytes", lambda: available)
     pages = default_num_pages(_LAYOUT, page_size=page_size, dtype=torch.float32, max_total_len=1000)
     assert pages == expected
     assert ("kv_pool_larger_than_its_share" in caplog.text) == (available == 156)
 
 
 def test_available_memory_is_bounded_by_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_pool, "_free_bytes", lambda: 1000)
+    monkeypatch.setattr(kv_pool, "free_bytes", lambda: 1000)
     for container, expected in ((None, 1000), (400, 400), (-5, 0), (5000, 1000)):
-        monkeypatch.setattr(kv_pool, "_container_bytes", lambda bound=container: bound)
-        assert kv_pool._available_bytes() == expected
+        monkeypatch.setattr(kv_pool, "container_bytes", lambda bound=container: bound)
+        assert kv_pool.available_bytes() == expected
 
 
 def test_tokens_are_a_view_numbered_by_page_and_offset() -> None:

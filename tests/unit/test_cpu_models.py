@@ -20,9 +20,9 @@ def test_a_folder_is_a_family() -> None:
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
     with pytest.raises(MeshError, match="LlamaForCausalLM") as caught:
-        model_families().create("GPT2LMHeadModel")
+        model_families().create("MambaForCausalLM")
     assert caught.value.reason_name == "UNSUPPORTED"
-    assert caught.value.metadata["name"] == "GPT2LMHeadModel"
+    assert caught.value.metadata["name"] == "MambaForCausalLM"
 
 
 @pytest.mark.parametrize(

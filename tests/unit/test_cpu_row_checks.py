@@ -88,7 +88,7 @@ def test_every_matrix_of_a_forward_is_checked_at_load(save: Save, shape: str, mo
     ids = np.random.default_rng(0).integers(0, runner.vocab_size, 300).tolist()
     segment = Stream(0, ids, scattered_pages(runner, [300])[0]).segment(300, 1, samples=False)
     with _Products(targets.tensors) as used, torch.inference_mode():
-        hidden_TD = model.forward(runner._batch([segment]))
+        hidden_TD = model.forward(runner.batch_of([segment]))
         model.final_hidden(hidden_TD, _ALL_AT_ONCE)
         if shape in model_folders.SCORING_SHAPES:
             model.scores(hidden_TD, _ALL_AT_ONCE)

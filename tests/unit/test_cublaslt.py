@@ -59,7 +59,7 @@ def test_algorithms_keep_their_order_and_outlive_the_answer() -> None:
 def test_the_preference_bounds_work_space_and_keeps_sums_in_their_type() -> None:
     library = FakeCublasLt()
     lt = CublasLt(_CPU, library)
-    handle = CublasLtMatmul(lt, _SHAPE)._preference()
+    handle = CublasLtMatmul(lt, _SHAPE).preference()
     assert library.objects[handle.value] == {1: lt.workspace.nbytes, 3: 3, 5: 256, 6: 256, 7: 256, 8: 256}
 
 

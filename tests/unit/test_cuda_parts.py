@@ -110,16 +110,19 @@ def test_what_does_not_fit_is_named_with_the_flag_to_change(monkeypatch, error, 
         raise RuntimeError("a bug")
 
 
+_MODEL = SimpleNamespace(
+    hidden_size=64, vocab_size=1000, dtype=torch.bfloat16, row_bytes=lambda: 1792, position_bytes=lambda: 64
+)
+
+
 def test_graphs_keep_their_logits_and_memory_is_left_for_them():
-    sizes = {"hidden_size": 64, "query_size": 64, "kv_size": 32, "mlp_size": 128, "head_dim": 16, "vocab_size": 1000}
-    config = SimpleNamespace(**sizes)
     settings = memory.MemorySettings(
         mem_fraction=0.9, num_pages=None, page_size=1, num_slots=8, max_tokens_per_step=64, max_total_len=128
     )
-    plain = memory._work_bytes(settings, config, torch.bfloat16)
-    graphs = memory._work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), config, torch.bfloat16)
+    plain = memory.work_bytes(settings, _MODEL)
+    graphs = memory.work_bytes(replace(settings, graph_rows=(1, 2, 4, 8)), _MODEL)
     assert graphs - plain == 2 * 15 * 1000 * 2
-    attention = memory._work_bytes(replace(settings, attention_bytes=12345), config, torch.bfloat16)
+    attention = memory.work_bytes(replace(settings, attention_bytes=12345), _MODEL)
     assert attention - plain == 12345
 
 
@@ -127,7 +130,6 @@ def test_graphs_keep_their_logits_and_memory_is_left_for_them():
 def few_pages(monkeypatch):
     """A GPU of 10 GiB of which 6 are free, and a model whose pages take 64 KiB."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 << 30, 10 << 30))
-    sizes = {"hidden_size": 64, "query_size": 64, "kv_size": 32, "mlp_size": 128, "head_dim": 16, "vocab_size": 1000}
     token_bytes = 1 << 16
 
     def choose(**changes):
@@ -142,15 +144,14 @@ def few_pages(monkeypatch):
                 **changes,
             }
         )
-        device = torch.device("cuda")
-        return memory.choose_num_pages(settings, SimpleNamespace(**sizes), token_bytes, torch.bfloat16, device)
+        return memory.choose_num_pages(settings, _MODEL, token_bytes, torch.device("cuda"))
 
     return choose
 
 
 def test_pages_take_what_is_left_and_the_log_has_the_numbers(few_pages, monkeypatch):
     lines = []
-    monkeypatch.setattr(memory, "_log", SimpleNamespace(info=lambda event, **fields: lines.append((event, fields))))
+    monkeypatch.setattr(memory, "log", SimpleNamespace(info=lambda event, **fields: lines.append((event, fields))))
     num_pages = few_pages()
     ((event, fields),) = lines
     assert event == "memory_sized" and fields["num_pages"] == num_pages == fields["pages_that_fit"]
@@ -200,7 +201,7 @@ def test_steps_go_on_where_a_trace_cannot_be_written(tmp_path):
             raise OSError(28, "No space left on device", path)
 
     profiler = TorchProfiler(tmp_path, "me")
-    profiler._profile, profiler._steps_left = Trace(), 1
+    profiler.running, profiler.steps_left = Trace(), 1
     profiler.on_step()
     profiler.on_step()
     with pytest.raises(MeshError, match="No space left"):

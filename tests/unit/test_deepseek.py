@@ -205,7 +205,7 @@ def _config(tmp_path: Path, shape: str, **changes: object) -> ConfigReader:
         ("v3_groups", {"scoring_func": "softmax"}, "scoring_func", "UNSUPPORTED"),
         ("v3_groups", {"topk_method": "greedy"}, "topk_method", "UNSUPPORTED"),
         ("v3_groups", {"hidden_act": "gelu"}, "hidden_act", "UNSUPPORTED"),
-        ("v3_groups", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type", "UNSUPPORTED"),
+        ("v3_groups", {"rope_scaling": {"type": "magic", "factor": 2.0}}, "rope_scaling.type", "UNSUPPORTED"),
         ("v2_greedy", {"norm_topk_prob": True}, "norm_topk_prob", "UNSUPPORTED"),
         ("v2_greedy", {"topk_method": "noaux_tc"}, "topk_method", "UNSUPPORTED"),
     ],

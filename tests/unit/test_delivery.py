@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +18,9 @@ from radixmesh.daemons.router.requests.delivery import MAX_MESSAGE_BYTES, Delive
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.output_flow import OutputFlow
+from radixmesh.daemons.router.requests.updates import Logprobs, Update
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
+from radixmesh.daemons.router.responses import response_of
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
@@ -52,7 +55,8 @@ def finish(output: Output, num_output: int) -> None:
 
 async def take(delivery: Delivery) -> router_pb2.GenerateResponse | None:
     async with asyncio.timeout(60):
-        return await delivery.take()
+        update = await delivery.take()
+    return None if update is None else response_of(update)
 
 
 async def test_the_resolved_request_comes_first_and_alone() -> None:
@@ -96,7 +100,7 @@ async def test_nothing_of_output_0_comes_before_its_prompt_logprobs() -> None:
         grow(journal, output, [9], "x")
     message = await take(delivery)
     assert message is not None and [delta.index for delta in message.deltas] == [1]
-    request.prompt_logprobs.append(common_pb2.Logprobs(token_logprobs=pack_floats([0.5, 0.5, 0.5])))
+    request.prompt_logprobs.append(Logprobs(token_logprobs=pack_floats([0.5, 0.5, 0.5])))
     delivery.mark(request.outputs[0])
     message = await take(delivery)
     assert message is not None and message.HasField("prompt_logprobs") and message.deltas[0].index == 0
@@ -105,10 +109,10 @@ async def test_nothing_of_output_0_comes_before_its_prompt_logprobs() -> None:
 NUM_TOP = 64
 
 
-def logprobs_of(first: int, count: int) -> common_pb2.Logprobs:
+def logprobs_of(first: int, count: int) -> Logprobs:
     """Every value says which position it belongs to."""
     positions = range(first, first + count)
-    return common_pb2.Logprobs(
+    return Logprobs(
         token_logprobs=pack_floats([-float(p) for p in positions]),
         num_top=NUM_TOP,
         top_ids=pack_ints([p for p in positions for _ in range(NUM_TOP)]),
@@ -276,3 +280,120 @@ def test_deltas_add_up_whatever_the_clients_pace(steps: list[tuple[int, list[int
         assert journal.num_bytes == 0 and base == request.num_bytes
 
     asyncio.run(run())
+
+
+class SlowClient:
+    """Takes so many updates, then none until it is resumed."""
+
+    def __init__(self, room: int = 1 << 30) -> None:
+        self.room = room
+        self.tracker = Tracker()  # Raises for a gap or a repetition.
+        self.texts: list[str] = []
+
+    def __call__(self, update: Update) -> bool:
+        self.texts += [chunk.text for chunk in self.tracker.take(response_of(update)) if chunk.text]
+        self.room -= 1
+        return self.room > 0
+
+
+async def pushed(delivery: Delivery, client: SlowClient) -> asyncio.Task[None]:
+    """The first update is taken, all else is pushed."""
+    first = await take(delivery)
+    assert first is not None
+    client.tracker.take(first)
+    task = asyncio.create_task(delivery.push(client))
+    await asyncio.sleep(0)
+    return task
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_true():
+            await asyncio.sleep(0)
+
+
+async def test_news_are_pushed_in_the_pacers_turn_and_the_push_ends_with_the_last() -> None:
+    journal, request, delivery = begun(n=2)
+    client = SlowClient()
+    task = await pushed(delivery, client)
+    for i in range(5):
+        grow(journal, request.outputs[i % 2], [i], str(i))
+        await until(lambda i=i: len(client.texts) == i + 1)  # type: ignore[misc]
+    finish(request.outputs[0], 3)
+    finish(request.outputs[1], 2)
+    async with asyncio.timeout(60):
+        await task
+    assert client.texts == list("01234") and client.tracker.is_complete and await take(delivery) is None
+
+
+async def test_a_client_that_takes_no_more_is_pushed_one_merged_update_once_it_does() -> None:
+    journal, request, delivery = begun()
+    client = SlowClient(room=1)
+    task = await pushed(delivery, client)
+    grow(journal, request.outputs[0], [0], "0")
+    await until(lambda: bool(client.texts))
+    assert delivery.writing_since is not None  # From here on it is the client's stall.
+    for i in range(1, 9):
+        grow(journal, request.outputs[0], [i], str(i))
+        await asyncio.sleep(0.002)
+    assert client.texts == ["0"]
+    client.room = 1 << 30
+    delivery.resume()
+    assert client.texts == ["0", "12345678"] and delivery.writing_since is None
+    finish(request.outputs[0], 9)
+    async with asyncio.timeout(60):
+        await task
+    assert client.tracker.is_complete
+
+
+async def test_a_failure_ends_a_push_even_of_a_client_that_takes_no_more() -> None:
+    journal, request, delivery = begun()
+    task = await pushed(delivery, SlowClient(room=1))
+    grow(journal, request.outputs[0], [0], "0")
+    await until(lambda: delivery.writing_since is not None)
+    delivery.fail(MeshError(ErrorReason.ERROR_REASON_SUPERSEDED, "elsewhere"))
+    async with asyncio.timeout(60):
+        with pytest.raises(MeshError, match="elsewhere"):
+            await task
+
+
+async def test_what_a_writer_raises_ends_its_own_push_alone() -> None:
+    journal, pacer = Journal(1 << 20), WakeupPacer()
+    deliveries = [Delivery(journal, pacer) for _ in range(2)]
+    requests = [new_request(f"r{i}", delivery) for i, delivery in enumerate(deliveries)]
+    for request, delivery in zip(requests, deliveries, strict=True):
+        journal.add(request)
+        delivery.begin(request)
+    await take(deliveries[0])
+
+    def broken(update: Update) -> bool:
+        raise ValueError("no writer")
+
+    failing = asyncio.create_task(deliveries[0].push(broken))
+    client = SlowClient()
+    going_on = await pushed(deliveries[1], client)
+    for request in requests:
+        grow(journal, request.outputs[0], [1], "a")
+    async with asyncio.timeout(60):
+        with pytest.raises(ValueError, match="no writer"):
+            await failing
+    finish(requests[1].outputs[0], 1)
+    async with asyncio.timeout(60):
+        await going_on
+    assert client.texts == ["a"]
+
+
+async def test_a_push_of_a_large_output_stops_where_its_client_does() -> None:
+    journal, request, delivery = begun()
+    client = SlowClient(room=2)
+    task = await pushed(delivery, client)
+    grow(journal, request.outputs[0], list(range(3_000_000)), "")
+    await until(lambda: client.room == 0)
+    await asyncio.sleep(0.01)
+    assert request.outputs[0].num_delivered < 3_000_000, "two messages' worth, and no more"
+    client.room = 1 << 30
+    delivery.resume()
+    finish(request.outputs[0], 3_000_000)
+    async with asyncio.timeout(60):
+        await task
+    assert client.tracker.is_complete

@@ -27,6 +27,7 @@ from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import MAX_TEXT_BYTES, ids_of
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
@@ -76,7 +77,7 @@ def counted(text: str) -> tuple[int, int, int]:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Strings and runs of backslashes that cross from block to block are common."""
-    monkeypatch.setattr(json_shape, "_BLOCK_BYTES", 5)
+    monkeypatch.setattr(json_shape, "BLOCK_BYTES", 5)
     yield
 
 
@@ -231,7 +232,7 @@ class Pool:
 
     @property
     def pids(self) -> list[int]:
-        return [process._process.pid for process in self.pool._idle]
+        return [process.pid for process in self.pool.idle]
 
 
 @pytest.mark.parametrize("kind", MINIMAL)
@@ -252,7 +253,7 @@ async def test_a_parser_that_dies_or_hangs_is_replaced() -> None:
     pool = Pool(timeout_s=60.0)
     data = json.dumps({"prompt": "x"}).encode()
     (whole,) = await pool.parse(data, CompletionRequest)
-    (waiting,) = pool.pool._idle
+    (waiting,) = pool.pool.idle
     os.kill(pool.pids[0], signal.SIGKILL)
     while waiting.is_alive:
         await asyncio.sleep(0.01)
@@ -260,14 +261,14 @@ async def test_a_parser_that_dies_or_hangs_is_replaced() -> None:
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
     parsing = asyncio.create_task(pool.parse(data, CompletionRequest))
-    while pool.pool._idle:
+    while pool.pool.idle:
         await asyncio.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(MeshError) as dead:
         await parsing
     assert dead.value.reason_name == "NOT_SERVING"
     assert await pool.parse(data, CompletionRequest) == [whole]
-    pool.pool._timeout_s = 0.5
+    pool.pool.timeout_s = 0.5
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(MeshError) as hung:
@@ -277,7 +278,7 @@ async def test_a_parser_that_dies_or_hangs_is_replaced() -> None:
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
     assert not os.path.exists(f"/proc/{pid}"), "killed, and its end fetched"
-    pool.pool._timeout_s = 60.0
+    pool.pool.timeout_s = 60.0
     assert await pool.parse(data, CompletionRequest) == [whole]
     pool.pool.close()
 
@@ -303,7 +304,7 @@ async def test_a_group_starts_a_few_of_its_requests_at_once() -> None:
         delivery = SimpleNamespace(stop_writing=lambda: None, start_writing=lambda: None)
         num_taken = 0
 
-        async def take(self) -> router_pb2.GenerateResponse | None:
+        async def take(self) -> Update | None:
             nonlocal starting, most
             self.num_taken += 1
             if self.num_taken > 1:
@@ -312,7 +313,7 @@ async def test_a_group_starts_a_few_of_its_requests_at_once() -> None:
             most = max(most, starting)
             await asyncio.sleep(0)
             starting -= 1
-            return router_pb2.GenerateResponse()
+            return Update()
 
         def close(self) -> None:
             pass

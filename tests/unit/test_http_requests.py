@@ -24,6 +24,7 @@ from radixmesh.daemons.router.http.endpoints.completion_request import Completio
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
 from radixmesh.daemons.router.http.errors import ErrorResponse, error_body, http_status
+from radixmesh.daemons.router.requests.updates import Delta, Finished, Logprobs, Update
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
@@ -184,9 +185,9 @@ def test_text_between_the_halves_is_the_whole_json(text: str, mark: str) -> None
 
 
 def test_usage_counts_a_prompt_once() -> None:
-    def ended(cached: int) -> router_pb2.OutputFinished:
-        usage = common_pb2.Usage(prompt_tokens=10, output_tokens=3, cached_tokens=cached)
-        return router_pb2.OutputFinished(usage=usage)
+    def ended(cached: int) -> Finished:
+        stop = common_pb2.FINISH_REASON_STOP
+        return Finished(index=0, reason=stop, num_output=3, prompt_tokens=10, cached_tokens=cached)
 
     total = usage_of([(0, ended(0)), (0, ended(9)), (1, ended(4))]).to_json()
     assert (total["prompt_tokens"], total["completion_tokens"], total["total_tokens"]) == (20, 9, 29)
@@ -199,17 +200,17 @@ def test_deltas_in_any_split_collect_to_the_same(counts: list[int]) -> None:
     ids = list(range(num))
     tops = [[100 + i, 200 + i] for i in ids]
     collected = CollectedRequest()
-    collected.add(router_pb2.GenerateResponse(resolved=router_pb2.Resolved(seeds=[1])))
+    collected.add(Update(resolved=router_pb2.Resolved(seeds=[1])))
     first = 0
     for count in counts:
         part = slice(first, first + count)
         first += count
-        logprobs = common_pb2.Logprobs(
+        logprobs = Logprobs(
             token_logprobs=pack_floats([-float(i) for i in ids[part]]), num_top=2,
             top_ids=pack_ints([i for top in tops[part] for i in top]), top_logprobs=pack_floats([0.5] * 2 * count),
         )  # fmt: skip
-        delta = router_pb2.Delta(ids=pack_ints(ids[part]), text="x" * count, logprobs=logprobs)
-        collected.add(router_pb2.GenerateResponse(deltas=[delta]))
+        delta = Delta(0, part.start, part.start, pack_ints(ids[part]), "x" * count, logprobs=logprobs)
+        collected.add(Update(deltas=[delta]))
     (output,) = collected.outputs
     assert (list(output.ids), output.text) == (ids, "x" * num)
     assert [[token for token, _ in output.logprobs.top(i)] for i in ids] == tops
@@ -217,10 +218,10 @@ def test_deltas_in_any_split_collect_to_the_same(counts: list[int]) -> None:
 
 
 def test_a_failed_output_raises_its_error() -> None:
-    error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, "ask for less").to_proto()
-    finished = router_pb2.OutputFinished(reason=common_pb2.FINISH_REASON_ERROR, error=error)
+    error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, "ask for less")
+    finished = Finished(index=0, reason=common_pb2.FINISH_REASON_ERROR, error=error)
     with pytest.raises(MeshError) as raised:
-        CollectedRequest().add(router_pb2.GenerateResponse(finished=[finished]))
+        CollectedRequest().add(Update(finished=[finished]))
     assert raised.value.reason == ErrorReason.ERROR_REASON_NEVER_FITS
 
 

@@ -13,6 +13,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, journal_size
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
+from radixmesh.daemons.router.requests.updates import Logprobs
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_floats, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -90,7 +91,7 @@ def test_logprobs_come_out_as_they_went_in_whatever_the_cuts(
     taken_tops: list[int] = []
     for part in parts:
         track.append(
-            common_pb2.Logprobs(
+            Logprobs(
                 token_logprobs=pack_floats(values[at : at + part]),
                 num_top=num_top,
                 top_ids=pack_ints(tops[at * num_top : (at + part) * num_top]),
@@ -110,4 +111,4 @@ def test_logprobs_come_out_as_they_went_in_whatever_the_cuts(
 
 def test_logprobs_that_do_not_fit_their_arrays_are_refused() -> None:
     with pytest.raises(MeshError, match="do not fit"):
-        LogprobTrack(0).append(common_pb2.Logprobs(token_logprobs=pack_floats([1.0]), num_top=2))
+        LogprobTrack(0).append(Logprobs(token_logprobs=pack_floats([1.0]), num_top=2))

@@ -140,7 +140,7 @@ def test_deadlines_far_away_do_not_keep_what_has_ended() -> None:
         world.submit([2 + i % 50, 3], stop=Stop(max_tokens=1), deadline_s=1e6)
         if i % 8 == 7:
             world.run()
-    deadlines: Deadlines = world.planner._deadlines
+    deadlines: Deadlines = world.planner.deadlines
     assert len(deadlines) <= 64
 
 
@@ -182,9 +182,9 @@ def test_a_flood_of_salts_and_tenants_leaves_nothing_behind(policy: str) -> None
         world.check_clean()
         state = world.planner.state
         assert state is not None
-        cache, queue = state.pages.cache, world.planner._queue
+        cache, queue = state.pages.cache, world.planner.queue
         assert len(cache.tree.namespaces) <= 64  # type: ignore[attr-defined]
-        assert not queue._classes and not queue._listed and not queue._priorities
+        assert queue.num_kept == 0
         sizes.append(sys.getsizeof(cache.tree.nodes.ids))  # type: ignore[attr-defined]
     assert sizes[-1] <= 2 * sizes[0]
 

@@ -154,7 +154,7 @@ class PlannerMachine(RuleBasedStateMachine):
             return
         num = data.draw(st.integers(1, len(record.tokens)))
         s = record.submission
-        if self.world.planner._submissions.by_handle(s.owner, s.handle) is not None:
+        if self.world.planner.submissions.by_handle(s.owner, s.handle) is not None:
             self.cut[s.owner, s.handle] = num
         self.world.planner.finish_by_stop(s.owner, s.handle, num)
         self.world.collect()

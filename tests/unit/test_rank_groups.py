@@ -13,6 +13,7 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.cache_namespace import cache_name, split_cache_name
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import NoToken, PageRecords, SlotError, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
@@ -22,10 +23,9 @@ from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
 from radixmesh.daemons.scheduler.group.rank_results import merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
-from radixmesh.daemons.worker.group_member import RankLayout
 from radixmesh.worker.v1 import worker_pb2
 
-ERROR = MeshError(common_pb2.ERROR_REASON_UNKNOWN_BLOB, "put it again", {"hash": "ab"})
+ERROR = MeshError(common_pb2.ERROR_REASON_INTERNAL, "the adapter of this slot is broken")
 
 
 def result(counts: list[int], ids: list[int], **fields: object) -> StepResult:
@@ -164,8 +164,8 @@ def test_workers_that_are_no_group_are_told_apart() -> None:
     loading, counting = ready(1), ready(1, group_generation=2**64 - 1)
     loading.capabilities.state = worker_pb2.WORKER_STATE_LOADING
     data_parallel = [ready(0), ready(1)]
-    for each in data_parallel:
-        each.capabilities.layout.dp_size = 2
+    for dp_rank, each in enumerate(data_parallel):
+        each.capabilities.layout.CopyFrom(RankLayout(dp_size=2, dp_rank=dp_rank).to_proto())
     for hellos, reason in (
         ([ready(1), ready(0)], "INVALID_ARGUMENT"),
         ([ready(0)], "INVALID_ARGUMENT"),
@@ -212,3 +212,13 @@ def test_a_slot_error_ends_one_request_and_no_epoch() -> None:
 @pytest.mark.parametrize(("adapter", "salt"), [("", ""), ("a", ""), ("", "s"), ("a:1", "2:b"), ("", "9:x"), ("ä", "ö")])
 def test_a_namespace_is_told_apart_again(adapter: str, salt: str) -> None:
     assert split_cache_name(cache_name(adapter, salt)) == (adapter, salt)
+
+
+def test_a_worker_in_the_wrong_place_is_told_its_flags() -> None:
+    for hellos, told in (
+        ([ready(1), ready(0)], "worker 0 of --workers was started with --tp-size 2 --tp-rank 1: .*start it with"),
+        ([ready(0)], "2 ranks .* and --workers names 1: name all workers"),
+        ([ready(0), ready(0, size=1)], "worker 1 .* no rank flags: .* start it with --tp-size 2 --tp-rank 1"),
+    ):
+        with pytest.raises(MeshError, match=told):
+            group_of(hellos)

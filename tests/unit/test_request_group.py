@@ -8,6 +8,7 @@ from typing import cast
 
 from radixmesh.daemons.router.http.answers.request_group import RequestGroup
 from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.router.router import Router
 from radixmesh.router.v1 import router_pb2
 
@@ -22,13 +23,13 @@ class Stream:
         self.on_broken: Callable[[], None] | None = None
         self.num_taken = 0
 
-    async def take(self) -> router_pb2.GenerateResponse | None:
+    async def take(self) -> Update | None:
         self.delivery.stop_writing()
         if self.num_taken == NUM_MESSAGES:
             return None
         self.num_taken += 1
         self.delivery.start_writing()
-        return router_pb2.GenerateResponse()
+        return Update()
 
     def close(self) -> None:
         pass

@@ -130,7 +130,7 @@ class Heard:
 async def test_frames_to_a_detokenizer_are_bounded_and_hold_everything(can_share: bool) -> None:
     heard = Heard()
     link = DetokenizerLink("d", lambda address: None, 5.0, make_hello("r", "router"), heard)  # type: ignore
-    link._can_share = can_share
+    link.can_share = can_share
     requests = [large_request(f"r{i}") for i in range(9)]
     outputs = [output for request in requests for output in request.outputs]
     huge = large_request("huge", n=1).outputs[0]
@@ -138,7 +138,7 @@ async def test_frames_to_a_detokenizer_are_bounded_and_hold_everything(can_share
     for output in (*outputs, huge):
         link.open(output)
     frames: list[detokenizer_pb2.DetokenizeRequest] = []
-    while (frame := link._next_frame()) is not None:
+    while (frame := link.next_frame()) is not None:
         frames.append(frame)
     assert max(frame.ByteSize() for frame in frames) <= MOST_BYTES
     total = sum(frame.ByteSize() for frame in frames)
@@ -156,7 +156,7 @@ async def test_frames_to_a_detokenizer_are_bounded_and_hold_everything(can_share
         assert output.entry is not None
         link.mark(output.entry)
     frames = []
-    while (frame := link._next_frame()) is not None:
+    while (frame := link.next_frame()) is not None:
         frames.append(frame)
     assert max(frame.ByteSize() for frame in frames) <= MOST_BYTES
     assert sum(len(frame.tokens.ids) for frame in frames) == 4 * 20_000 * len(outputs)

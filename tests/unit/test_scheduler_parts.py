@@ -209,11 +209,11 @@ def test_a_router_that_never_reads_is_left_with_an_error_and_costs_no_more() -> 
 
 def test_ended_keys_are_remembered_within_bounds() -> None:
     world = World()
-    world.planner._submissions._max_ended = 3
+    world.planner.submissions.max_ended = 3
     for _ in range(5):
         world.submit([2, 3], stop=Stop(max_tokens=1))
     world.run()
-    known = [world.planner._submissions.has_ended(f"r{i}", None, None) for i in range(1, 6)]
+    known = [world.planner.submissions.has_ended(f"r{i}", None, None) for i in range(1, 6)]
     assert known == [False, False, True, True, True]
 
 

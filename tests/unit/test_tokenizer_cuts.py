@@ -27,7 +27,7 @@ PIECES = [
 
 def tokenizer_of(split: tuple[str, ...], *, nfc: bool) -> Tokenizer:
     tokenizer = byte_level()
-    if split != text_cuts._KNOWN_SPLITS[0]:
+    if split != text_cuts.KNOWN_SPLITS[0]:
         steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split]
         whole = [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(whole)
@@ -40,7 +40,7 @@ def tokenizer_of(split: tuple[str, ...], *, nfc: bool) -> Tokenizer:
 
 
 @pytest.mark.parametrize("nfc", [False, True])
-@pytest.mark.parametrize("split", text_cuts._KNOWN_SPLITS)
+@pytest.mark.parametrize("split", text_cuts.KNOWN_SPLITS)
 def test_parts_give_the_ids_of_the_whole(split: tuple[str, ...], nfc: bool) -> None:
     tokenizer = tokenizer_of(split, nfc=nfc)
     cutter = cutter_of(tokenizer)
@@ -114,13 +114,13 @@ def test_what_cannot_fit_is_refused_unencoded_and_the_rest_as_soon_as_it_is_cert
 ) -> None:
     codec = TextCodec(vocabulary_of(byte_level()), ChatTemplate({}, {}), Limits(max_text_bytes=64 << 20))
     encoded: list[int] = []
-    encode = codec._encode_texts
+    encode = codec.encode_texts
 
     def counted(texts: list[str], add_special_tokens: bool) -> object:
         encoded.append(sum(map(len, texts)))
         return encode(texts, add_special_tokens)
 
-    monkeypatch.setattr(codec, "_encode_texts", counted)
+    monkeypatch.setattr(codec, "encode_texts", counted)
     bound = max_bytes_per_token(byte_level())
     assert bound is not None
     (hopeless,) = codec.encode([TextItem(text="best of times " * 1_000_000)], max_tokens=1000)

@@ -272,7 +272,7 @@ def test_damaged_kv_shows_in_the_tokens():
     for place in range(4):
         steps = Steps(simulated_executor())
         result = steps.run(admits=[admit(0, [5, 6, 7, 8])], grants=[grant(0, range(40))], chunks=[chunk(0, 4)])
-        steps.executor.runner._kv[place] += np.uint64(1)
+        steps.executor.runner.kv[place] += np.uint64(1)
         tokens = [*result.ids.tolist(), *(int(steps.run(decodes=[0]).ids[0]) for _ in range(29))]
         assert tokens != expected, f"nobody noticed that page {place} was damaged"
 

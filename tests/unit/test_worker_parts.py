@@ -1,7 +1,6 @@
 """The worker's smaller parts, each alone."""
 
 import asyncio
-import hashlib
 import threading
 import time
 from functools import partial
@@ -16,7 +15,6 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.epochs import EpochLedger
 from radixmesh.daemons.worker.limits import Limits
-from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.profile import NoProfiler, TorchProfiler
@@ -133,24 +131,6 @@ def test_a_million_pages_are_listed_at_once():
     # 0.2 s where it was written; a busy machine shares its caches too.
     assert time.process_time() - start < 2
     assert sum(len(part.ids) for part in ranges) == 1_000_000
-
-
-# Blobs
-
-
-def test_blobs_are_kept_by_last_use():
-    store = BlobStore(max_bytes=20, max_blob_bytes=10)
-    hashes = {data: hashlib.sha256(data).hexdigest() for data in (b"a" * 10, b"b" * 10, b"c" * 10)}
-    a, b, c = hashes.values()
-    store.put(a, b"a" * 10)
-    store.put(b, b"b" * 10)
-    assert store.get(a) == b"a" * 10
-    store.put(c, b"c" * 10)
-    assert store.num_bytes == 20
-    with pytest.raises(MeshError) as caught:
-        store.get(b)
-    assert (caught.value.reason_name, caught.value.metadata) == ("UNKNOWN_BLOB", {"hash": b})
-    assert store.get(a) and store.get(c)
 
 
 # Faults

@@ -1,4 +1,7 @@
-"""Compose's variables: `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME-default}`, `${NAME:?message}`, `$$`."""
+"""Compose's variables: `$NAME`, `${NAME}`, `${NAME:-default}`, `${NAME-default}`, `${NAME:?message}`, `$$`.
+
+A default may hold variables itself, which hold none.
+"""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +9,7 @@ from collections.abc import Mapping
 from radixmesh.daemons.cluster.errors import ComposeError
 
 _VARIABLE = re.compile(
-    r"\$(?:(?P<dollar>\$)|(?P<bare>[A-Za-z_]\w*)|\{(?P<name>[A-Za-z_]\w*)(?:(?P<op>:?[-?])(?P<rest>[^{}]*))?\})"
+    r"\$(?:(?P<dollar>\$)|(?P<bare>[A-Za-z_]\w*)|\{(?P<name>[A-Za-z_]\w*)(?:(?P<op>:?[-?])(?P<rest>(?:[^{}]|\$\{[^{}]*\})*))?\})"
 )
 
 
@@ -38,7 +41,7 @@ def _interpolate_text(text: str, variables: Mapping[str, str], where: str) -> st
         if value is not None and (value or not operator.startswith(":")):
             return value
         if operator.endswith("-"):
-            return rest
+            return _interpolate_text(rest, variables, where)
         raise ComposeError(where, rest or f"the variable {name} is not set; set it or write ${{{name}:-default}}")
 
     return _VARIABLE.sub(replace, text)

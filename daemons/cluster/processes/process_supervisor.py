@@ -69,7 +69,7 @@ class ProcessSupervisor:
         self._healthy_since: float | None = None
         self._predecessor_end = PredecessorEnd.UNKNOWN
         self._has_served = False
-        self._exit_codes: deque[int] = deque(maxlen=2)
+        self.exit_codes: deque[int] = deque(maxlen=2)
         self.gave_up = ""
         """Why it is not started again, in a sentence; empty = it is."""
         self.status = ProcessStatus(
@@ -139,8 +139,8 @@ class ProcessSupervisor:
         while True:
             reason, exit_code = await self._run_once()
             self._child = None
-            self._exit_codes.append(exit_code)
-            if not self._has_served and starts_in_vain(self.spec.argv, tuple(self._exit_codes)):
+            self.exit_codes.append(exit_code)
+            if not self._has_served and starts_in_vain(self.spec.argv, tuple(self.exit_codes)):
                 self.gave_up = f"{self.spec.name} cannot start, and no restart cures that: {last_words(self._recent)}"
                 self._enter(ProcessState.ENDED, f"{reason}; gave up, no restart cures that", pid=None)
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,9 +16,13 @@ from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.endpoints.chat import ChatEndpoint
 from radixmesh.daemons.router.http.endpoints.completions import CompletionEndpoint
 from radixmesh.daemons.router.http.endpoints.embeddings import EmbeddingEndpoint
+from radixmesh.daemons.router.http.endpoints.flush import FlushEndpoint
+from radixmesh.daemons.router.http.endpoints.mesh import MeshEndpoint
 from radixmesh.daemons.router.http.endpoints.models import ModelsEndpoint
 from radixmesh.daemons.router.http.endpoints.native import NativeEndpoint
+from radixmesh.daemons.router.http.endpoints.page import PageEndpoint
 from radixmesh.daemons.router.http.endpoints.probes import HealthEndpoint, MetricsEndpoint
+from radixmesh.daemons.router.http.endpoints.scores import ClassifyEndpoint, RerankEndpoint, ScoreEndpoint
 from radixmesh.daemons.router.http.endpoints.server_info import (
     HealthGenerateEndpoint,
     ModelInfoEndpoint,
@@ -38,13 +42,17 @@ _LINGER = Linger(seconds=5.0, max_bytes=16 << 20)
 _CODES = {404: "UNKNOWN_PATH", 405: "WRONG_METHOD"}
 
 
-def make_app(context: HttpContext) -> Starlette:
-    """The application: endpoints know nothing of status codes, errors become them here."""
+def make_app(context: HttpContext, hidden: Collection[str] = ()) -> Starlette:
+    """The application: endpoints know nothing of status codes, errors become them here. hidden: paths to leave out."""
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": ChatEndpoint(context),
         "/v1/completions": CompletionEndpoint(context),
         "/v1/embeddings": EmbeddingEndpoint(context),
+        "/v1/score": ScoreEndpoint(context),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankEndpoint(context)),
+        **dict.fromkeys(("/classify", "/v1/classify"), ClassifyEndpoint(context)),
         "/generate": NativeEndpoint(context),
+        "/flush_cache": FlushEndpoint(context),
         "/tokenize": TokenizeEndpoint(context),
         "/detokenize": DetokenizeEndpoint(context),
     }
@@ -60,9 +68,17 @@ def make_app(context: HttpContext) -> Starlette:
         "/get_server_info": ServerInfoEndpoint(context),
         "/metrics": MetricsEndpoint(context),
         "/openapi.json": OpenApiEndpoint(),
+        "/mesh": MeshEndpoint(context),
+        "/": PageEndpoint("index.html"),
+        "/docs": PageEndpoint("docs.html"),
+        "/page/{file}": PageEndpoint(),
     }
-    routes = [Route(path, _as_function(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
-    routes += [Route(path, _as_function(endpoint), methods=["GET"]) for path, endpoint in gets.items()]
+    methods = {**dict.fromkeys(posts, "POST"), **dict.fromkeys(gets, "GET")}
+    routes = [
+        Route(path, _as_function(endpoint), methods=[methods[path]])
+        for path, endpoint in {**posts, **gets}.items()
+        if path not in hidden
+    ]
     failures = _Failures(context)
     return Starlette(
         routes=routes,
@@ -97,6 +113,9 @@ class _Failures:
 
     async def http_error(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        is_preflight = "access-control-request-method" in request.headers
+        if request.method == "OPTIONS" and error.status_code == 405 and not is_preflight:
+            return Response(status_code=204, headers=error.headers)
         code = _CODES.get(error.status_code, "INVALID_ARGUMENT")
         message = f"{request.method} {request.url.path}: {error.detail}; see docs/http.md for what is served"
         response = plain_error(error.status_code, code, message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from radixmesh.daemons.router.http.answers.tokens import TokenTables
@@ -13,15 +14,22 @@ from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
 
+async def _no_flush(address: str, timeout_s: float) -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpContext:
-    """created: when this router came up, in seconds of the epoch: what is told as the age of models."""
+    """flush_cache: empties the prefix cache of the scheduler at an address, within so many seconds; its pages.
+
+    created: when this router came up, in seconds of the epoch: what is told as the age of models."""
 
     router: Router
     tables: TokenTables
     body: BodyReader
     metrics: Metrics
     progress: Progress
+    flush_cache: Callable[[str, float], Awaitable[int]] = _no_flush
     created: int = field(default_factory=lambda: int(time.time()))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from starlette.types import ASGIApp
 
 from radixmesh.daemons.router.config import RouterSettings
@@ -12,12 +14,14 @@ from radixmesh.daemons.router.http.bodies.body_budget import BodyBudget
 from radixmesh.daemons.router.http.bodies.body_pace import BodyPace
 from radixmesh.daemons.router.http.bodies.parser_pool import ParserPool
 from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.openapi import PAGE_PATHS
 from radixmesh.daemons.router.http.server.connection import ConnectionLimits
 from radixmesh.daemons.router.http.server.key_check import KeyCheck
 from radixmesh.daemons.router.http.server.server import HttpServer
 from radixmesh.daemons.router.http.server.tls import FollowedContext
 from radixmesh.daemons.router.http.server.trace_header import TraceHeader
 from radixmesh.daemons.router.http.server.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
+from radixmesh.daemons.router.peers.grpc_peers import flush_cache
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.addresses import split_host_port
 from radixmesh.daemons.runtime.lifecycle import Runtime
@@ -46,8 +50,9 @@ def make_http_server(
         ),
         metrics=runtime.metrics,
         progress=runtime.progress,
+        flush_cache=partial(flush_cache, tls=settings.tls),
     )
-    app: ASGIApp = JsonOnly(BodyPace(make_app(context), settings.http_min_body_rate))
+    app: ASGIApp = JsonOnly(BodyPace(make_app(context, hidden=_hidden(settings)), settings.http_min_body_rate))
     if runtime.tracer.is_on:
         app = TraceHeader(app)
     if not guard.is_open:
@@ -63,6 +68,12 @@ def make_http_server(
         ),
         tls=FollowedContext(settings.tls) if settings.tls.has_server else None,
     )
+
+
+def _hidden(settings: RouterSettings) -> frozenset[str]:
+    """Paths that this router does not serve."""
+    metrics = frozenset() if settings.http_metrics else frozenset({"/metrics"})
+    return metrics if settings.http_page else metrics | PAGE_PATHS
 
 
 def _guarded(app: ASGIApp, address: str, settings: RouterSettings) -> ASGIApp:

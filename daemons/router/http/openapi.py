@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import NamedTuple, get_type_hints
@@ -16,14 +17,31 @@ from radixmesh.daemons.router.http.bodies.body import Body
 from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRequest, EmbeddingRequest
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
+from radixmesh.daemons.router.http.endpoints.score_requests import RerankRequest, ScoreRequest
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 
 JsonObject = dict[str, object]
 
 # Paths that no key is asked for: load balancers have none, and learn a state and a version.
-OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/", "/docs", "/page/{file}"})
+# Paths that change the mesh, for keys of --admin-keys-file.
+ADMIN_PATHS = frozenset({"/flush_cache"})
+# Left out by --no-http-page.
+PAGE_PATHS = frozenset({"/", "/docs", "/page/{file}", "/mesh"})
+# Paths that show state and version without a key, and more with one.
+LIMITED_PATHS = frozenset({"/mesh"})
+_PAGE = "/page/"
+
+
+def is_open(path: str) -> bool:
+    """True if no key is asked for; the files of the page are the same everywhere."""
+    return path in OPEN_PATHS or path.startswith(_PAGE)
+
+
+class NoBody(Body):
+    """POST without a body."""
 
 
 class Operation(NamedTuple):
@@ -38,6 +56,13 @@ OPERATIONS: Mapping[str, Operation] = {
     "/v1/chat/completions": Operation("A chat through the model's template", ChatRequest),
     "/v1/completions": Operation("A text, a list of texts, ids, or a list of id lists", CompletionRequest),
     "/v1/embeddings": Operation("One vector for each text or list of ids", EmbeddingRequest),
+    "/v1/score": Operation("How well texts go together, or how likely labels follow", ScoreRequest),
+    "/rerank": Operation("Documents by how well they answer a query", RerankRequest),
+    "/v1/rerank": Operation("The same as /rerank", RerankRequest),
+    "/v2/rerank": Operation("The same as /rerank", RerankRequest),
+    "/classify": Operation("The probability of a score head's label", ClassifyRequest),
+    "/v1/classify": Operation("The same as /classify", ClassifyRequest),
+    "/flush_cache": Operation("Empties the prefix caches once nothing runs; needs an admin key", NoBody),
     "/generate": Operation("The native form of SGLang", NativeRequest),
     "/tokenize": Operation("The ids of texts, or of a chat", TokenizeRequest),
     "/detokenize": Operation("The texts of ids", DetokenizeRequest),
@@ -52,6 +77,10 @@ OPERATIONS: Mapping[str, Operation] = {
     "/get_server_info": Operation("The same as /server_info"),
     "/metrics": Operation("The router's metrics for Prometheus", media_type="text/plain"),
     "/openapi.json": Operation("This description"),
+    "/mesh": Operation("The mesh as the page at / shows it; without a key, where one is asked for, status and version"),
+    "/": Operation("A page to chat and to look at the mesh", media_type="text/html"),
+    "/docs": Operation("This description as a page", media_type="text/html"),
+    "/page/{file}": Operation("The page's files", media_type="text/plain"),
 }
 
 
@@ -68,7 +97,7 @@ class OpenApiEndpoint:
 
 def description() -> JsonObject:
     """The paths of OPERATIONS as an OpenAPI 3.1 document."""
-    bodies = {op.body for op in OPERATIONS.values() if op.body is not None}
+    bodies = {op.body for op in OPERATIONS.values() if op.body not in (None, NoBody)}
     return {
         "openapi": "3.1.0",
         "info": {"title": "radixmesh", "version": radixmesh.__version__},
@@ -85,13 +114,19 @@ def _path_item(path: str, operation: Operation) -> JsonObject:
     described: JsonObject = {
         "summary": operation.summary,
         # {}: without a key too, where the router was given none.
-        "security": [] if path in OPEN_PATHS else [{"key": []}, {}],
+        "security": [] if is_open(path) else [{"key": []}, {}],
         "responses": {"200": {"description": "the answer", "content": content}, "default": {"description": "an error"}},
     }
-    if "{name}" in path:
-        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if parameters:
+        described["parameters"] = parameters
     if operation.body is None:
         return {"get": described}
+    if operation.body is NoBody:
+        return {"post": described}
     schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}
     described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return {"post": described}

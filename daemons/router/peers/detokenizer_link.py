@@ -79,7 +79,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self._hello = hello
         self._events = events
         self.identity = common_pb2.ModelIdentity()
-        self._can_share = False
+        self.can_share = False
         self._last_handle = 0
         self._entries: dict[int, Entry] = {}
         self._opens: dict[int, Entry] = {}
@@ -139,7 +139,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         return _Request(hello=self._hello)
 
     def _welcome(self, frame: _Response) -> str:
-        self._can_share = check_hello(frame.hello, self._hello) >= SHARING_VERSION
+        self.can_share = check_hello(frame.hello, self._hello) >= SHARING_VERSION
         self.identity = frame.hello.model
         return frame.hello.instance_id
 
@@ -157,7 +157,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
     def _is_answer_owed(self) -> bool:
         return self._num_owed > 0
 
-    def _next_frame(self) -> _Request | None:
+    def next_frame(self) -> _Request | None:
         frame, budget = _Request(), FrameBudget()
         if self._closes and budget.take(4 * len(self._closes)):
             frame.close_handles = pack_ints(self._closes)
@@ -177,7 +177,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         shared: dict[Request, int] = {}
         while self._opens:
             entry = next(iter(self._opens.values()))
-            message = _open_of(entry, shared.get(entry.output.request) if self._can_share else None)
+            message = _open_of(entry, shared.get(entry.output.request) if self.can_share else None)
             size = message.ByteSize()
             if size > MAX_OPEN_BYTES:
                 refused.append((entry, too_large(f"output {entry.output.index} of the request", size, MAX_OPEN_BYTES)))

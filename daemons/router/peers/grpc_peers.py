@@ -145,6 +145,20 @@ async def watch_cache(
         await channel.close()
 
 
+async def flush_cache(address: str, timeout_s: float, tls: TlsFiles | None = None) -> int:
+    """Pages that the scheduler had cached. Raises MeshError, DEADLINE_EXCEEDED if something still runs."""
+    async with open_channel(address, tls) as channel:
+        request = scheduler_pb2.FlushCacheRequest(timeout_ms=max(1, int(1000 * timeout_s)))
+        try:
+            # The scheduler's own deadline first: its error says what still runs.
+            answer = await scheduler_pb2_grpc.SchedulerServiceStub(channel).FlushCache(
+                request, timeout=timeout_s + _STATUS_S
+            )
+        except grpc.RpcError as error:
+            raise mesh_error_from_rpc(error) from error
+        return answer.flushed_pages
+
+
 def cache_change(message: scheduler_pb2.WatchCacheResponse) -> CacheChange:
     """A message of WatchCache as placement takes it. Raises MeshError for broken arrays."""
     return CacheChange(

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
+from radixmesh.daemons.router.placement.move_gain import ReplicaState
 from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
+from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.cache_namespace import cache_name
 
@@ -64,13 +66,17 @@ class LinkPlacement:
 
     def choose(self, output: Output, links: Sequence[SchedulerLink]) -> Decision:
         """Chooses the link that gets the output; there is at least one."""
-        resolved, identity = output.request.resolved, links[0].identity
-        adapter = resolved.model if identity is None or resolved.model != identity.name else ""
-        wanted = PlacedRequest(
-            prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
-            namespace=cache_name(adapter, resolved.cache_salt),
-        )
+        wanted = self._wanted(output, links[0])
         return self._placement.choose(wanted, [self._rows[link].number for link in links])
+
+    def state_of(self, link: SchedulerLink) -> ReplicaState:
+        """Outputs that run or wait there by now."""
+        row, table = self._rows[link].number, self._placement.replicas
+        return ReplicaState(num_outputs=int(table.num_outputs[row]), queued_tokens=int(table.queued_tokens[row]))
+
+    def matched_tokens(self, output: Output, link: SchedulerLink) -> int:
+        """Tokens of prompt and output that the scheduler has cached, as far as is known; 0 if no cache is followed."""
+        return self._placement.matched_tokens(self._wanted(output, link), self._rows[link].number)
 
     def take_sent(self, link: SchedulerLink, decision: Decision | None) -> None:
         """An output was submitted there, by a decision or beside a sibling, whose prompt it has."""
@@ -101,6 +107,19 @@ class LinkPlacement:
         row = self._rows.get(link)
         if row is not None:
             self._placement.replicas.take_left(row.number, sequence)
+
+    def tree(self, link: SchedulerLink, *, max_nodes: int, max_visited: int) -> TreeSummary | None:
+        """A picture of the scheduler's prefix tree; None where it is not known."""
+        row = self._rows.get(link)
+        return None if row is None else self._placement.tree(row.number, max_nodes=max_nodes, max_visited=max_visited)
+
+    def _wanted(self, output: Output, link: SchedulerLink) -> PlacedRequest:
+        resolved, identity = output.request.resolved, link.identity
+        adapter = resolved.model if identity is None or resolved.model != identity.name else ""
+        return PlacedRequest(
+            prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
+            namespace=cache_name(adapter, resolved.cache_salt),
+        )
 
     def tick(self, now: float) -> None:
         """Call every 0.1 s or so, with monotonic seconds."""

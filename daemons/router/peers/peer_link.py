@@ -22,8 +22,8 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)
 
-_MIN_BACKOFF_S = 0.05
-_MAX_BACKOFF_S = 1.0
+# Seconds between two dials: after a loss, and at most. Doubled in between.
+REDIAL_S, MAX_REDIAL_S = 0.05, 1.0
 # Ends of a stream by which one side breaks the contract: it will again, and is dialled later each time, until a
 # conversation has lasted for so long.
 _VIOLATIONS = frozenset(
@@ -109,7 +109,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         """Checks the peer's hello and takes what else is in its first frame; its instance id. Raises MeshError."""
 
     @abstractmethod
-    def _next_frame(self) -> Req | None:
+    def next_frame(self) -> Req | None:
         """Everything there is to say, None if that is nothing."""
 
     @abstractmethod
@@ -129,7 +129,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         """True if the peer ought to have something to say."""
 
     async def _run(self) -> None:
-        backoff = _MIN_BACKOFF_S
+        backoff = REDIAL_S
         while True:
             num_connects, is_violation = self.num_connects, False
             try:
@@ -143,10 +143,10 @@ class PeerLink(ABC, Generic[Req, Resp]):
             if self.num_connects > num_connects:
                 lasted_s = self._clock() - self._connected_s
                 if not is_violation or lasted_s > _SOUND_AFTER_S:
-                    backoff = _MIN_BACKOFF_S
+                    backoff = REDIAL_S
             # Jitter: many routers must not come back to a restarted peer in lockstep.
             await asyncio.sleep(backoff * random.uniform(0.75, 1.25))
-            backoff = min(2 * backoff, _MAX_BACKOFF_S)
+            backoff = min(2 * backoff, MAX_REDIAL_S)
 
     async def _converse(self) -> None:
         """One stream from dialling to its end. Raises what ended it."""
@@ -185,7 +185,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         while True:
             await self._has_news.wait()
             self._has_news.clear()
-            frame = self._next_frame()
+            frame = self.next_frame()
             if frame is not None:
                 await stream.send(frame)
 

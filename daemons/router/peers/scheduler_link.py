@@ -43,6 +43,8 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._hello = hello
         self._events = events
         self.is_draining = False
+        self.is_left = False
+        """Its outputs go on elsewhere as soon as another scheduler can take them."""
         self.identity: common_pb2.ModelIdentity | None = None
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
@@ -102,6 +104,11 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return (self.load.total_pages or self._num_pages) * self._page_size
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a KV page; 0 before the first connection."""
+        return self._page_size
+
+    @property
     def max_request_len(self) -> int:
         """The most tokens of prompt and output together that context and KV memory hold; 0 before the first connection.
 
@@ -124,6 +131,10 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def outputs(self) -> list[Output]:
         """Outputs that are here."""
         return list(self._running.values())
+
+    def is_without_tokens(self, output: Output) -> bool:
+        """True until the first token of the output's attempt here has come: it waits or is prefilled."""
+        return output.scheduler_handle in self._without_tokens
 
     def submit(self, output: Output) -> None:
         """Takes an output, as a new attempt."""
@@ -218,7 +229,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def _is_answer_owed(self) -> bool:
         return True  # A Load comes every second.
 
-    def _next_frame(self) -> _Request | None:
+    def next_frame(self) -> _Request | None:
         frame, refused = self._frames.next(self._running)
         for output, error in refused:
             self.release(output)

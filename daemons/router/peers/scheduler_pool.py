@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.candidates import able, fitting, nobody
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.output_moves import OutputMoves
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.served_models import ServedModel, pick_model, served_models
 from radixmesh.daemons.router.placement.placement import Decision
@@ -29,7 +30,7 @@ class SchedulerPool(PeerPool):
     """Places outputs on schedulers by model, then by placement's policy; an output is on one of them, or waits here.
 
     wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
-    that does. clock: monotonic seconds.
+    that does. evens_out, on_moved: see OutputMoves. clock: monotonic seconds.
     """
 
     def __init__(
@@ -40,17 +41,23 @@ class SchedulerPool(PeerPool):
         wait_s: float,
         migrate_after_s: float,
         aliases: ModelAliases | None = None,
+        evens_out: bool = True,
+        on_moved: Callable[[str, int], None] = lambda reason, count: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._make_link = make_link
         self.placement = placement
         self._aliases = aliases or ModelAliases({})
         self._wait_s = wait_s
-        self._migrate_after_s = migrate_after_s
         self._clock = clock
+        self._moves = OutputMoves(
+            self, placement, leave_after_s=migrate_after_s, evens_out=evens_out, on_moved=on_moved, clock=clock
+        )
         self._links: dict[str, SchedulerLink] = {}
-        self._waiting: dict[Output, None] = {}
+        self.waiting: dict[Output, None] = {}
         self._changed = asyncio.Event()
+        self._served: list[ServedModel] = []
+        self._served_of: tuple[object, ...] = ()
 
     @property
     def links(self) -> tuple[SchedulerLink, ...]:
@@ -58,7 +65,7 @@ class SchedulerPool(PeerPool):
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def add(self, address: str) -> None:
         """Connects to a scheduler. Idempotent. Raises INVALID_ARGUMENT for text that is no address."""
@@ -69,10 +76,10 @@ class SchedulerPool(PeerPool):
 
     async def remove(self, address: str) -> None:
         """Disconnects; its outputs move to others, or wait. Raises INVALID_ARGUMENT for one that was not added."""
-        link = self._link(address)
+        link = self.link(address)
         del self._links[address]
         for output in link.outputs():
-            self._take_from(link, output)
+            self.take_from(link, output)
         await asyncio.sleep(
             0
         )  # The aborts leave before the stream does, as a rule; else the scheduler's grace ends them.
@@ -84,21 +91,32 @@ class SchedulerPool(PeerPool):
         link = self._links.get(address)  # None: an operator has removed it.
         return link is not None and not link.is_connected
 
-    def drain(self, address: str) -> int:
-        """Sends no new outputs there; how many still run. Raises INVALID_ARGUMENT for one that was not added."""
-        link = self._link(address)
+    def drain(self, address: str, *, moves_outputs: bool = False) -> int:
+        """Sends no new outputs there; how many of those that run have moved, 0 unless moves_outputs.
+
+        Raises INVALID_ARGUMENT for one that was not added.
+        """
+        link = self.link(address)
         link.is_draining = True
-        return link.num_running
+        return self._moves.leave(link) if moves_outputs else 0
+
+    def move(self, *, request_id: str = "", source: str = "", target: str = "", most: int = 0) -> int:
+        """Moves running outputs of a request or of all, from one scheduler or from any: see OutputMoves.move().
+
+        Returns how many have moved. Raises INVALID_ARGUMENT for an address that was not added.
+        """
+        links = [self.link(source)] if source else self.links
+        return self._moves.move(links, to=self.link(target) if target else None, request_id=request_id, most=most)
 
     async def close(self) -> None:
-        self._waiting.clear()
+        self.waiting.clear()
         await self.placement.close()
         await asyncio.gather(*(link.close() for link in self.links))
 
     def models(self) -> list[ServedModel]:
         """Every name heard of with the model that most serve under it, in the order of schedulers."""
         named: dict[str, ServedModel] = {}
-        for model in served_models(self.links):
+        for model in self._served_models():
             named.setdefault(model.name, model)
         return list(named.values())
 
@@ -107,7 +125,16 @@ class SchedulerPool(PeerPool):
 
         like: preferred among several models of that name.
         """
-        return pick_model(served_models(self.links), self._aliases.resolve(name), like)
+        return pick_model(self._served_models(), self._aliases.resolve(name), like)
+
+    def _served_models(self) -> list[ServedModel]:
+        """served_models() of all links, made anew when one has other facts: every request asks several times."""
+        facts = tuple(
+            (link.is_connected, link.max_request_len, link.identity, link.adapters) for link in self._links.values()
+        )
+        if facts != self._served_of:
+            self._served_of, self._served = facts, served_models(self.links)
+        return self._served
 
     def own_name(self, name: str) -> str:
         """The name of the model that an alias stands for, or the name itself."""
@@ -147,12 +174,12 @@ class SchedulerPool(PeerPool):
         message = f"no scheduler serves {name!r}: choose one of {served}"
         raise MeshError(ErrorReason.ERROR_REASON_UNKNOWN_MODEL, message, {"model": name})
 
-    def place(self, output: Output) -> None:
-        """Sends an output to a scheduler, or lets it wait for one."""
+    def place(self, output: Output, among: Sequence[SchedulerLink] | None = None) -> None:
+        """Sends an output to a scheduler, or lets it wait for one. among: those that can take it, where it is known."""
         assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
-        link, decision = self._pick(output) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
+        link, decision = self._pick(output, among) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
         if link is not None:
-            self._waiting.pop(output, None)
+            self.waiting.pop(output, None)
             if output.waiting_since is None:
                 output.waiting_since = self._clock()
             link.submit(output)
@@ -162,7 +189,7 @@ class SchedulerPool(PeerPool):
             output.move_to(OutputState.WAITING)
         if output.waiting_since is None:
             output.waiting_since = self._clock()
-        self._waiting[output] = None
+        self.waiting[output] = None
 
     def place_anew(self, output: Output) -> MeshError | None:
         """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait().
@@ -196,13 +223,13 @@ class SchedulerPool(PeerPool):
 
     def release(self, output: Output) -> None:
         """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
-        self._waiting.pop(output, None)
+        self.waiting.pop(output, None)
         if output.scheduler is not None:
             output.scheduler.release(output)
 
     def place_waiting(self) -> None:
         """Something has changed: tries again for all that wait."""
-        for output in tuple(self._waiting):
+        for output in tuple(self.waiting):
             self.place(output)
 
     def on_changed(self) -> None:
@@ -214,22 +241,22 @@ class SchedulerPool(PeerPool):
     def tick(self, now: float) -> list[tuple[Output, MeshError]]:
         """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
         self.placement.tick(now)
-        self._migrate(now)
-        if not self._waiting:
+        self._moves.tick(now)
+        if not self.waiting:
             return []
         # All else that could let an output run is an event: on_changed(). Ten thousand may wait here.
-        for output in tuple(self._waiting):
+        for output in tuple(self.waiting):
             backoff_until = output.backoff_until
             if backoff_until and min(backoff_until.values()) <= now:
                 output.backoff_until = {address: until for address, until in backoff_until.items() if until > now}
                 self.place(output)
         late = [
             output
-            for output in self._waiting
+            for output in self.waiting
             if output.waiting_since is not None and now - output.waiting_since > self._wait_s
         ]
         for output in late:
-            del self._waiting[output]
+            del self.waiting[output]
         return [(output, nobody(self.links, output, self._wait_s)) for output in late]
 
     async def cancel_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
@@ -249,21 +276,7 @@ class SchedulerPool(PeerPool):
             if link.is_connected:
                 link.cancel(request, below_attempt=below_attempt, is_own=False)
 
-    def _migrate(self, now: float) -> None:
-        for link in self.links:
-            if link.is_group_serving or not link.is_connected or not link.num_running:
-                continue
-            is_standby = link.load.group == scheduler_pb2.GROUP_STATE_STANDBY
-            if not is_standby and now - link.group_since < self._migrate_after_s:
-                continue
-            for output in link.outputs():
-                if output.state is OutputState.RUNNING and any(
-                    other.is_group_serving for other in able(self.links, output, now)
-                ):
-                    self._take_from(link, output)
-            self.place_waiting()
-
-    def _take_from(self, link: SchedulerLink, output: Output) -> None:
+    def take_from(self, link: SchedulerLink, output: Output) -> None:
         """The output leaves link, which is told, and waits."""
         link.cancel(output.request, below_attempt=output.attempt + 1, index=output.index)
         link.release(output)
@@ -271,11 +284,13 @@ class SchedulerPool(PeerPool):
             output.count_wait(was_accepted=True)
             output.num_rejections = 0
             output.move_to(OutputState.WAITING)
-            self._waiting[output] = None
+            self.waiting[output] = None
 
-    def _pick(self, output: Output) -> tuple[SchedulerLink | None, Decision | None]:
+    def _pick(
+        self, output: Output, among: Sequence[SchedulerLink] | None
+    ) -> tuple[SchedulerLink | None, Decision | None]:
         """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
-        links = able(self.links, output, self._clock())
+        links = able(self.links, output, self._clock()) if among is None else among
         if not links:
             return None, None
         for sibling in output.request.outputs:
@@ -285,7 +300,8 @@ class SchedulerPool(PeerPool):
         decision = self.placement.choose(output, links)
         return links[decision.index], decision
 
-    def _link(self, address: str) -> SchedulerLink:
+    def link(self, address: str) -> SchedulerLink:
+        """The link to a scheduler. Raises INVALID_ARGUMENT for one that was not added."""
         link = self._links.get(address)
         if link is None:
             message = f"no scheduler was added as {address!r}: see ListSchedulers"

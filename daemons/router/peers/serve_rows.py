@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
 from radixmesh.daemons.router.requests.journal import Output, OutputState
+from radixmesh.daemons.router.requests.updates import Logprobs
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -70,7 +72,7 @@ class ServeRows:
         self._checks.prompt_logprobs(prompt, output.request)
         if prompt.first_position > track.end:
             raise self._checks.broken(f"prompt logprobs from {prompt.first_position} where {track.end} was due")
-        track.append(prompt.logprobs)
+        track.append(_logprobs_of(prompt.logprobs))
         return output
 
     def output_of_vector(self, vector: scheduler_pb2.OutputVector) -> Output | None:
@@ -85,7 +87,11 @@ class ServeRows:
             output = by_row.get(entry.row)
             if output is not None and output.logprobs is not None:
                 self._checks.width(entry.logprobs, output.request)
-                output.logprobs.append(entry.logprobs)
+                output.logprobs.append(_logprobs_of(entry.logprobs))
         for output in by_row.values():
             if output.logprobs is not None and output.logprobs.end != len(output.ids):
                 raise self._checks.broken(f"logprobs end at {output.logprobs.end}, tokens at {len(output.ids)}")
+
+
+def _logprobs_of(message: common_pb2.Logprobs) -> Logprobs:
+    return Logprobs(message.token_logprobs, message.num_top, message.top_ids, message.top_logprobs)

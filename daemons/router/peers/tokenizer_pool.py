@@ -89,6 +89,10 @@ class TokenizerPool(PeerPool):
         self._turns = TokenizerTurns(_MAX_BYTES_AT_ONCE)
         self._leaving: set[asyncio.Task[None]] = set()
 
+    @property
+    def num_replicas(self) -> int:
+        return len(self._replicas)
+
     def add(self, address: str) -> None:
         if address not in self._replicas:
             self._replicas[address] = self._open_replica(address)

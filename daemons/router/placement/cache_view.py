@@ -8,6 +8,7 @@ from itertools import islice
 
 from radixmesh.daemons.router.placement.prefix_index import PrefixIndex
 from radixmesh.daemons.router.placement.prompt_keys import PromptKeys, block_ends
+from radixmesh.daemons.router.placement.tree_summary import Run, TreeSummary, largest_subtrees
 
 # Of a node beside its ids: the object, its numbers, its place in the table. Measured with tracemalloc.
 _NODE_BYTES = 400
@@ -113,6 +114,21 @@ class CacheView:
         self._discarded.extend(self._nodes.values())
         self._nodes.clear()
         self.num_tokens = self.num_bytes = 0
+
+    def summary(self, *, max_nodes: int, max_visited: int) -> TreeSummary:
+        """The largest subtrees among about max_visited nodes: takes the same time however large the cache is."""
+        runs: dict[int, Run] = {}
+        for number in self._nodes:
+            if len(runs) >= max_visited:
+                break
+            path: list[tuple[int, Run]] = []
+            while number and number not in runs and len(path) < max_visited:
+                node = self._nodes[number]
+                path.append((number, Run(node.parent, node.start, len(node.ids) // 4)))
+                number = node.parent
+            # A chain that was cut hangs in the air: largest_subtrees() leaves it out.
+            runs.update(reversed(path))
+        return TreeSummary(largest_subtrees(runs, max_nodes), len(self._nodes), self.num_tokens)
 
     def clear_index(self) -> Iterator[None]:
         """Takes discarded prefixes from the index, some thousand at each step. Finish it before the next change."""

@@ -15,6 +15,7 @@ from radixmesh.daemons.router.placement.prefix_index import PrefixIndex, matched
 from radixmesh.daemons.router.placement.prompt_keys import BLOCK, PromptKeys
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad, Replicas
 from radixmesh.daemons.router.placement.sent_prompts import SentPrompts
+from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 
 # A prompt is in the reported cache once its prefill is done; until then it counts as sent.
 _SENT_S = 10.0
@@ -163,6 +164,13 @@ class Placement:
             keys=keys,
         )
 
+    def matched_tokens(self, request: PlacedRequest, row: int) -> int:
+        """Tokens of the request that the replica has cached, as far as is known; 0 where no policy asks for that."""
+        if not self.policy.needs_matches:
+            return 0
+        keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
+        return min(int(self._matched(request, keys)[row]), request.num_tokens - 1)
+
     def take_sent(self, decision: Decision, sequence: int) -> None:
         """The output of a decision was sent, as that submit."""
         uncached = decision.num_tokens - decision.matched_tokens
@@ -181,6 +189,11 @@ class Placement:
         """Tokens in the replica's view; None where its cache is guessed at."""
         replica = self._rows[row]
         return replica.view.num_tokens if replica.is_reported else None
+
+    def tree(self, row: int, *, max_nodes: int, max_visited: int) -> TreeSummary | None:
+        """A picture of the replica's prefix tree; None where its cache is guessed at."""
+        replica = self._rows[row]
+        return replica.view.summary(max_nodes=max_nodes, max_visited=max_visited) if replica.is_reported else None
 
     @property
     def view_bytes(self) -> int:

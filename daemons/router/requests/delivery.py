@@ -13,11 +13,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.journal import Output, OutputState, Request
+from radixmesh.daemons.router.requests.updates import Delta, Finished, Update
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.router.v1 import router_pb2
 
 MAX_MESSAGE_BYTES = 4 << 20
 # Of a delta without its content.
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Delivery:
-    """The client's side of a request. One consumer: `while (message := await delivery.take()) is not None`.
+    """The client's side of a request. One consumer: `while (update := await delivery.take()) is not None`, or push().
 
     The consumer calls take() only when the client can be written to; the time it spends elsewhere is a stall of its
     client.
@@ -51,7 +50,9 @@ class Delivery:
         self._request: Request | None = None
         self._dirty: dict[int, Output] = {}
         self._has_news = asyncio.Event()
-        self._error: MeshError | None = None
+        self._error: Exception | None = None
+        self._sink: Callable[[Update], bool] | None = None
+        self._is_full = False
         self._is_resolved_told = False
         self._num_unfinished = 0
         self.num_messages = 0
@@ -72,7 +73,7 @@ class Delivery:
         self._is_waiting_turn = True
         if self.news_since is None:
             self.news_since = self._clock()
-        self._pacer.enter(self._has_news)
+        self._pacer.enter(self._take_turn)
 
     def fail(self, error: MeshError) -> None:
         """Ends the client's stream with error, in place of whatever is still untold."""
@@ -93,27 +94,80 @@ class Delivery:
         """The message is written, or waits for something that is not the client."""
         self.writing_since = None
 
-    async def take(self) -> router_pb2.GenerateResponse | None:
+    async def push(self, sink: Callable[[Update], bool]) -> None:
+        """Hands everything new to sink as soon as it is its turn, with no task to be woken; returns after the last.
+
+        sink: writes an update; False if the client takes no more for now: the next one comes after resume(). Raises
+        what sink raises, and MeshError after fail().
+        """
+        self.writing_since = None
+        self._sink = sink
+        try:
+            self._push_news()
+            while not self._is_over:
+                self._raise_failure()
+                await self._has_news.wait()
+                self._has_news.clear()
+            self._raise_failure()
+        finally:
+            self._sink = None
+
+    def resume(self) -> None:
+        """The client takes more again, after sink said that it does not."""
+        if self._is_full:
+            self._is_full = self._is_waiting_turn = False
+            self.writing_since = None
+            self._take_turn()
+
+    async def take(self) -> Update | None:
         """Everything new, once there is something; None after the last finish. Raises MeshError after fail()."""
         self.writing_since = None
         while True:
             self._raise_failure()
-            if self._is_resolved_told and self._num_unfinished == 0:
+            if self._is_over:
                 return None
             await self._has_news.wait()
             self._has_news.clear()
             self._raise_failure()
-            message = self._message()
-            if message is not None:
+            update = self._update()
+            if update is not None:
                 self.num_messages += 1
                 self.writing_since = self._clock()
-                return message
+                return update
+
+    @property
+    def _is_over(self) -> bool:
+        return self._is_resolved_told and self._num_unfinished == 0
+
+    def _take_turn(self) -> None:
+        if self._sink is None:
+            self._has_news.set()
+        elif not self._is_full:
+            self._push_news()
+
+    def _push_news(self) -> None:
+        assert self._sink is not None
+        try:
+            while self._error is None and (update := self._update()) is not None:
+                self.num_messages += 1
+                if not self._sink(update):
+                    # Until resume() nothing takes a turn: what comes up merges.
+                    self._is_full = self._is_waiting_turn = True
+                    self.writing_since = self._clock()
+                    break
+                if not self._dirty:
+                    break
+        except Exception as error:
+            # Of the writer, or an output's own failure: the consumer raises it, and the pacer's other turns go on.
+            self._error = self._error or error
+        if self._error is not None or self._is_over:
+            self._has_news.set()
 
     def _raise_failure(self) -> None:
         if self._error is not None:
             raise self._error
 
-    def _message(self) -> router_pb2.GenerateResponse | None:
+    def _update(self) -> Update | None:
         request = self._request
         if request is None:
             return None
@@ -124,11 +178,11 @@ class Delivery:
             self._is_resolved_told = True
             if self._dirty:
                 self._has_news.set()
-            return router_pb2.GenerateResponse(resolved=request.resolved)
-        message = router_pb2.GenerateResponse()
+            return Update(resolved=request.resolved)
+        update = Update()
         num_freed = 0
         if request.prompt_logprobs is not None and not request.are_prompt_logprobs_due:
-            num_freed = _add_prompt_logprobs(message, request)
+            num_freed = _add_prompt_logprobs(update, request)
         room = MAX_MESSAGE_BYTES - num_freed
         dirty, self._dirty = self._dirty, {}
         for output in dirty.values():
@@ -139,7 +193,7 @@ class Delivery:
                 self._dirty[output.index] = output
                 continue
             before = output.num_delivered
-            size, freed = _add_delta(message, output, room)
+            size, freed = _add_delta(update, output, room)
             room -= size
             num_freed += freed
             if output.num_delivered > before and self._times is not None:
@@ -149,29 +203,29 @@ class Delivery:
             elif output.state is OutputState.FINISHED and not output.is_finish_delivered:
                 output.is_finish_delivered = True
                 self._num_unfinished -= 1
-                message.finished.append(_finished_of(output))
+                update.finished.append(_finished_of(output))
         self._journal.charge(request, -num_freed)
-        if self._dirty:
+        if self._dirty and self._sink is None:
             self._has_news.set()
-        is_empty = not (message.deltas or message.finished or message.HasField("prompt_logprobs"))
-        return None if is_empty else message
+        is_empty = not (update.deltas or update.finished or update.prompt_logprobs is not None)
+        return None if is_empty else update
 
 
-def _add_prompt_logprobs(message: router_pb2.GenerateResponse, request: Request) -> int:
+def _add_prompt_logprobs(update: Update, request: Request) -> int:
     """Adds the next part of them, the last one too; the bytes that the journal need no longer keep."""
     track = request.prompt_logprobs
     assert track is not None
     before, start = track.num_bytes, track.start
     end = min(request.num_prompt, start + max(1, MAX_MESSAGE_BYTES // track.token_bytes))
-    message.prompt_logprobs.CopyFrom(track.take(end))
-    message.prompt_logprobs_start = start
+    update.prompt_logprobs = track.take(end)
+    update.prompt_logprobs_start = start
     if end >= request.num_prompt:
         request.prompt_logprobs = None
         return before
     return before - track.num_bytes
 
 
-def _add_delta(message: router_pb2.GenerateResponse, output: Output, room: int) -> tuple[int, int]:
+def _add_delta(update: Update, output: Output, room: int) -> tuple[int, int]:
     """Adds what is new of output, as far as there is room.
 
     Returns the delta's size, and the bytes that the journal need no longer keep.
@@ -194,40 +248,41 @@ def _add_delta(message: router_pb2.GenerateResponse, output: Output, room: int) 
             num_text = len(text.encode())
     else:
         num_text = 0
-    delta = message.deltas.add(
-        index=output.index,
-        first_output_index=first,
-        text_offset=output.text_offset,
-        ids=output.ids[first:last].tobytes(),
-        text=text,
-        weights_version=output.weights_version,
-        vector=output.vector,
-    )
-    output.num_delivered = last
     num_freed = num_text + len(output.vector)
-    output.vector = b""
-    output.text_offset += num_text
+    logprobs = None
     if track is not None:
         before = track.num_bytes
-        delta.logprobs.CopyFrom(track.take(last))
+        logprobs = track.take(last)
         num_freed += before - track.num_bytes
+    update.deltas.append(
+        Delta(
+            output.index,
+            first,
+            output.text_offset,
+            output.ids[first:last].tobytes(),
+            text,
+            output.weights_version,
+            output.vector,
+            logprobs,
+        )
+    )
+    output.num_delivered = last
+    output.vector = b""
+    output.text_offset += num_text
     return _DELTA_BYTES + 4 * (last - first) + num_freed, num_freed
 
 
-def _finished_of(output: Output) -> router_pb2.OutputFinished:
+def _finished_of(output: Output) -> Finished:
     ending = output.ending
     assert ending is not None, f"{output.request.request_id}/{output.index} finished without an ending"
-    return router_pb2.OutputFinished(
+    return Finished(
         index=output.index,
         reason=ending.reason,
         num_output=ending.num_output,
         text_bytes=output.text_bytes,
         stop_id=ending.stop_id,
         stop=ending.stop,
-        usage=common_pb2.Usage(
-            prompt_tokens=output.request.num_prompt,
-            output_tokens=ending.num_output,
-            cached_tokens=ending.cached_tokens,
-        ),
-        error=ending.error.to_proto() if ending.error is not None else None,
+        prompt_tokens=output.request.num_prompt,
+        cached_tokens=ending.cached_tokens,
+        error=ending.error,
     )

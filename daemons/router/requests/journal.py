@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from radixmesh.common.v1 import common_pb2
@@ -95,6 +96,7 @@ class Output:
     # Scheduler address -> moment until which it is not asked again after a rejection.
     backoff_until: dict[str, float] = field(default_factory=dict)
     num_rejections: int = 0
+    num_moves: int = 0
     # Since when it waits for a scheduler that takes it; later than that by the time for which schedulers had it.
     waiting_since: float | None = None
     num_submitted: int = 0
@@ -223,6 +225,10 @@ class Journal:
 
     def __iter__(self) -> Iterator[Request]:
         return iter(tuple(self._requests.values()))
+
+    def oldest(self, num_requests: int) -> list[Request]:
+        """The requests that came first, at most so many."""
+        return list(islice(self._requests.values(), num_requests))
 
     def get(self, request_id: str, tenant: str = "") -> Request | None:
         return self._requests.get((tenant, request_id))

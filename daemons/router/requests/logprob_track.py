@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.requests.updates import Logprobs
 from radixmesh.daemons.runtime.errors import MeshError
 
 
@@ -38,7 +38,7 @@ class LogprobTrack:
         num_added, self._num_added = self._num_added, 0
         return num_added
 
-    def append(self, logprobs: common_pb2.Logprobs) -> None:
+    def append(self, logprobs: Logprobs) -> None:
         """Adds the values that follow. Raises MALFORMED_MESSAGE if the arrays do not fit each other or those before."""
         count, rest = divmod(len(logprobs.token_logprobs), 4)
         size = 4 * count * logprobs.num_top
@@ -60,11 +60,11 @@ class LogprobTrack:
         del self._token_logprobs[4 * count :], self._top_ids[size:], self._top_logprobs[size:]
         self._num_added -= before - self.num_bytes
 
-    def take(self, end: int) -> common_pb2.Logprobs:
+    def take(self, end: int) -> Logprobs:
         """Removes and returns the values before output index `end`."""
         count = max(0, min(end, self.end) - self.start)
         size = 4 * count * self._num_top
-        taken = common_pb2.Logprobs(
+        taken = Logprobs(
             token_logprobs=bytes(self._token_logprobs[: 4 * count]),
             num_top=self._num_top,
             top_ids=bytes(self._top_ids[:size]),

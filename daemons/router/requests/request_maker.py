@@ -43,6 +43,7 @@ class RequestMaker:
         times: RequestTimes,
         *,
         scheduler_wait_s: float,
+        refuses_cut: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -51,6 +52,11 @@ class RequestMaker:
         self._tokenizers = tokenizers
         self._times = times
         self._scheduler_wait_s = scheduler_wait_s
+        self._refuses_cut = refuses_cut
+
+    @property
+    def num_tokenizers(self) -> int:
+        return self._tokenizers.num_replicas
 
     async def close(self) -> None:
         await self._tokenizers.close()
@@ -99,6 +105,7 @@ class RequestMaker:
             prompt_ids=prompt_ids,
             identity=model.identity,
             default_request_len=model.default_request_len(len(prompt_ids) // 4),
+            refuses_cut=self._refuses_cut,
         )
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
         for index in range(draft.n):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Request
+from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.tracing import NoSpan, Span
 from radixmesh.router.v1 import router_pb2
@@ -50,12 +51,16 @@ class RequestStream:
         self._is_started = False
         self._is_closed = False
 
-    async def take(self) -> router_pb2.GenerateResponse | None:
-        """The next message once there is something to say; None at the end. Raises MeshError."""
+    async def take(self) -> Update | None:
+        """The next update once there is something to say; None at the end. Raises MeshError."""
         if not self._is_started:
             self._is_started = True
             await self._start()
         return await self.delivery.take()
+
+    async def push(self, sink: Callable[[Update], bool]) -> None:
+        """Hands what follows the first take() to sink: see Delivery.push()."""
+        await self.delivery.push(sink)
 
     def fail(self, error: MeshError) -> None:
         """Ends the stream with error."""

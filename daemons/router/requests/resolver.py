@@ -66,16 +66,20 @@ def resolve(
     prompt_ids: bytes,
     identity: common_pb2.ModelIdentity,
     default_request_len: int = 0,
+    refuses_cut: bool = False,
 ) -> router_pb2.Resolved:
     """The request for one model. A seed is drawn where none is given. Raises MeshError naming the field.
 
     prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds.
+    refuses_cut: max_tokens beyond that raises INVALID_ARGUMENT instead.
     default_request_len: prompt and output together where max_tokens is not given, 0 = as much as the context holds.
     """
     room = check_prompt(prompt_ids, identity)
     sampling = sampling_from_proto(with_sampling_defaults(request.sampling, identity.default_sampling))
     check_options(sampling, draft.stop, identity)
     default = max(1, (default_request_len or identity.max_total_len) - len(prompt_ids) // 4)
+    if refuses_cut and (draft.stop.max_tokens or 0) > room:
+        raise _too_many_tokens(draft.stop.max_tokens or 0, len(prompt_ids) // 4, identity.max_total_len)
     max_tokens = min(draft.stop.max_tokens or default, room)
     stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
     task = request.task or common_pb2.TASK_GENERATE
@@ -177,6 +181,15 @@ def check_offered(task: common_pb2.Task, has_grammar: bool) -> None:
 
 def _empty_prompt() -> MeshError:
     return MeshError(ErrorReason.ERROR_REASON_EMPTY_PROMPT, "the prompt has no tokens: send at least one")
+
+
+def _too_many_tokens(max_tokens: int, num_prompt: int, context: int) -> MeshError:
+    message = (
+        f"max_tokens is too large: {max_tokens}. The context holds {context} tokens and the prompt has {num_prompt}: "
+        f"choose at most {context - num_prompt}, or leave it out"
+    )
+    metadata = {"field": "max_tokens", "min": "1", "max": str(context - num_prompt)}
+    return MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, metadata)
 
 
 def _out_of_range(field: str, value: int, low: int, high: int) -> MeshError:

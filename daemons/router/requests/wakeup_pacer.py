@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 # Between turns the loop gets to its reads: this pause, not the number, is what lets frames merge.
 _PER_TURN = 32
@@ -23,12 +24,12 @@ class WakeupPacer:
     __slots__ = ("_is_turning", "_waiting")
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Event] = deque()
+        self._waiting: deque[Callable[[], None]] = deque()
         self._is_turning = False
 
-    def enter(self, event: asyncio.Event) -> None:
-        """Sets event when it is its turn. Call within an event loop; an event waits here at most once."""
-        self._waiting.append(event)
+    def enter(self, turn: Callable[[], None]) -> None:
+        """Calls turn, which raises nothing, when its time has come. Call within an event loop; each waits here once."""
+        self._waiting.append(turn)
         if not self._is_turning:
             self._is_turning = True
             asyncio.get_running_loop().call_soon(self._turn)
@@ -36,7 +37,7 @@ class WakeupPacer:
     def _turn(self) -> None:
         waiting = self._waiting
         for _ in range(min(_PER_TURN, len(waiting))):
-            waiting.popleft().set()
+            waiting.popleft()()
         if waiting:
             asyncio.get_running_loop().call_later(_TURN_S, self._turn)
         else:

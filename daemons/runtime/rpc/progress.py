@@ -46,6 +46,10 @@ class Progress:
         self._listeners: list[Callable[[], None]] = []
 
     @property
+    def num_listeners(self) -> int:
+        return len(self._listeners)
+
+    @property
     def num_pending(self) -> int:
         return self._num_pending
 

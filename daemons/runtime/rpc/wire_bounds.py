@@ -96,7 +96,7 @@ def check_counts(raw: bytes, descriptor: Descriptor, *, is_frame: bool = False) 
         if is_entry:
             # All spans of the entry before it are done: what an entry holds lies above it on the stack.
             counts.clear()
-        fields = _fields_of(inner)
+        fields = fields_of(inner)
         while place < end:
             num_fields += 1
             if num_fields > MAX_FIELDS:
@@ -146,7 +146,7 @@ def parse_frame(raw: bytes, kind: type[_M]) -> _M:
 
 
 @cache
-def _fields_of(descriptor: Descriptor) -> Mapping[int, _Field]:
+def fields_of(descriptor: Descriptor) -> Mapping[int, _Field]:
     found: dict[int, _Field] = {}
     for field in descriptor.fields:
         max_count = MAX_COUNTS.get(field.full_name, DEFAULT_COUNT) if field.is_repeated else 0

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints, pack_floats, pack_ints, unpack_floats, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import (
+    MAX_PINNED_TRANSFERS,
+    MAX_TRANSFER_ID_BYTES,
     PageRecords,
     Refusal,
     SlotError,
@@ -92,9 +97,13 @@ def records_to_proto(
     *,
     is_last: bool = False,
     namespaces: Sequence[str] = (),
-    pinned_pages: IntArray | None = None,
+    pinned: Mapping[str, IntArray] | None = None,
 ) -> worker_pb2.SnapshotCacheResponse:
-    """One range of records as a message. `namespaces`: the next ones; `pinned_pages` belong into the last message."""
+    """One range of records as a message. `namespaces`: the next ones.
+
+    pinned: pages by the transfer that holds them; belong into the last message.
+    """
+    pinned = pinned or {}
     return worker_pb2.SnapshotCacheResponse(
         first_page=records.first_page,
         generations=pack_ints(records.generations),
@@ -105,13 +114,32 @@ def records_to_proto(
         weights_versions=pack_ints(records.weights_versions),
         ids=pack_ints(records.ids),
         namespaces=namespaces,
-        pinned_pages=pack_ints(empty_ints() if pinned_pages is None else pinned_pages),
+        pinned_pages=pack_ints(np.unique(np.concatenate(list(pinned.values()))) if pinned else empty_ints()),
+        pinned_transfers=[
+            worker_pb2.PinnedTransfer(transfer_id=name, pages=pack_ints(pages)) for name, pages in pinned.items()
+        ],
         is_last=is_last,
     )
 
 
+def pinned_from_proto(message: worker_pb2.SnapshotCacheResponse) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
+    """Pages that transfers hold: all of them, and by transfer id. Raises MALFORMED_MESSAGE or PROTOCOL_VIOLATION."""
+    transfers = message.pinned_transfers
+    if len(transfers) > MAX_PINNED_TRANSFERS or any(
+        len(transfer.transfer_id.encode()) > MAX_TRANSFER_ID_BYTES for transfer in transfers
+    ):
+        text = (
+            f"the worker pins pages for {len(transfers)} transfers: {MAX_PINNED_TRANSFERS} at most, with ids of"
+            f" {MAX_TRANSFER_ID_BYTES} bytes; restart it"
+        )
+        raise MeshError(ErrorReason.ERROR_REASON_PROTOCOL_VIOLATION, text, {"max": str(MAX_PINNED_TRANSFERS)})
+    by_transfer = {t.transfer_id: tuple(unpack_ints(t.pages, "pinned_transfers.pages").tolist()) for t in transfers}
+    pages = unpack_ints(message.pinned_pages, "pinned_pages").tolist()
+    return tuple(sorted({*pages, *(page for each in by_transfer.values() for page in each)})), by_transfer
+
+
 def records_from_proto(message: worker_pb2.SnapshotCacheResponse) -> PageRecords:
-    """Checks and converts; arrays are read-only views. `namespaces`, `pinned_pages`, `is_last` stay in the message.
+    """Checks and converts; arrays are read-only views. `namespaces`, `is_last`, pinned pages stay in the message.
 
     Raises MALFORMED_MESSAGE (unequal lengths) or INVALID_ARGUMENT (negative values).
     """

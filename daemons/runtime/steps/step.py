@@ -22,6 +22,10 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.worker.v1 import worker_pb2
 
+MAX_PINNED_TRANSFERS = 4096
+"""Transfers that hold pages of one worker at a time."""
+MAX_TRANSFER_ID_BYTES = 256
+
 
 class Task(IntEnum):
     """Task of an admitted request; values as in `radixmesh.common.v1.Task`."""

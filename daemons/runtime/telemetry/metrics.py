@@ -62,6 +62,12 @@ class Metrics:
         self.requests_resumed = make.counter(
             "radixmesh_requests_resumed_total", "router", "Attempts after the first: replays after a loss."
         )
+        self.moved_outputs = make.counter(
+            "radixmesh_moved_outputs_total",
+            "router",
+            "Running outputs moved: overload, drain, operator, group (theirs does not serve).",
+            ["reason"],
+        )
         self.routing_decisions = make.counter(
             "radixmesh_routing_decisions_total",
             "router",

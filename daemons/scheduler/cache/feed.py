@@ -57,7 +57,7 @@ class CacheFeed:
         self._ring: list[CacheEvent | None] = [None] * max_events
         self._oldest = first_revision
         """Events after this revision are kept."""
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._max_tokens = max_tokens
         self._cache: PrefixCache | None = None
         self._is_open = False
@@ -109,15 +109,15 @@ class CacheFeed:
             self._drop_oldest()
         self._ring[self.revision % len(self._ring)] = event
         self.revision += 1
-        self._num_tokens += _num_tokens(event)
-        while self._num_tokens > self._max_tokens and self._oldest < self.revision:
+        self.num_tokens += _num_tokens(event)
+        while self.num_tokens > self._max_tokens and self._oldest < self.revision:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
         index = self._oldest % len(self._ring)
         event, self._ring[index] = self._ring[index], None
         assert event is not None, self._oldest
-        self._num_tokens -= _num_tokens(event)
+        self.num_tokens -= _num_tokens(event)
         self._oldest += 1
 
     def _forget(self) -> None:

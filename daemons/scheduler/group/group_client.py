@@ -32,7 +32,7 @@ from radixmesh.worker.v1 import worker_pb2
 log = get_logger(__name__)
 
 _FIRST_BACKOFF_S, _MAX_BACKOFF_S = 0.05, 1.0
-_STANDBY_POLL_S = 0.5
+STANDBY_POLL_S = 0.5
 _CONNECT_TIMEOUT_S = 5.0
 _SNAPSHOT_TIMEOUT_S = 120.0
 # Ranks meet: communicators are built.
@@ -105,7 +105,7 @@ class GroupClient:
                 if group is not None:
                     self._last_stream = stream
                     return group
-                backoff = _STANDBY_POLL_S
+                backoff = STANDBY_POLL_S
             except (MeshError, TimeoutError) as error:
                 log.info("group_not_claimed", workers=self._addresses, error=str(error) or "timeout")
                 if isinstance(error, MeshError) and error.reason == ErrorReason.ERROR_REASON_EPOCH_FENCED:

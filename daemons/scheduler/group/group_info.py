@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.steps.step import PageRecords, Task
@@ -33,6 +34,8 @@ class GroupInfo:
     other_ranks: tuple[tuple[str, PredecessorEnd], ...] = ()
     """Instance id and predecessor's end of the ranks from 1 on."""
     weights_digest: str = ""
+    kv_dtype: str = ""
+    kv_layout: str = ""
 
     def lost_from_outside(self, former: GroupInfo) -> bool:
         """True if a rank is the successor of a process of `former` that somebody killed or asked to leave."""
@@ -50,8 +53,12 @@ class GroupInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSnapshot:
-    """Page records of all pages of a rank; `names` are what namespace_indexes name, `pinned_pages` transfers hold."""
+    """Page records of all pages of a rank; `names` are what namespace_indexes name, `pinned_pages` transfers hold.
+
+    pinned_transfers: of these pages, by transfer id; those that none names stay pinned until the next epoch.
+    """
 
     records: PageRecords
     names: tuple[str, ...]
     pinned_pages: tuple[int, ...] = ()
+    pinned_transfers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

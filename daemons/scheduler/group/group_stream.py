@@ -19,7 +19,7 @@ from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.broadcast import missing_plans
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
-from radixmesh.daemons.scheduler.group.rank_results import merged
+from radixmesh.daemons.scheduler.group.rank_results import TransferReleases, merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan, WorkerStream
 from radixmesh.worker.v1 import worker_pb2
@@ -31,25 +31,26 @@ T = TypeVar("T")
 # Ranks refuse a plan for one reason: within the time that a step may differ between them.
 _REFUSALS_S = 1.0
 # A holder that says nothing for 5 s counts as dead to other schedulers.
-_ALIVE_S = 1.0
+ALIVE_S = 1.0
 
 
 class GroupStream:
     """One epoch on all ranks; `streams` by rank. Every method raises MeshError when any rank's stream is lost."""
 
     def __init__(self, streams: Sequence[WorkerStream]) -> None:
-        self._streams = tuple(streams)
+        self.rank_streams = tuple(streams)
         self._completed_step = 0
+        self._releases = TransferReleases(())
         self.must_form = False
         """The ranks' KV may differ, or some wait in collectives: the next epoch begins with a new group."""
 
     @property
     def epoch(self) -> int:
-        return self._streams[0].epoch
+        return self.rank_streams[0].epoch
 
     async def hello(self) -> list[worker_pb2.WorkerHello]:
         """Opens the streams; what each rank says of itself."""
-        return await together([stream.hello() for stream in self._streams])
+        return await together([stream.hello() for stream in self.rank_streams])
 
     async def fence(self, hellos: Sequence[worker_pb2.WorkerHello], epoch: int) -> bool:
         """Completes the broadcast of the epoch before, then fences all ranks, or raises the first refusal.
@@ -57,12 +58,12 @@ class GroupStream:
         False: plans are lost that some ranks have run and others have not; their KV differs.
         """
         missing = missing_plans(hellos)
-        lacking = [stream for stream, plans in zip(self._streams, missing.plans, strict=True) if plans]
-        await together([_complete(s, plans) for s, plans in zip(self._streams, missing.plans, strict=True)])
+        lacking = [stream for stream, plans in zip(self.rank_streams, missing.plans, strict=True) if plans]
+        await together([_complete(s, plans) for s, plans in zip(self.rank_streams, missing.plans, strict=True)])
         # A fence is answered after the plans before it were received. Ranks that had all plans keep them until then: if
         # this scheduler dies too, its successor finds them there.
         await together([stream.fence(epoch) for stream in lacking])
-        await together([stream.fence(epoch) for stream in self._streams if stream not in lacking])
+        await together([stream.fence(epoch) for stream in self.rank_streams if stream not in lacking])
         return missing.is_whole
 
     @asynccontextmanager
@@ -79,8 +80,8 @@ class GroupStream:
 
     async def _stay_alive(self) -> None:
         while True:
-            await asyncio.sleep(_ALIVE_S)
-            await asyncio.gather(*(stream.alive() for stream in self._streams))
+            await asyncio.sleep(ALIVE_S)
+            await asyncio.gather(*(stream.alive() for stream in self.rank_streams))
 
     async def form(self, hellos: Sequence[worker_pb2.WorkerHello], epoch: int) -> int:
         """Makes the ranks, fenced by `epoch`, a new group without KV; its generation."""
@@ -88,39 +89,41 @@ class GroupStream:
         # whose forming was cut off, reports none and still refuses the generations that it has seen.
         generation = epoch
         # All leave before any forms: a rank that waits for one of the old group would wait for ever.
-        await together([stream.leave_group() for stream in self._streams])
+        await together([stream.leave_group() for stream in self.rank_streams])
         rendezvous = hellos[0].capabilities.rendezvous
         members = [hello.hello.instance_id for hello in hellos]
         await together(
             [
                 stream.form_group(generation, hello.capabilities.layout, rendezvous, members)
-                for stream, hello in zip(self._streams, hellos, strict=True)
+                for stream, hello in zip(self.rank_streams, hellos, strict=True)
             ]
         )
-        log.info("group_formed", generation=generation, num_ranks=len(self._streams))
+        log.info("group_formed", generation=generation, num_ranks=len(self.rank_streams))
         return generation
 
     async def claim(self, epoch: int, group_generation: int) -> None:
         """Begins the epoch on all ranks, once their steps have ended. Raises the first refusal."""
-        await together([stream.claim(epoch, group_generation) for stream in self._streams])
+        await together([stream.claim(epoch, group_generation) for stream in self.rank_streams])
 
     async def snapshot(self, num_pages: Sequence[int]) -> CacheSnapshot:
         """The page records that all ranks have alike. num_pages: by rank."""
-        streams = zip(self._streams, num_pages, strict=True)
-        return common_snapshot(await together([stream.snapshot(num) for stream, num in streams]))
+        streams = zip(self.rank_streams, num_pages, strict=True)
+        snapshots = await together([stream.snapshot(num) for stream, num in streams])
+        self._releases = TransferReleases([snapshot.pinned_transfers for snapshot in snapshots])
+        return common_snapshot(snapshots)
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a plan to all ranks at once: the same bytes, encoded once."""
-        data = encode_plan(plan, self._completed_step if len(self._streams) > 1 else 0)
-        await together([stream.send(data) for stream in self._streams])
+        data = encode_plan(plan, self._completed_step if len(self.rank_streams) > 1 else 0)
+        await together([stream.send(data) for stream in self.rank_streams])
 
     async def results(self) -> AsyncIterator[StepResult]:
         """Merged results in step order. Raises RefusedPlan, or MeshError when a rank ends the epoch or ranks differ."""
-        each = [stream.results() for stream in self._streams]
+        each = [stream.results() for stream in self.rank_streams]
         while True:
             results = await self._next(each)
             try:
-                result = merged(results)
+                result = self._releases.take(results, merged(results))
             except MeshError as error:
                 self.must_form = error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED
                 raise
@@ -150,7 +153,7 @@ class GroupStream:
 
     def close(self) -> None:
         """Drops the streams: the workers finish what they have received."""
-        for stream in self._streams:
+        for stream in self.rank_streams:
             stream.close()
 
 

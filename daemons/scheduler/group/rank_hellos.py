@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
 from radixmesh.daemons.scheduler.messages import group_from_proto
 from radixmesh.worker.v1 import worker_pb2
 
 # A live holder sends something to every rank every second.
-_SILENT_MS = 5_000
+HOLDER_SILENT_MS = 5_000
 # A worker that says more than anybody can have counted to would leave no higher number.
 _MAX_COUNTER = 1 << 62
 _LEAST = ("num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_total_len")
@@ -30,7 +31,7 @@ def is_held(hellos: Sequence[worker_pb2.WorkerHello], instance_id: str) -> bool:
         holder = (hello.highest_epoch, hello.holder_instance_id)
         if hello.holder_instance_id in ("", instance_id):
             continue
-        is_alive = hello.is_holder_connected and hello.holder_silent_ms <= _SILENT_MS
+        is_alive = hello.is_holder_connected and hello.holder_silent_ms <= HOLDER_SILENT_MS
         (alive if is_alive else gone).add(holder)
     return bool(alive - gone)
 
@@ -60,7 +61,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         if ours != theirs:
             message = "the ranks of the group serve different models: start all on one folder"
             raise MeshError(ErrorReason.ERROR_REASON_MODEL_MISMATCH, message, {"ours": ours, "theirs": theirs})
-        for name in ("page_size", "vocab_size", "eos_ids"):
+        for name in ("page_size", "vocab_size", "eos_ids", "kv_dtype", "kv_layout"):
             if getattr(info, name) != getattr(first, name):
                 message = f"the ranks of the group differ in {name}: start all with the same settings"
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
@@ -77,14 +78,25 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
 
 
 def _check_layouts(hellos: Sequence[worker_pb2.WorkerHello]) -> None:
-    for rank, hello in enumerate(hellos):
-        layout = hello.capabilities.layout
-        if (hello.capabilities.rank, hello.capabilities.world_size) != (rank, len(hellos)):
-            message = (
-                f"worker {rank} of {len(hellos)} was started as rank {hello.capabilities.rank} of"
-                f" {hello.capabilities.world_size}: name all workers of the group in the order of their ranks"
+    """Each worker is at its own place in a group of as many as there are; sizes are those that rank 0 has."""
+    try:
+        sizes = RankLayout.from_proto(hellos[0].capabilities.layout)
+        if sizes.world_size != len(hellos):
+            raise ValueError(
+                f"worker 0 was started for {sizes.world_size} ranks (--tp-size x --dp-size), and --workers names"
+                f" {len(hellos)}: name all workers of the group"
             )
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "capabilities.layout"})
-        if layout.dp_size != 1:
-            message = f"{layout.dp_size} data-parallel ranks in one group: not offered by this scheduler"
-            raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "dp_size"})
+        for rank, hello in enumerate(hellos):
+            theirs = RankLayout.from_proto(hello.capabilities.layout)
+            ours = RankLayout.of_rank(rank, tp_size=sizes.tp_size, dp_size=sizes.dp_size, ep_size=sizes.ep_size)
+            if theirs != ours:
+                raise ValueError(
+                    f"worker {rank} of --workers was started with {theirs.flags or 'no rank flags'}: name the workers"
+                    f" in the order of their ranks, or start it with {ours.flags}"
+                )
+    except ValueError as error:
+        details = {"field": "capabilities.layout"}
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, str(error), details) from error
+    if sizes.dp_size != 1:
+        message = f"{sizes.dp_size} data-parallel ranks in one group: not offered by this scheduler"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "dp_size"})

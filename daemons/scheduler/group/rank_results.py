@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -50,6 +50,34 @@ def merged(results: Sequence[StepResult]) -> StepResult:
     # A failed row has no token on any rank, and so no logprobs.
     logprobs = tuple(entry for entry in ours.logprobs if (entry.slot, entry.generation) not in errors)
     return replace(ours, slot_errors=tuple(errors.values()), logprobs=logprobs)
+
+
+class TransferReleases:
+    """Transfers of former epochs, by id: over when the last rank that still holds their pages says so.
+
+    held: of each rank, the ids that its snapshot lists.
+    """
+
+    def __init__(self, held: Sequence[Iterable[str]]) -> None:
+        self._ranks: dict[str, set[int]] = {}
+        for rank, names in enumerate(held):
+            for name in names:
+                self._ranks.setdefault(name, set()).add(rank)
+
+    def take(self, results: Sequence[StepResult], merged_result: StepResult) -> StepResult:
+        """The merged result of a step, with the transfers that are over on all ranks. Unknown ids are dropped."""
+        if not any(result.released_transfers for result in results):
+            return merged_result
+        over: list[str] = []
+        for rank, result in enumerate(results):
+            for name in result.released_transfers:
+                ranks = self._ranks.get(name, set())
+                if rank in ranks:
+                    ranks.remove(rank)
+                    if not ranks:
+                        del self._ranks[name]
+                        over.append(name)
+        return replace(merged_result, released_transfers=tuple(over))
 
 
 def _without_rows(result: StepResult, failed: _BoolArray) -> StepResult:

@@ -42,8 +42,15 @@ def common_snapshot(snapshots: Sequence[CacheSnapshot]) -> CacheSnapshot:
     kept = np.repeat(is_same, ours.filled)
     filled = np.where(is_same, ours.filled, 0).astype(np.int32)
     pinned = sorted({page for snapshot in snapshots for page in snapshot.pinned_pages if page < num_pages})
+    transfers: dict[str, set[int]] = {}
+    for snapshot in snapshots:
+        for name, held in snapshot.pinned_transfers.items():
+            transfers.setdefault(name, set()).update(held)
     return CacheSnapshot(
-        records=replace(ours, filled=filled, ids=ours.ids[kept]), names=first.names, pinned_pages=tuple(pinned)
+        records=replace(ours, filled=filled, ids=ours.ids[kept]),
+        names=first.names,
+        pinned_pages=tuple(pinned),
+        pinned_transfers={name: tuple(sorted(held)) for name, held in transfers.items()},
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import FENCE_VERSION, check_hello
 from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
-from radixmesh.daemons.runtime.steps.result_codec import records_from_proto, refusal_from_proto, result_from_proto
+from radixmesh.daemons.runtime.steps.result_codec import (
+    pinned_from_proto,
+    records_from_proto,
+    refusal_from_proto,
+    result_from_proto,
+)
 from radixmesh.daemons.runtime.steps.step import PageRecords, StepResult
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
 from radixmesh.daemons.scheduler.group.rank_transport import RankTransport
@@ -106,12 +110,12 @@ class WorkerStream:
         request = worker_pb2.SnapshotCacheRequest(epoch=self.epoch, instance_id=self._ours.instance_id)
         parts: list[PageRecords] = []
         names: list[str] = []
-        pinned: tuple[int, ...] = ()
+        pinned: tuple[tuple[int, ...], Mapping[str, tuple[int, ...]]] = ((), {})
         async for message in self._transport.snapshot(request):
             parts.append(records_from_proto(message))
             names += message.namespaces
             if message.is_last:
-                pinned = tuple(unpack_ints(message.pinned_pages, "pinned_pages").tolist())
+                pinned = pinned_from_proto(message)
         return snapshot_of(parts, tuple(names), pinned, num_pages)
 
     async def send(self, plan: bytes) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.scheduler.cache.prefix_cache import Match, Namespace, PrefixCache, Probe
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+from radixmesh.daemons.scheduler.pages.leases import Leases
 from radixmesh.daemons.scheduler.pages.page_chains import without_pages
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import PageState
@@ -39,6 +40,7 @@ class SlotPages:
         self._weights_version = weights_version
         self._common = Namespace("", weights_version)
         self.num_evicted = 0
+        self.leases = Leases({})
 
     @property
     def num_available(self) -> int:
@@ -116,6 +118,7 @@ class SlotPages:
         adopted = self.cache.adopt(records, snapshot.names, self._weights_version)
         self.pool.adopt(adopted)
         self.pool.lease_pinned(pinned)
+        self.leases = Leases(snapshot.pinned_transfers)
         return len(adopted)
 
     def end_lease(self, pages: IntArray) -> int:

@@ -52,31 +52,31 @@ class Planner:
     ) -> None:
         self._settings = settings
         check_cache_choice(settings.cache, settings.eviction)
-        self._queue = WaitingQueue(settings.queue_settings())
+        self.queue = WaitingQueue(settings.queue_settings())
         self._limits = QueueLimits(settings.max_queue, settings.max_queue_tokens)
-        self._submissions = Submissions()
+        self.submissions = Submissions()
         self._decode_reserve = DecodeReserve(settings.decode_reserve_tokens, settings.grant_ahead_tokens)
-        self._prefill: Prefill | None = None
+        self.prefill: Prefill | None = None
         self._state: EpochState | None = None
         self._group: GroupInfo | None = None
         self._stop_watch = StopWatch(0)
         self._observer = observer or SequenceObserver()
-        self._reader = ResultReader(self._finish, self._observer)
         self._outputs = Outputs()
-        self._deadlines = Deadlines()
+        self.deadlines = Deadlines()
         self._poison = PoisonIsolation()
         self.cache_feed = CacheFeed(first_revision=first_revision)
         self.flush = CacheFlush()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
         self._intake = Intake(
-            self._submissions, self._queue, self._limits, self._deadlines, self.counters, self._finish, self._observer
+            self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
-        self._retraction = Retraction(self._queue, self._decode_reserve, self.counters, self._finish)
+        self._retraction = Retraction(self.queue, self._decode_reserve, self.counters, self._finish)
+        self._reader = ResultReader(self._finish, self._retraction.leave, self._observer)
         self._preemption: Preemption | None = None
         if settings.queue_settings().may_preempt:
             self._preemption = Preemption(
-                self._queue,
+                self.queue,
                 self._retraction,
                 self.counters,
                 max_times=settings.max_preemptions,
@@ -100,16 +100,16 @@ class Planner:
     @property
     def num_waiting(self) -> int:
         """Requests without a slot."""
-        return len(self._submissions) - self.num_running
+        return len(self.submissions) - self.num_running
 
     @property
     def waiting_tokens(self) -> int:
-        return self._queue.waiting_tokens
+        return self.queue.waiting_tokens
 
     @property
     def num_waiting_for_prefix(self) -> int:
         """Of the waiting requests, those that wait for a prefix which another computes."""
-        return self._queue.num_waiting_for_prefix
+        return self.queue.num_waiting_for_prefix
 
     @property
     def cached_tokens(self) -> int:
@@ -128,11 +128,11 @@ class Planner:
 
     def owners(self) -> set[int]:
         """Streams that live requests belong to."""
-        return {sequence.owner for sequence in self._submissions.live()}
+        return {sequence.owner for sequence in self.submissions.live()}
 
     @property
     def num_live(self) -> int:
-        return len(self._submissions)
+        return len(self.submissions)
 
     @property
     def num_in_flight(self) -> int:
@@ -158,29 +158,29 @@ class Planner:
         owner: int | None = None,
     ) -> AbortOutcome:
         """Ends live requests. tenant None: of any tenant. owner: those of that stream, None = of any router."""
-        found = self._submissions.find(request_id, index, below_attempt, tenant)
+        found = self.submissions.find(request_id, index, below_attempt, tenant)
         if owner is not None:
             found = [sequence for sequence in found if sequence.owner == owner]
         for sequence in found:
             # Whoever submitted it need not be who aborts it: the finish says why.
             self._finish(sequence, SequenceEnd(FinishReason.ABORT), aborted_error(request_id, below_attempt))
             if below_attempt is None:
-                self._submissions.aborted(sequence)
+                self.submissions.aborted(sequence)
         if found:
             return AbortOutcome.FOUND
-        is_known = self._submissions.has_ended(request_id, index, tenant)
+        is_known = self.submissions.has_ended(request_id, index, tenant)
         return AbortOutcome.FINISHED if is_known else AbortOutcome.UNKNOWN
 
     def abort_owner(self, owner: int) -> int:
         """Ends the requests of a stream that is gone; returns how many there were."""
-        sequences = [sequence for sequence in self._submissions.live() if sequence.owner == owner]
+        sequences = [sequence for sequence in self.submissions.live() if sequence.owner == owner]
         for sequence in sequences:
             self._finish(sequence, SequenceEnd(FinishReason.ABORT))
         return len(sequences)
 
     def finish_by_stop(self, owner: int, handle: int, num_output: int) -> None:
         """A stop string ended an output at that length; unknown handles have ended already."""
-        sequence = self._submissions.by_handle(owner, handle)
+        sequence = self.submissions.by_handle(owner, handle)
         if sequence is not None:
             if self._state is not None:
                 self._state.settle(sequence)
@@ -199,7 +199,7 @@ class Planner:
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), reason)
         if self._group is None or self._group.vocab_size != group.vocab_size:
             self._stop_watch = StopWatch(group.vocab_size)
-            for sequence in self._submissions.live():
+            for sequence in self.submissions.live():
                 self._stop_watch.watch(t for t in sequence.end_ids if t < group.vocab_size)
         self._group = group
         settings = self._settings
@@ -209,8 +209,8 @@ class Planner:
         self._state = EpochState(epoch, group, snapshot, cache)
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         limits = settings.prefill_limits(group)
-        self._prefill = Prefill(limits, self._queue, self._decode_reserve, self.counters, self._observer)
-        for sequence in self._submissions.live():
+        self.prefill = Prefill(limits, self.queue, self._decode_reserve, self.counters, self._observer)
+        for sequence in self.submissions.live():
             try:
                 check_submission(sequence.submission, group)
             except MeshError as error:
@@ -230,7 +230,7 @@ class Planner:
         self.flush.interrupted()
         self.cache_feed.follow(None)
         self.counters.evicted_pages += state.pages.num_evicted
-        self._queue.unpark_all()
+        self.queue.unpark_all()
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
         poisonous = self._poison.refused(state, refused_step, error) if is_refusal else []
@@ -240,7 +240,7 @@ class Planner:
         for sequence in (*state.table.running(), *state.retracting.values()):
             sequence.slot = -1
             sequence.lifecycle = Lifecycle.WAITING
-            self._queue.push(sequence)
+            self.queue.push(sequence)
         for sequence, reason in poisonous:
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), reason)
 
@@ -254,10 +254,10 @@ class Planner:
         is_heartbeat: an empty plan rather than None; it tells the worker that its holder lives, and us that it does.
         """
         self._expire(now)
-        state, prefill = self._state, self._prefill
+        state, prefill = self._state, self.prefill
         if state is None or prefill is None:
             return None
-        self._queue.begin_plan(state.pages.probe)
+        self.queue.begin_plan(state.pages.probe)
         prefill.begin_plan(state)
         if self.flush.is_wanted and self.flush.may_run(state):
             return self._sent(state, self.flush.make_plan(state), PlanDraft(0), now)
@@ -269,7 +269,7 @@ class Planner:
             self._preemption.make_room(state, draft, prefill)
         draft.token_budget = self._settings.step_tokens(state.group) - len(state.decode_set)
         prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
-        self._limits.planned(now, len(draft.admits), len(self._queue))
+        self._limits.planned(now, len(draft.admits), len(self.queue))
         if not len(state.decode_set) and not draft.chunks:
             self._retraction.unblock(state)
             if not state.releases and not is_heartbeat:
@@ -288,6 +288,8 @@ class Planner:
             return self.take_outputs()
         step = state.in_flight.answered(result)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
+        if result.released_transfers:
+            self.end_lease(state.pages.leases.end(result.released_transfers))
         self._retraction.requeue_answered(state)
         self._decode_reserve.stepped()
         self.flush.processed(result.step_id)
@@ -307,22 +309,22 @@ class Planner:
         """Ends a live request wherever it is in its life."""
         state = self._state
         if sequence.lifecycle is Lifecycle.WAITING:
-            self._queue.remove(sequence)
+            self.queue.remove(sequence)
         elif state is not None and sequence.lifecycle is Lifecycle.RUNNING:
             state.leave(sequence)
         elif state is not None:
             del state.retracting[sequence.retracted_from]
         sequence.lifecycle = Lifecycle.FINISHED
         self._stop_watch.unwatch(sequence.end_ids)
-        self._submissions.end(sequence)
-        self._deadlines.ended(sequence)
+        self.submissions.end(sequence)
+        self.deadlines.ended(sequence)
         self._poison.ended(sequence)
         self._observer.finished(sequence, ending.reason)
         self.counters.finished[ending.reason] = self.counters.finished.get(ending.reason, 0) + 1
         self._outputs.finished.append(Finished.of(sequence, ending, error, num_output))
 
     def _expire(self, now: float) -> None:
-        for sequence in self._deadlines.due(now):
+        for sequence in self.deadlines.due(now):
             message = "the request's deadline passed: allow more time, or fewer tokens"
             error = MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)

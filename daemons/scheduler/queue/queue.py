@@ -45,6 +45,11 @@ class WaitingQueue:
         self.waiting_tokens = 0
 
     @property
+    def num_kept(self) -> int:
+        """Entries of all tables: 0 while nothing waits, however many classes and tenants have come and gone."""
+        return len(self._classes) + len(self._listed) + len(self._priorities)
+
+    @property
     def num_waiting_for_prefix(self) -> int:
         return len(self._parked)
 

@@ -52,7 +52,7 @@ class Submissions:
         self._ended_ids: dict[tuple[str | None, str], int] = {}
         # Oldest first.
         self._aborted: OrderedDict[SequenceKey, _Aborted] = OrderedDict()
-        self._max_ended = max_ended
+        self.max_ended = max_ended
 
     def __len__(self) -> int:
         return len(self._live)
@@ -153,7 +153,7 @@ class Submissions:
         now = self._clock()
         while self._aborted:
             key, oldest = next(iter(self._aborted.items()))
-            if oldest.until > now and len(self._aborted) <= self._max_ended:
+            if oldest.until > now and len(self._aborted) <= self.max_ended:
                 return
             del self._aborted[key]
 
@@ -163,7 +163,7 @@ class Submissions:
                 self._ended_ids[name] = self._ended_ids.get(name, 0) + 1
         self._ended[key] = ended
         self._ended.move_to_end(key)
-        while len(self._ended) > self._max_ended:
+        while len(self._ended) > self.max_ended:
             old, _ = self._ended.popitem(last=False)
             for name in ((old.tenant, old.request_id), (None, old.request_id)):
                 self._ended_ids[name] -= 1

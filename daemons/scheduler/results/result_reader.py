@@ -30,16 +30,23 @@ from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, Se
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 
+# A worker whose store is too small for what runs drops it each time.
+_MAX_BLOB_MISSES = 3
+
 _Logprobs = dict[tuple[int, int], TokenLogprobs]
 
 
 class ResultReader:
-    """finish: ends a request that is live."""
+    """finish: ends a request that is live. leave: takes a running one out of its slot, to be admitted again."""
 
     def __init__(
-        self, finish: Callable[[Sequence, SequenceEnd, MeshError | None], None], observer: SequenceObserver
+        self,
+        finish: Callable[[Sequence, SequenceEnd, MeshError | None], None],
+        leave: Callable[[EpochState, Sequence], None],
+        observer: SequenceObserver,
     ) -> None:
         self._finish = finish
+        self._leave = leave
         self._observer = observer
 
     def read(
@@ -66,7 +73,16 @@ class ResultReader:
         for failed in result.slot_errors:
             sequence = _live_sequence(state, failed.slot, failed.generation)
             if sequence is not None:
-                self._finish(sequence, SequenceEnd(FinishReason.ERROR), failed.error)
+                self._take_error(state, sequence, failed.error)
+
+    def _take_error(self, state: EpochState, sequence: Sequence, error: MeshError) -> None:
+        """A request failed alone. One whose blob was dropped is admitted again, a few times."""
+        if error.reason == ErrorReason.ERROR_REASON_UNKNOWN_BLOB and sequence.num_blob_misses < _MAX_BLOB_MISSES:
+            sequence.num_blob_misses += 1
+            if sequence.lifecycle is Lifecycle.RUNNING:
+                self._leave(state, sequence)
+            return
+        self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
 
     def _take_rows(
         self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs

@@ -20,6 +20,7 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         group=int(loop.group_state),  # type: ignore[arg-type]
         is_draining=loop.is_draining,
         epoch=loop.epoch,
+        num_slots=planner.group.num_slots if planner.group is not None else 0,
     )
     if planner.state is not None:
         pool = planner.state.pages.pool

@@ -78,6 +78,13 @@ class ConfigReader:
             raise self.error(key, f"a list of whole numbers >= {low}")
         return tuple(value)
 
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        """A list of that many finite numbers > 0."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != length or not all(_is_positive(n) for n in value):
+            raise self.error(key, f"a list of {length} numbers > 0")
+        return tuple(float(n) for n in value)
+
     def length(self, key: str) -> int:
         """Entries of a list; 0 if absent."""
         value = self._get(key, [])
@@ -119,6 +126,10 @@ class ConfigReader:
     def _get(self, key: str, default: object) -> object:
         value = self._values.get(key)
         return default if value is None else value
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 def bad_checkpoint(file: Path, what: str, tensor: str = "") -> MeshError:

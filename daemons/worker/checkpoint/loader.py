@@ -30,7 +30,9 @@ class TensorTargets:
     """Destinations of the tensors of a checkpoint.
 
     tensors: name in the checkpoint -> the tensor to fill, of the checkpoint's shape; often a view (a transposed slice
-    of a fused weight). is_ignored: names that may be there and mean nothing to this model. others: names of other
+    of a fused weight). One of more than two dims may have neighbouring dims that are one in the checkpoint, as those of
+    tensors whose rows are in another order than ours. is_ignored: names that may be there and mean nothing to this
+    model. others: names of other
     layouts of the same checkpoint; one that is there stands for those that it replaces.
     """
 
@@ -60,7 +62,8 @@ def load_tensors(folder: Path, targets: TensorTargets, quantization: CheckpointQ
     names = [name for name in entries if name in targets.tensors]
     with TensorReader(entries) as reader:
         for name in sorted(names, key=lambda name: entries[name].file):
-            targets.tensors[name].copy_(scaled.read(reader, name))
+            target = targets.tensors[name]
+            target.copy_(scaled.read(reader, name).reshape(target.shape))
         return reader.num_bytes
 
 
@@ -90,12 +93,25 @@ def check_tensors(
             name,
         )
     for name, target in targets.tensors.items():
-        if entries[name].shape != tuple(target.shape):
+        if not _is_merged(tuple(target.shape), entries[name].shape):
             raise bad_checkpoint(
                 entries[name].file,
                 f"holds tensor {name!r} of shape {list(entries[name].shape)}, expected {list(target.shape)}",
                 name,
             )
+
+
+def _is_merged(shape: tuple[int, ...], stored: tuple[int, ...]) -> bool:
+    """True if `stored` is `shape`, or that with some neighbouring dims as one."""
+    if len(stored) >= len(shape):
+        return shape == stored
+    if not stored:
+        return False
+    size, num_dims = 1, 0
+    while num_dims < len(shape) and size < stored[0]:
+        size *= shape[num_dims]
+        num_dims += 1
+    return size == stored[0] and (num_dims > 0) and _is_merged(shape[num_dims:], stored[1:])
 
 
 def _and_others(names: list[str]) -> str:

@@ -20,6 +20,7 @@ def load_cpu_runner(
     dtype: str = "float32",
     max_total_len: int | None = None,
     embed_pooling: str = "mean",
+    model_impl: str = "auto",
 ) -> ModelRunner:
     """Loads a folder in Hugging Face format; takes seconds and more, blocks.
 
@@ -27,6 +28,7 @@ def load_cpu_runner(
     is_deterministic False: faster, but a row's last bits depend on its batch. dtype of weights and KV: "float32" or
     "bfloat16". max_total_len shortens what the config allows; None leaves it.
     embed_pooling: what an embed task gives of the hidden states after the final norm, "mean" over the prompt or "last".
+    model_impl: "radixmesh" (a family of this engine), "transformers" (its modules, slower) or "auto" (the first).
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """
     from radixmesh.daemons.worker.cpu.load import load_runner
@@ -41,4 +43,5 @@ def load_cpu_runner(
         dtype=dtype,
         max_total_len=max_total_len,
         embed_pooling=embed_pooling,
+        model_impl=model_impl,
     )

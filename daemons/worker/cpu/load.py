@@ -12,7 +12,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
-from radixmesh.daemons.worker.checkpoint.loader import load_tensors
+from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
 from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
@@ -27,6 +27,7 @@ from radixmesh.daemons.worker.tiles import RowTiles
 
 _log = get_logger(__name__)
 
+MODEL_IMPLS = ("auto", "radixmesh", "transformers")
 _DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,17 +42,22 @@ def load_runner(
     dtype: str,
     max_total_len: int | None,
     embed_pooling: str,
+    model_impl: str = "auto",
 ) -> CpuRunner:
     """See `load_cpu_runner`."""
     _check_settings(page_size=page_size, num_pages=num_pages, threads=threads, max_total_len=max_total_len)
+    if model_impl not in MODEL_IMPLS:
+        raise _invalid("model_impl", f"is {model_impl!r}: choose one of {', '.join(MODEL_IMPLS)}")
     if dtype not in _DTYPES:
         raise _invalid("dtype", f"is {dtype!r}: choose one of {', '.join(_DTYPES)}")
     create_attention = attention_backends().create(attention_backend)
     hidden_pool = hidden_pools().create(embed_pooling)
     num_threads = threads or torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    placement = Placement(device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup())
-    built = load_model(model, placement)
+    placement = Placement(
+        device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup(), max_total_len=max_total_len
+    )
+    built = load_model(model, placement, model_impl)
     length = min(built.model.max_total_len, max_total_len or built.model.max_total_len)
     layout = built.model.kv_layout
     if num_pages is None:
@@ -61,19 +67,24 @@ def load_runner(
             built.model.attention_shape,
             AttentionPlacement(device=placement.device, dtype=placement.dtype, is_deterministic=is_deterministic),
         )
-        tiles = verified_tiles(built.model.row_probes(), placement.device) if is_deterministic else RowTiles(None)
+        is_tiled = is_deterministic and built.model.is_batch_invariant
+        tiles = verified_tiles(built.model.row_probes(), placement.device) if is_tiled else RowTiles(None)
         pool = KvPool(layout, num_pages=num_pages, page_size=page_size, dtype=placement.dtype, device=placement.device)
     return CpuRunner(built.model, pool, attention, tiles, hidden_pool, max_total_len=length, num_threads=num_threads)
 
 
-def load_model(folder: Path, placement: Placement) -> BuiltModel:
-    """Reads config and weights. Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
+def load_model(folder: Path, placement: Placement, model_impl: str = "auto") -> BuiltModel:
+    """Reads config and weights. model_impl: a family of ours (radixmesh), modules of transformers (transformers), or
+    the first that there is (auto). Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
+    families = model_families()
+    if model_impl == "transformers" or (model_impl == "auto" and architecture not in families.names):
+        return _load_by_transformers(folder, placement, families.names)
     quantization = read_quantization(config)
     with torch.inference_mode():
-        built = model_families().create(architecture).build(config, placement)
+        built = families.create(architecture).build(config, placement)
         num_bytes = load_tensors(folder, built.targets, quantization)
     seconds = round(time.monotonic() - started, 3)
     _log.info(
@@ -86,6 +97,19 @@ def load_model(folder: Path, placement: Placement) -> BuiltModel:
         seconds=seconds,
     )
     return built
+
+
+def _load_by_transformers(folder: Path, placement: Placement, known: tuple[str, ...]) -> BuiltModel:
+    from radixmesh.daemons.worker.models.transformers_fallback.loading import load_transformers_model
+
+    try:
+        model = load_transformers_model(folder, placement)
+    except MeshError as error:
+        if error.reason != common_pb2.ERROR_REASON_UNSUPPORTED:
+            raise
+        families = f"{error.message}; families of this engine: {', '.join(known)}"
+        raise MeshError(error.reason, families, dict(error.metadata)) from error
+    return BuiltModel(model, TensorTargets(tensors={}, is_ignored=lambda name: True))
 
 
 def _check_settings(**settings: int | None) -> None:

@@ -41,6 +41,7 @@ class CpuRunner(ModelRunner):
     ) -> None:
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
+        self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
@@ -70,7 +71,7 @@ class CpuRunner(ModelRunner):
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
         segments = [self._with_drafts(segment) for segment in segments]
-        hidden_TD = self._model.forward(self._batch(segments))
+        hidden_TD = self._model.forward(self.batch_of(segments))
         tokens, logprobs = self._sample(segments, hidden_TD)
         vectors = {**self._pool_hidden(segments, hidden_TD), **self._score(segments, hidden_TD)}
         outputs, row = [], 0
@@ -93,7 +94,7 @@ class CpuRunner(ModelRunner):
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
         """As `forward` without sampling: the logits of every token, float32 [length, vocabulary] a segment."""
-        hidden_TD = self._model.forward(self._batch(segments))
+        hidden_TD = self._model.forward(self.batch_of(segments))
         rows = self._logits(hidden_TD, np.arange(sum(len(segment.ids) for segment in segments)))
         return np.split(rows, np.cumsum([len(segment.ids) for segment in segments])[:-1])
 
@@ -105,7 +106,7 @@ class CpuRunner(ModelRunner):
     def clear(self) -> None:
         self._pool.clear()
 
-    def _batch(self, segments: Sequence[Segment]) -> ModelBatch:
+    def batch_of(self, segments: Sequence[Segment]) -> ModelBatch:
         num_rows = sum(len(segment.ids) for segment in segments)
         padded = self._tiles.padded(num_rows)
         ids, positions = np.zeros(padded, np.int64), np.zeros(padded, np.int64)

@@ -12,15 +12,9 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend
-from radixmesh.daemons.worker.cuda.ops import (
-    DeferredNormGemm,
-    HeadNorms,
-    HeadShape,
-    KvTarget,
-    RopeAngles,
-    TorchOps,
-    TritonOps,
-)
+from radixmesh.daemons.worker.cuda.ops import TorchOps, TritonOps
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 _Options = dict[str, str | int | bool | Callable[..., object]]
 
@@ -55,7 +49,7 @@ class CompiledOps(TritonOps):
         self._compiled_silu = torch.compile(torch_ops.silu_mul, fullgraph=True, backend=backend, options=options)
         self._compiled_rope = torch.compile(torch_ops.rope_write_kv, fullgraph=True, backend=backend, options=writing)
 
-    def check(self, w_D: torch.Tensor, eps: float) -> None:
+    def check(self, w_D: torch.Tensor, eps: float = 1e-6) -> None:
         """Compiles the norm. Raises MeshError UNSUPPORTED where torch.compile does not work."""
         try:
             with torch.inference_mode():

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
-from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, Ops
+from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows
 
 

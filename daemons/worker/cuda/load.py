@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,24 +13,17 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
-from radixmesh.daemons.worker.cuda.fp8.decoder import Fp8Decoder
-from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops, TorchFp8Ops, TritonFp8Ops
-from radixmesh.daemons.worker.cuda.fp8.tuning import create_fp8_gemm
-from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
-from radixmesh.daemons.worker.cuda.gemm.cublaslt_tuning import tuned_gemm
-from radixmesh.daemons.worker.cuda.gemm.pdl_tuning import create_pdl_gemm
+from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
 from radixmesh.daemons.worker.cuda.memory import MemorySettings, choose_num_pages, fitting
-from radixmesh.daemons.worker.cuda.ops import Ops, TorchOps, TritonOps
+from radixmesh.daemons.worker.cuda.model.device_model import Kernels, LoadedModel
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner, RunnerLimits
 from radixmesh.daemons.worker.cuda.step.decode_graphs import default_graph_rows
 from radixmesh.daemons.worker.cuda.step.late_compiles import watch_compiles
 from radixmesh.daemons.worker.cuda.step.prompt_steps import default_prompt_rows
-from radixmesh.daemons.worker.cuda.weights.loading import LoadedDecoder, load_decoder
+from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
-from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.kernels.hopper import has_gdc
 
@@ -41,7 +34,6 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-KERNELS = ("triton", "compiled", "torch")
 _MAX_ROWS = 65_535
 
 
@@ -67,6 +59,19 @@ class DeviceSettings:
     quantization: str = "auto"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOnDevice:
+    """All of a worker's start that outlives a pool, its graphs and a group of ranks: weights, and tuned kernels for
+    them. `create_runner` makes the rest, as often as that is lost."""
+
+    settings: DeviceSettings
+    device: Device
+    attention: AttentionChoice
+    model: LoadedModel
+    kernels: Kernels
+    limits: RunnerLimits
+
+
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
     """Loads, sizes, compiles and captures. Raises MeshError UNSUPPORTED (no GPU), BAD_CHECKPOINT, INVALID_ARGUMENT."""
     if not torch.cuda.is_available():
@@ -79,7 +84,7 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
         device = CudaDevice()
     # Older GPUs have nothing by which a kernel could wait for the one ahead of it.
     settings = replace(settings, use_pdl=settings.use_pdl and has_gdc(device.torch_device))
-    runner = load_device_runner(folder, settings, device)
+    runner = create_runner(load_on_device(folder, settings, device))
     started = time.monotonic()
     with fitting("captured graphs, or the longest prompts", "--mem-fraction, --num-slots or --max-tokens-per-step"):
         runner.warm_up()
@@ -90,19 +95,23 @@ def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
 
 def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -> DeviceRunner:
     """Loads and sizes a runner on any device, without warm-up. Raises as `load_cuda_runner`."""
+    return create_runner(load_on_device(folder, settings, device))
+
+
+def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> ModelOnDevice:
+    """First phase of a start: reads the weights and tunes kernels for them. Raises as `load_cuda_runner`."""
     dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
     # Report wrong flags before reading the weights.
     attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype), where)
-    _kernels_name(settings, where)
+    check_kernels(settings)
     _check_rows(settings)
-    placement = Placement(device=where, dtype=dtype, group=LocalGroup(), is_out_first=True)
+    placement = Placement(
+        device=where, dtype=dtype, group=LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
+    )
     with fitting("weights", "the model, --dtype or --quantization"):
-        loaded = load_decoder(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
-    model = loaded.model
-    layout = attention.layout(model.kv_layout)
+        model = load_model(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
-    create_attention = attention.creator(settings, model.attention_shape, model.config.windows)
     _check_tables(settings, length)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
@@ -111,17 +120,27 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         graph_rows=default_graph_rows(settings.num_slots) if settings.cuda_graphs else (),
         prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else (),
     )
-    # Before the KV pool is sized, which counts the memory that the autotuner leaves in use.
-    ops = _ops(settings, loaded, limits.graph_rows, where)
-    fp8_ops = _fp8_ops(settings, loaded, ops, where)
-    num_pages = _num_pages(settings, limits, attention, model, dtype, where)
+    kernels = create_kernels(settings, model, limits.graph_rows, where)
+    return ModelOnDevice(
+        settings=settings, device=device, attention=attention, model=model, kernels=kernels, limits=limits
+    )
+
+
+def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
+    """Second phase: the pool, sized by the memory that weights and tuning left, and the runner over it, without
+    warm-up. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
+    settings, model, limits, attention = loaded.settings, loaded.model, loaded.limits, loaded.attention
+    where = loaded.device.torch_device
+    create_attention = attention.creator(settings, model.attention_shape, model.windows)
+    layout = attention.layout(model.kv_layout)
+    num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype))
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
         pool = KvPool(layout, num_pages=num_pages, page_size=settings.page_size, dtype=attention.kv_dtype, device=where)
-        decoder = _decoder(loaded, pool, ops, fp8_ops, length)
+        device_model = model.create(loaded.kernels, pool, limits.max_total_len)
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
         return DeviceRunner(
-            device,
-            decoder,
+            loaded.device,
+            device_model,
             pool,
             create_attention,
             limits,
@@ -130,15 +149,11 @@ def load_device_runner(folder: Path, settings: DeviceSettings, device: Device) -
         )
 
 
-def _num_pages(
-    settings: DeviceSettings,
-    limits: RunnerLimits,
-    attention: AttentionChoice,
-    model: DecoderModel,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> int:
+def _num_pages(loaded: ModelOnDevice, token_bytes: int) -> int:
     """Pages of the KV pool: what fits the GPU; without one, the flag's number or one request of the longest length."""
+    settings, model, limits, device = loaded.settings, loaded.model, loaded.limits, loaded.device.torch_device
+    if device.type != "cuda":
+        return settings.num_pages or -(-limits.max_total_len // settings.page_size)
     memory = MemorySettings(
         mem_fraction=settings.mem_fraction,
         num_pages=settings.num_pages,
@@ -148,80 +163,9 @@ def _num_pages(
         max_total_len=limits.max_total_len,
         graph_rows=limits.graph_rows,
         prompt_rows=limits.prompt_rows,
-        attention_bytes=attention.work_bytes(settings, model.attention_shape, model.config.windows, device),
+        attention_bytes=loaded.attention.work_bytes(settings, model.attention_shape, model.windows, device),
     )
-    if device.type != "cuda":
-        return settings.num_pages or -(-limits.max_total_len // settings.page_size)
-    token_bytes = attention.layout(model.kv_layout).bytes_per_token(attention.kv_dtype)
-    return choose_num_pages(memory, model.config, token_bytes, dtype, device)
-
-
-def _decoder(loaded: LoadedDecoder, kv: KvPool, ops: Ops, fp8_ops: Fp8Ops | None, max_total_len: int) -> DeviceDecoder:
-    model, quantized = loaded.model, loaded.quantized
-    if quantized is None:
-        return DeviceDecoder(model.config, model.weights, kv, ops, max_total_len=max_total_len)
-    assert fp8_ops is not None
-    return Fp8Decoder(model.config, model.weights, quantized.layers, kv, ops, fp8_ops, max_total_len=max_total_len)
-
-
-def _fp8_ops(settings: DeviceSettings, loaded: LoadedDecoder, ops: Ops, device: torch.device) -> Fp8Ops | None:
-    """None where no weights are FP8."""
-    if loaded.quantized is None:
-        return None
-    if _kernels_name(settings, device) == "torch":
-        return TorchFp8Ops(ops)
-    use_pdl = settings.use_pdl and device.type == "cuda"
-    with torch.inference_mode():
-        gemm = create_fp8_gemm(
-            loaded.quantized.layers,
-            loaded.model.weights.final_norm_D.dtype,
-            device,
-            max_rows=max(settings.num_slots, settings.max_tokens_per_step),
-            use_pdl=use_pdl,
-            is_deterministic=settings.deterministic,
-            is_tuned=settings.tune_gemm,
-        )
-    return TritonFp8Ops(ops, gemm, use_pdl=use_pdl)
-
-
-def _ops(settings: DeviceSettings, loaded: LoadedDecoder, graph_rows: Sequence[int], device: torch.device) -> Ops:
-    model = loaded.model
-    name = _kernels_name(settings, device)
-    gemm: GemmBackend = TorchGemm()
-    # Those of FP8 weights are tuned by themselves.
-    is_tuned = settings.tune_gemm and not settings.deterministic and loaded.quantized is None
-    if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
-        with torch.inference_mode():
-            sizes = [size for size in graph_rows if size > 1]
-            gemm = tuned_gemm(model.weights, sizes, device)
-            if settings.use_pdl:
-                gemm = create_pdl_gemm(model.weights, sizes, device, gemm)
-    if name == "torch":
-        return TorchOps()
-    if name == "compiled":
-        return _compiled_ops(settings, model, gemm, device)
-    return TritonOps(
-        use_pdl=settings.use_pdl,
-        is_deterministic=settings.deterministic,
-        gemm=gemm,
-    )
-
-
-def _compiled_ops(settings: DeviceSettings, model: DecoderModel, gemm: GemmBackend, device: torch.device) -> Ops:
-    from radixmesh.daemons.worker.cuda.compiled_ops import CompiledOps
-
-    is_cuda = device.type == "cuda"
-    ops = CompiledOps(use_pdl=settings.use_pdl and is_cuda, max_fused_rows=int(is_cuda), gemm=gemm)
-    ops.check(model.weights.final_norm_D, model.config.norm_eps)
-    return ops
-
-
-def _kernels_name(settings: DeviceSettings, device: torch.device) -> str:
-    name = settings.kernels
-    if name not in KERNELS or (settings.deterministic and name != "triton"):
-        choices = "triton" if settings.deterministic else ", ".join(KERNELS)
-        raise _invalid("kernels", f"is {name!r}: choose one of {choices}")
-    return "torch" if name == "triton" and device.type != "cuda" else name
+    return choose_num_pages(memory, model, token_bytes, device)
 
 
 def _check_rows(settings: DeviceSettings) -> None:

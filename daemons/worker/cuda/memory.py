@@ -11,9 +11,9 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
-from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 
-_log = get_logger(__name__)
+log = get_logger(__name__)
 
 _MOST_CONTEXTS = 2
 # Kernels' own memory, libraries' workspaces, fragmentation.
@@ -37,15 +37,13 @@ class MemorySettings:
     attention_bytes: int = 0
 
 
-def choose_num_pages(
-    settings: MemorySettings, config: DecoderConfig, token_bytes: int, dtype: torch.dtype, device: torch.device
-) -> int:
+def choose_num_pages(settings: MemorySettings, model: LoadedModel, token_bytes: int, device: torch.device) -> int:
     """Pages that fit, of `token_bytes` a token; those asked for if they do. dtype: of weights and activations.
 
     Raises MeshError INVALID_ARGUMENT naming the flag to change.
     """
     free, total = torch.cuda.mem_get_info(device)
-    work = _work_bytes(settings, config, dtype)
+    work = work_bytes(settings, model)
     page_bytes = settings.page_size * token_bytes
     budget = int(settings.mem_fraction * total) - (total - free) - work
     fit = max(0, budget) // page_bytes
@@ -70,7 +68,7 @@ def choose_num_pages(
     else:
         # More than every slot can fill twice over is no larger a cache in practice, and a scheduler counts every page.
         fit = min(fit, _MOST_CONTEXTS * settings.num_slots * -(-settings.max_total_len // settings.page_size))
-    _log.info("memory_sized", num_pages=fit, **fields)
+    log.info("memory_sized", num_pages=fit, **fields)
     return fit
 
 
@@ -94,21 +92,20 @@ def _memory_figures() -> dict[str, object]:
     return {"total_bytes": total, "free_bytes": free}
 
 
-def _work_bytes(settings: MemorySettings, config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Bytes that a step needs beside weights and KV: rows of activations, logits, tables by slot."""
-    qkv = config.query_size + 2 * config.kv_size
-    per_row = 4 * config.hidden_size + qkv + 2 * config.query_size + 3 * config.mlp_size
-    rows = settings.max_tokens_per_step * per_row * dtype.itemsize
+def work_bytes(settings: MemorySettings, model: LoadedModel) -> int:
+    """Memory of a step beside weights and KV: rows of activations, logits, tables by slot."""
+    rows = settings.max_tokens_per_step * model.row_bytes()
+    itemsize = model.dtype.itemsize
     # Logits, and what penalties work in: float32 and counts.
-    logits = settings.num_slots * config.vocab_size * (2 * dtype.itemsize + 8)
+    logits = settings.num_slots * model.vocab_size * (2 * itemsize + 8)
     # Page tables and tokens, int32.
     tables = 8 * (settings.num_slots + 1) * settings.max_total_len
-    rope = 4 * settings.max_total_len * config.head_dim
+    positions = settings.max_total_len * model.position_bytes()
     # Every graph keeps what it leaves, logits or, with chunks, hidden states, in each of its variants (with a shared
     # prefix, and without).
-    left = sum(settings.graph_rows) * config.vocab_size + sum(settings.prompt_rows) * config.hidden_size
-    graphs = 2 * left * dtype.itemsize
-    return rows + logits + graphs + tables + rope + settings.attention_bytes + _SPARE_BYTES
+    left = sum(settings.graph_rows) * model.vocab_size + sum(settings.prompt_rows) * model.hidden_size
+    graphs = 2 * left * itemsize
+    return rows + logits + graphs + tables + positions + settings.attention_bytes + _SPARE_BYTES
 
 
 def _does_not_fit(what: str, flags: str, fields: dict[str, object]) -> MeshError:

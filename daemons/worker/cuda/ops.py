@@ -6,59 +6,22 @@ Legend: T rows, D hidden size, N features out, K features in, H heads, d head_di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
-from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TorchGemm
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TiledGemm, TorchGemm
 from radixmesh.kernels import gemv
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
-from radixmesh.kernels.rope_kv import rope_write_kv, rope_write_kv_reference
+from radixmesh.kernels.rope_kv import (
+    HeadNorms,
+    HeadShape,
+    KvTarget,
+    RopeAngles,
+    rope_write_kv,
+    rope_write_kv_reference,
+)
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
-
-
-class KvTarget(NamedTuple):
-    """Places of a step's rows: row t is position positions_T[t] of slot row_slots_T[t] (int32), in the page tables
-    int32 [slots, pages]."""
-
-    positions_T: torch.Tensor
-    row_slots_T: torch.Tensor
-    page_tables: torch.Tensor
-    page_size: int
-
-
-class RopeAngles(NamedTuple):
-    """float32 [positions, d / 2] each."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-class HeadShape(NamedTuple):
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
-class HeadNorms(NamedTuple):
-    """RMSNorm weights [d] of each query and key head; None where the model has none."""
-
-    query: torch.Tensor | None
-    key: torch.Tensor | None
-    eps: float
-
-
-class DeferredNormGemm(NamedTuple):
-    """Result [T, N] of a GEMM whose norm and bias [N] are left to the kernel that reads it.
-
-    norm_input_TD: the rows [T, D] that went into the GEMM without being normed; None: they were normed before. The
-    reader multiplies each row by its inverse RMS, 1 / sqrt(mean(x^2) + eps), then adds the bias.
-    """
-
-    out_TN: torch.Tensor
-    bias_N: torch.Tensor | None = None
-    norm_input_TD: torch.Tensor | None = None
 
 
 class Ops(ABC):
@@ -66,6 +29,7 @@ class Ops(ABC):
 
     max_fused_rows: int = 0
     """Largest number of rows for which `linear_fused` and `gate_up_silu` are used."""
+    gemm: GemmBackend = TorchGemm()
 
     @abstractmethod
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor: ...
@@ -87,19 +51,23 @@ class Ops(ABC):
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor: ...
 
     def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x_TK, w_NK)
+        return self.gemm.linear(x_TK, w_NK)
 
     def add_linear(
         self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None, residual_TN: torch.Tensor
     ) -> None:
         """Adds the GEMM and the bias to the residual in place."""
-        residual_TN.addmm_(x_TK, w_NK.t())
+        self.gemm.add_linear(x_TK, w_NK, residual_TN)
         if b_N is not None:
             residual_TN += b_N
+            self.gemm.changed()
 
     def gate_up_silu_deferred_norm(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
         """silu(gate) x up as a deferred-norm GEMM, [T, F]; the norm's weight is folded into w."""
-        return self.silu_mul(DeferredNormGemm(self.linear(x_TD, w_2FD), norm_input_TD=x_TD), eps)
+        gated_TF = self.gemm.gate_up_silu(x_TD, w_2FD, eps)
+        if gated_TF is not None:
+            return gated_TF
+        return self.silu_mul(DeferredNormGemm(self.gemm.linear(x_TD, w_2FD), norm_input_TD=x_TD), eps)
 
     def linear_fused(
         self,
@@ -140,32 +108,10 @@ class TorchOps(Ops):
         heads: HeadShape,
         norms: HeadNorms,
     ) -> torch.Tensor:
-        return rope_write_kv_reference(
-            qkv.out_TN,
-            angles.cos,
-            angles.sin,
-            target.positions_T,
-            target.row_slots_T,
-            target.page_tables,
-            target.page_size,
-            keys_SKd,
-            values_SKd,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            norms.query,
-            norms.key,
-            norms.eps,
-            norm_input_TD=qkv.norm_input_TD,
-            bias_X=qkv.bias_N,
-        )
+        return rope_write_kv_reference(qkv, angles, target, keys_SKd, values_SKd, heads, norms)
 
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
         return silu_mul_reference(gate_up.out_TN, norm_input_TD=gate_up.norm_input_TD, bias_2F=gate_up.bias_N, eps=eps)
-
-
-# Rows of a GEMM in deterministic mode: one size, so that the library always takes the same kernel.
-_TILE_ROWS = 64
 
 
 class TritonOps(Ops):
@@ -186,34 +132,10 @@ class TritonOps(Ops):
     ) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
-        self._is_deterministic = is_deterministic
-        self._gemm = TorchGemm() if gemm is None else gemm
-
-    def linear(self, x_TK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
-        if not self._is_deterministic:
-            return self._gemm.linear(x_TK, w_NK)
-        num_rows = x_TK.shape[0]
-        padding = -num_rows % _TILE_ROWS
-        x_TK = functional.pad(x_TK, (0, 0, 0, padding))
-        out_TN = x_TK.new_empty(num_rows + padding, w_NK.shape[0])
-        for first in range(0, num_rows, _TILE_ROWS):
-            torch.mm(x_TK[first : first + _TILE_ROWS], w_NK.t(), out=out_TN[first : first + _TILE_ROWS])
-        return out_TN[:num_rows]
-
-    def add_linear(
-        self, x_TK: torch.Tensor, w_NK: torch.Tensor, b_N: torch.Tensor | None, residual_TN: torch.Tensor
-    ) -> None:
-        if self._is_deterministic:
-            residual_TN += self.linear(x_TK, w_NK)
-        else:
-            self._gemm.add_linear(x_TK, w_NK, residual_TN)
-        if b_N is not None:
-            residual_TN += b_N
-            self._gemm.changed(residual_TN)
-
-    def gate_up_silu_deferred_norm(self, x_TD: torch.Tensor, w_2FD: torch.Tensor, eps: float) -> torch.Tensor:
-        gated_TF = None if self._is_deterministic else self._gemm.gate_up_silu(x_TD, w_2FD, eps)
-        return super().gate_up_silu_deferred_norm(x_TD, w_2FD, eps) if gated_TF is None else gated_TF
+        if is_deterministic:
+            self.gemm = TiledGemm()
+        elif gemm is not None:
+            self.gemm = gemm
 
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
@@ -228,26 +150,7 @@ class TritonOps(Ops):
         heads: HeadShape,
         norms: HeadNorms,
     ) -> torch.Tensor:
-        return rope_write_kv(
-            qkv.out_TN,
-            angles.cos,
-            angles.sin,
-            target.positions_T,
-            target.row_slots_T,
-            target.page_tables,
-            target.page_size,
-            keys_SKd,
-            values_SKd,
-            heads.num_heads,
-            heads.num_kv_heads,
-            heads.head_dim,
-            norms.query,
-            norms.key,
-            norms.eps,
-            norm_input_TD=qkv.norm_input_TD,
-            bias_X=qkv.bias_N,
-            use_pdl=self._use_pdl,
-        )
+        return rope_write_kv(qkv, angles, target, keys_SKd, values_SKd, heads, norms, use_pdl=self._use_pdl)
 
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
         return silu_mul(

@@ -22,9 +22,8 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
-from radixmesh.daemons.worker.cuda.ops import KvTarget
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
@@ -46,6 +45,7 @@ from radixmesh.daemons.worker.runner import (
     StepOutput,
 )
 from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
 
 _log = get_logger(__name__)
@@ -79,7 +79,7 @@ class DeviceRunner(ModelRunner):
     def __init__(
         self,
         device: Device,
-        decoder: DeviceDecoder,
+        model: DeviceModel,
         pool: KvPool,
         create_attention: AttentionCreator,
         limits: RunnerLimits,
@@ -90,39 +90,46 @@ class DeviceRunner(ModelRunner):
         """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
-        self.vocab_size = decoder.config.vocab_size
-        self.num_layers = decoder.config.num_layers
+        self.vocab_size = model.vocab_size
+        self.num_layers = model.num_layers
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
         self._limits = limits
         self._admissions = 0
         self._use_pdl = use_pdl
-        self._device = device
-        self._decoder = decoder
+        self.device = device
+        self.model = model
         self.pool = pool
         # Plans may grant `Limits.max_pages_per_slot` at most. With a column less, the last page of one slot would
         # be written to the next one's table.
         max_pages = limits.max_total_len // pool.page_size + 1
         with device.in_order(), torch.inference_mode():
-            self._slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
-            self._attention = create_attention(self._slots.page_tables)
-            self._sampler = self._new_sampler(limits.num_slots)
+            self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
+            self._attention = create_attention(self.slots.page_tables)
+            self._create_sampler = partial(
+                SlotSampler,
+                limits.num_slots,
+                vocab_size=self.vocab_size,
+                max_total_len=limits.max_total_len,
+                device=device.torch_device,
+            )
+            self._sampler = self._create_sampler(max_rows=limits.num_slots)
             self._prompts = PromptSteps(
                 device,
-                decoder,
+                model,
                 self._attention,
-                self._slots,
+                self.slots,
                 page_size=pool.page_size,
                 max_tokens=limits.max_tokens_per_step,
                 max_total_len=limits.max_total_len,
                 sizes=limits.prompt_rows,
             )
-            self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self._slots.dummy_slot)
+            self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self.slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
-            self._chunks = ChunkSteps(self._prompts, decoder, self._slots, self._tokens)
+            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
-        self._host_logits = HostLogits(device, decoder)
+        self._host_logits = HostLogits(device, model)
         self._verify: VerifySteps | None = None
 
     def verify(self, drafter: Drafter, *, max_drafts: int, graph_rows: tuple[int, ...] | None = None) -> None:
@@ -137,29 +144,26 @@ class DeviceRunner(ModelRunner):
             return
         self.max_tokens_per_row = 1 + max_drafts
         num_slots = self._limits.num_slots
-        with self._device.in_order(), torch.inference_mode():
+        with self.device.in_order(), torch.inference_mode():
             self._attention.reserve(num_slots * self.max_tokens_per_row)
-            self._sampler = self._new_sampler(num_slots * self.max_tokens_per_row)
+            self._sampler = self._create_sampler(max_rows=num_slots * self.max_tokens_per_row)
+            parts = self.device, self.model, self._attention, self.slots, self._sampler
             self._verify = VerifySteps(
-                self._device,
-                self._decoder,
-                self._attention,
-                self._slots,
-                self._sampler,
+                *parts,
                 drafter,
                 max_drafts=max_drafts,
                 page_size=self.page_size,
                 graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
             )
             self._verify.capture()
-            self._device.record_event().wait()
+            self.device.record_event().wait()
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True
 
     def admitted(self, admit: Admit) -> None:
         self._admissions += 1
-        self._slots.admitted(admit)
+        self.slots.admitted(admit)
         self._sampler.admitted(admit)
         if self._verify is not None:
             self._verify.admitted(admit)
@@ -168,7 +172,7 @@ class DeviceRunner(ModelRunner):
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
         for, and steps as they will come, so that no request waits for a compiler or a library's start."""
         rows = no_rows()
-        with self._device.in_order(), torch.inference_mode():
+        with self.device.in_order(), torch.inference_mode():
             self._prompts.capture()
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
@@ -177,77 +181,77 @@ class DeviceRunner(ModelRunner):
                 for variant in self._attention.variants(num_rows):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
-            self._sampler.warm_up(self._decoder.dtype)
+            self._sampler.warm_up(self.model.dtype)
             for rows, segments in warm_up_steps(
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
                 max_tokens_per_step=self._limits.max_tokens_per_step,
-                num_decodes=_WARM_UP_DECODES if self._device.torch_device.type == "cuda" else 1,
+                num_decodes=_WARM_UP_DECODES if self.device.torch_device.type == "cuda" else 1,
             ):
                 self.launch(rows, segments, 0)
-            self._device.record_event().wait()
+            self.device.record_event().wait()
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
-        with self._device.in_order():
+        with self.device.in_order():
             self._sampler.send()
             if self._verify is not None:
                 return self._launch_verify(self._verify, rows, segments)
             if not segments:
                 return self._launch_decodes(rows)
             slots = np.concatenate([rows.slots, np.array([s.slot for s in segments], np.int32)])
-            self._slots.send(slots, rows.page_tables, rows.num_pages)
+            self.slots.send(slots, rows.page_tables, rows.num_pages)
             return self._launch_chunks(rows, segments)
 
     def _launch_decodes(self, rows: DecodeRows) -> StepHandle[StepOutput]:
         num_rows = len(rows.slots)
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
-            start = self._clock.begin(self._device)
+            start = self._clock.begin(self.device)
             return self._handle(start, start, StepHandle.of(NOTHING), 0)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
         self._stage_decodes(rows, step.num_rows)
-        start = self._clock.begin(self._device)
+        start = self._clock.begin(self.device)
         replay = self._decode if bucket is None else self._graphs.replay
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
-        target = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
+        target = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
         asking = self._sampler.asking(rows.slots)
         self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, target)
         self._sampler.logprobs(logits_TV, views.slots, target, self._tokens.logprobs, asking)
-        end = self._clock.end(self._device)
+        end = self._clock.end(self.device)
         self._decodes.fence(end)
         return self._handle(start, end, self._tokens.fetch(num_rows, end, asking), num_rows)
 
     def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
-        entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
+        entries = self.slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
         if len(entries) > self._decodes.max_entries:
-            self._slots.send_entries(entries)
+            self.slots.send_entries(entries)
             entries = entries[:0]
-        self._decodes.stage(rows, num_rows, self._slots.row_tokens(rows.slots), entries, self._tokens.take())
+        self._decodes.stage(rows, num_rows, self.slots.row_tokens(rows.slots), entries, self._tokens.take())
 
     def _decode(self, num_rows: int, variant: str) -> torch.Tensor:
         """A step of decodes alone, whose inputs are staged, with all rows sampled greedily: its logits. Graphs record
         it."""
-        views, tables = self._decodes.fetch(num_rows), self._slots.page_tables
+        views, tables = self._decodes.fetch(num_rows), self.slots.page_tables
         x_TD = scatter_embed(
             views.slots,
             views.tokens,
             views.entries_E2,
             views.num_entries_1,
             tables,
-            self._slots.last_tokens,
-            self._decoder.embedding_VD,
+            self.slots.last_tokens,
+            self.model.embedding_VD,
             use_pdl=self._use_pdl,
         )
         attention = self._attention.begin(views.attention(tables), variant)
         target = KvTarget(views.positions, views.slots, tables, self.page_size)
-        logits_TV = self._decoder.logits(self._decoder.forward_embedded(x_TD, target, attention))
+        logits_TV = self.model.logits(self.model.layers(x_TD, target, attention))
         # The token of a row is at the position that follows its KV.
-        to = self._tokens.target(views.ring_index_1, self._slots.last_tokens)
+        to = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
         self._sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
         return logits_TV
 
@@ -265,10 +269,10 @@ class DeviceRunner(ModelRunner):
             tables[segment.slot, : len(segment.pages)] = segment.pages
             num_pages[segment.slot] = len(segment.pages)
         slots = [segment.slot for segment in segments]
-        with self._device.in_order():
-            self._slots.forget(slots)
-            self._slots.send(np.array(slots, np.int32), tables, num_pages)
-            self._slots.forget(slots)
+        with self.device.in_order():
+            self.slots.forget(slots)
+            self.slots.send(np.array(slots, np.int32), tables, num_pages)
+            self.slots.forget(slots)
             forward = self._prompts.forward(rows, segments, is_captured=False)
             return np.split(self._host_logits.of(forward.hidden_TD), forward.chunk_ends[:-1])
 
@@ -277,33 +281,33 @@ class DeviceRunner(ModelRunner):
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        with self._device.in_order():
+        with self.device.in_order():
             self.pool.copy_page(source, target, num_tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
-        with self._device.in_order():
+        with self.device.in_order():
             self.pool.clear()
 
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step with chunks, and samples all rows whose token is wanted."""
-        start = self._clock.begin(self._device)
+        start = self._clock.begin(self.device)
         chunks = self._chunks.launch(rows, segments, self._sampler, self._admissions)
-        end = self._clock.end(self._device)
+        end = self._clock.end(self.device)
         return self._handle(start, end, self._chunks.fetch(chunks, end), len(rows.slots), chunks)
 
     def _launch_verify(
         self, verify: VerifySteps, rows: DecodeRows, segments: Sequence[Segment]
     ) -> StepHandle[StepOutput]:
         """Launches a step whose decodes verify drafts. Chunks are a forward of their own, ahead of it."""
-        start = self._clock.begin(self._device)
+        start = self._clock.begin(self.device)
         chunks = NO_CHUNKS
         if segments:
             slots = np.array([segment.slot for segment in segments], np.int32)
-            self._slots.send(slots, rows.page_tables, rows.num_pages)
+            self.slots.send(slots, rows.page_tables, rows.num_pages)
             chunks = self._chunks.launch(no_rows(), segments, self._sampler, self._admissions)
         verifying = verify.launch(rows) if len(rows.slots) else None
-        end = self._clock.end(self._device)
+        end = self._clock.end(self.device)
         of_chunks = self._chunks.fetch(chunks, end)
         of_rows = StepHandle.of(NOTHING) if verifying is None else verify.fetch(verifying, end)
 
@@ -345,12 +349,3 @@ class DeviceRunner(ModelRunner):
             )
 
         return StepHandle(end, collect)
-
-    def _new_sampler(self, max_rows: int) -> SlotSampler:
-        return SlotSampler(
-            self._limits.num_slots,
-            max_rows=max_rows,
-            vocab_size=self.vocab_size,
-            max_total_len=self.max_total_len,
-            device=self._device.torch_device,
-        )

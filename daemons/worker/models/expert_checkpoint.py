@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 
@@ -42,3 +44,24 @@ def expert_targets(
             f"{fused}.down_proj": OtherTarget(tensor=weights.w_down_EFD.transpose(1, 2), replaces=tuple(down)),
         },
     )
+
+
+def fused_expert_targets(prefix: str, weights: ExpertWeights, *, is_interleaved: bool) -> TensorTargets:
+    """All experts of a layer in tensors of [experts, in, out], with biases where the weights have them.
+
+    is_interleaved: columns of gate and up alternate in gate_up_proj.
+    """
+    columns, biases = weights.w_gate_up_EDF2, weights.b_gate_up_EF2
+    if is_interleaved:
+        columns = _alternating(columns)
+        biases = None if biases is None else _alternating(biases)
+    tensors = {f"{prefix}.gate_up_proj": columns, f"{prefix}.down_proj": weights.w_down_EFD}
+    if biases is not None and weights.b_down_ED is not None:
+        tensors |= {f"{prefix}.gate_up_proj_bias": biases, f"{prefix}.down_proj_bias": weights.b_down_ED}
+    return TensorTargets(tensors=tensors, is_ignored=lambda name: False)
+
+
+def _alternating(halves: torch.Tensor) -> torch.Tensor:
+    """View [..., F, 2] of [..., 2F]: what alternates in the checkpoint lies one half behind the other with us."""
+    *outer, size = halves.shape
+    return halves.view(*outer, 2, size // 2).transpose(-1, -2)

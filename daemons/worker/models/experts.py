@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.models.model import Placement, RowInput, RowProbe
-from radixmesh.daemons.worker.models.row_maths import silu_gated
+from radixmesh.daemons.worker.models.row_maths import linear, silu_gated
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 # Alignment in bytes of torch's own allocations: a GEMM may choose another path for weights that are aligned less.
@@ -37,29 +37,51 @@ Router = Callable[[torch.Tensor], Routing]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """Gated SiLU MLPs without biases, [in, out] as all projections; the gate is the first half of gate_up.
+    """Gated MLPs, [in, out] as all projections; the gate is the first half of gate_up. Biases are None where there are
+    none.
 
     The experts lie at aligned addresses, so `w[e]` is contiguous, and the whole is a strided view.
     """
 
     w_gate_up_EDF2: torch.Tensor
     w_down_EFD: torch.Tensor
+    b_gate_up_EF2: torch.Tensor | None = None
+    b_down_ED: torch.Tensor | None = None
 
     @classmethod
-    def empty(cls, *, num_experts: int, hidden_size: int, mlp_size: int, placement: Placement) -> ExpertWeights:
+    def empty(
+        cls, *, num_experts: int, hidden_size: int, mlp_size: int, placement: Placement, has_bias: bool = False
+    ) -> ExpertWeights:
         """Memory for the weights, not filled."""
+        bias = torch.empty(num_experts, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
         return cls(
             w_gate_up_EDF2=_aligned_stack(num_experts, hidden_size, 2 * mlp_size, placement),
             w_down_EFD=_aligned_stack(num_experts, mlp_size, hidden_size, placement),
+            b_gate_up_EF2=bias[:, : 2 * mlp_size] if has_bias else None,
+            b_down_ED=bias[:, 2 * mlp_size :] if has_bias else None,
         )
 
 
 class RoutedExperts:
-    """The experts of one layer and their router."""
+    """The experts of one layer and their router.
 
-    def __init__(self, weights: ExpertWeights, router: Router, placement: Placement) -> None:
+    gated: from gate and up side by side, [T, 2F], to [T, F]. scales_input: the weights of a row's picks multiply what
+    the experts read, in place of what they make of it.
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        router: Router,
+        placement: Placement,
+        *,
+        gated: Callable[[torch.Tensor], torch.Tensor] = silu_gated,
+        scales_input: bool = False,
+    ) -> None:
         self._weights = weights
         self._router = router
+        self._gated = gated
+        self._scales_input = scales_input
         self._group = placement.group
         num_experts = weights.w_down_EFD.shape[0]
         # Made once: `RowTiles` knows a function again by equality, which a new partial does not have.
@@ -71,7 +93,9 @@ class RoutedExperts:
         x_TD: normed rows, a number of them that `tiles` can cover, of which the first `num_rows` are tokens.
         """
         expert_ids_TA, weights_TA = tiles.map(self._route, (x_TD,))
-        results_NAD = self._run_experts(x_TD, expert_ids_TA[:num_rows], tiles)
+        results_NAD = self._run_experts(x_TD, expert_ids_TA[:num_rows], weights_TA, tiles)
+        if self._scales_input:
+            weights_TA = torch.ones_like(weights_TA)
         out_TD = torch.zeros_like(x_TD)
         # Pick by pick, elementwise: a reduction over A could add in an order that depends on N.
         sum_ND = results_NAD[:, 0] * weights_TA[:num_rows, 0, None]
@@ -93,10 +117,15 @@ class RoutedExperts:
         return self._router(inputs[0])
 
     def _expert(self, index: int, inputs: Tensors) -> Tensors:
-        gate_up_TF2 = inputs[0] @ self._weights.w_gate_up_EDF2[index]
-        return (silu_gated(gate_up_TF2) @ self._weights.w_down_EFD[index],)
+        weights = self._weights
+        b_gate_up_F2 = None if weights.b_gate_up_EF2 is None else weights.b_gate_up_EF2[index]
+        b_down_D = None if weights.b_down_ED is None else weights.b_down_ED[index]
+        gate_up_TF2 = linear(inputs[0], weights.w_gate_up_EDF2[index], b_gate_up_F2)
+        return (linear(self._gated(gate_up_TF2), weights.w_down_EFD[index], b_down_D),)
 
-    def _run_experts(self, x_TD: torch.Tensor, expert_ids_NA: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+    def _run_experts(
+        self, x_TD: torch.Tensor, expert_ids_NA: torch.Tensor, weights_TA: torch.Tensor, tiles: RowTiles
+    ) -> torch.Tensor:
         """float32 [N, A, D]: what each picked expert makes of the row."""
         num_rows, num_picks = expert_ids_NA.shape
         results_PD = x_TD.new_empty(num_rows * num_picks, x_TD.shape[1], dtype=torch.float32)
@@ -110,7 +139,10 @@ class RoutedExperts:
             # Padding places compute row 0 once more; nobody reads them.
             rows = pairs.new_zeros(tiles.padded(len(pairs)))
             rows[: len(pairs)] = pairs // num_picks
-            (result_RD,) = tiles.map(self._experts[index], (x_TD.index_select(0, rows),))
+            rows_RD = x_TD.index_select(0, rows)
+            if self._scales_input:
+                rows_RD[: len(pairs)] *= weights_TA.flatten()[pairs, None].to(x_TD.dtype)
+            (result_RD,) = tiles.map(self._experts[index], (rows_RD,))
             results_PD[pairs] = result_RD[: len(pairs)].float()
         return results_PD.view(num_rows, num_picks, -1)
 

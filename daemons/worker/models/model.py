@@ -23,6 +23,7 @@ class Placement:
 
     is_out_first: projections lie in memory as [out, in], whichever way round the model sees them. has_projections:
     False leaves those of a decoder's layers without memory (meta tensors), for who holds them in another form.
+    max_total_len: longest sequence that is served, where it may be shorter than what the model allows.
     """
 
     device: torch.device
@@ -30,6 +31,7 @@ class Placement:
     group: Group
     is_out_first: bool = False
     has_projections: bool = True
+    max_total_len: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +68,11 @@ class RowProbe(NamedTuple):
 class Model(ABC):
     """A causal transformer over a paged KV pool. Weights are filled once, before the first forward.
 
+    is_batch_invariant: with verified tiles a row's bits depend on its own sequence alone.
     tasks: with GENERATE among them `logits` works, with EMBED `final_hidden`, with SCORE `scores`.
     """
 
+    is_batch_invariant: bool = True
     tasks: frozenset[Task] = frozenset({Task.GENERATE, Task.EMBED})
     vocab_size: int
     max_total_len: int

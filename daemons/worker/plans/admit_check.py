@@ -24,7 +24,7 @@ def check_admit(admit: Admit, limits: Limits) -> None:
 def _check_offered(admit: Admit, limits: Limits) -> None:
     if admit.task not in limits.tasks:
         raise _unsupported(f"the task {admit.task.name}", admit.task.name.lower())
-    if admit.grammar_hash:
+    if admit.grammar_hash and not limits.takes_grammars:
         raise _unsupported("guided decoding", "grammar")
     if admit.adapter:
         raise _unsupported("adapters", "adapter")

@@ -19,10 +19,12 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.limits import Limits
+from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
+from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
 from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
@@ -48,10 +50,12 @@ class Written:
 class StepExecutor:
     """Slots, page records and a model, driven by plans.
 
-    max_tokens_per_step: chunks and decodes of one forward together.
+    max_tokens_per_step: chunks and decodes of one forward together. blobs: what slots may name; None: nothing.
     """
 
-    def __init__(self, runner: ModelRunner, *, num_slots: int, max_tokens_per_step: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, *, num_slots: int, max_tokens_per_step: int, blobs: BlobStore | None = None
+    ) -> None:
         self.limits = Limits(
             page_size=runner.page_size,
             num_pages=runner.num_pages,
@@ -61,16 +65,18 @@ class StepExecutor:
             max_tokens_per_step=max_tokens_per_step,
             max_tokens_per_row=runner.max_tokens_per_row,
             tasks=frozenset(runner.tasks),
+            takes_grammars=runner.takes_grammars and blobs is not None,
         )
         self.runner = runner
         self.table = SlotTable(self.limits)
         self.records = PageRecordTable(self.limits)
+        self.blobs = SlotBlobs(blobs)
         self.weights_version = 1
         # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
         self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
         self._epoch = 0
         self._group_generation = 0
-        self._last_step = 0
+        self.last_step = 0
         self._launched: dict[int, StepHandle[StepResult]] = {}
         self._last_sampled = np.zeros(num_slots, np.int32)
 
@@ -78,12 +84,14 @@ class StepExecutor:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
         self.finish_all()
         self.table.clear()
-        self._epoch, self._group_generation, self._last_step = epoch, group_generation, 0
+        self.blobs.begin_epoch()
+        self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
 
     def reset(self) -> None:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
         assert not self._launched, "steps that were aborted have been finished"
         self.table.clear()
+        self.blobs.begin_epoch()
         self.records.reset()
         self.runner.clear()
 
@@ -100,8 +108,8 @@ class StepExecutor:
         self._check_order(plan)
         check_plan(plan, self.limits, self.table, self.records)
         self._apply(plan)
-        self._last_step = plan.step_id
-        builder = ResultBuilder(plan, self.weights_version)
+        self.last_step = plan.step_id
+        builder = ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
         if not plan.has_forward:
             return StepHandle(DONE, partial(builder.build, at_ns=ready_ns))
         most = self.runner.max_tokens_per_row
@@ -143,11 +151,11 @@ class StepExecutor:
                 f"the plan is for group generation {plan.group_generation}: claim the worker anew",
                 {"group_generation": str(self._group_generation)},
             )
-        if plan.step_id != self._last_step + 1:
+        if plan.step_id != self.last_step + 1:
             raise MeshError(
                 ErrorReason.ERROR_REASON_STEP_GAP,
-                f"step {plan.step_id} follows step {self._last_step}: steps have no gaps",
-                {"expected": str(self._last_step + 1), "got": str(plan.step_id)},
+                f"step {plan.step_id} follows step {self.last_step}: steps have no gaps",
+                {"expected": str(self.last_step + 1), "got": str(plan.step_id)},
             )
 
     def _apply(self, plan: StepPlan) -> None:
@@ -157,13 +165,15 @@ class StepExecutor:
             records.flush()
             self.runner.clear()
         for release in plan.releases:
-            table.release(release.slot, release.generation)
+            if table.release(release.slot, release.generation):
+                self.blobs.released(release.slot)
         for admit in plan.admits:
             table.admit(
                 admit,
                 can_batch=self.runner.can_batch(admit.sampling),
                 is_suppressed_by_runner=self.runner.suppresses_rows,
             )
+            self.blobs.admitted(admit)
             self.runner.admitted(admit)
         if plan.grants:
             self._grant(plan.grants)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -18,6 +18,7 @@ from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
 from radixmesh.daemons.worker.step_handle import StepHandle
+from radixmesh.daemons.worker.transfer_pins import TransferPins
 from radixmesh.worker.v1 import worker_pb2
 
 # Of a few hundred bytes at most: well below the largest message.
@@ -45,10 +46,12 @@ class PlanRunner:
         on_step: Callable[[], None],
         traces: SlotTraces | None = None,
         dp_rank: int = 0,
+        pins: TransferPins | None = None,
     ) -> None:
+        self._pins = pins or TransferPins()
         self._dp_rank = dp_rank
         self._traces = traces
-        self._executor = executor
+        self.executor = executor
         self._dump = dump
         self._on_step = on_step
         self._is_epoch_over = True
@@ -60,14 +63,15 @@ class PlanRunner:
         if self._died_step is None:
             if self._traces is not None:
                 self._traces.begin_epoch()
-            self._executor.begin_epoch(epoch, group_generation)
+            self._pins.begin_epoch()
+            self.executor.begin_epoch(epoch, group_generation)
             self._is_epoch_over = False
 
     def reset(self) -> None:
         """Empties slots, KV and page records; plans run from the next epoch on."""
         self._is_epoch_over = True
         if self._died_step is None:
-            self._executor.reset()
+            self.executor.reset()
 
     def launch(self, plan: worker_pb2.StepPlan, ready_ns: int, fault: Exception | None) -> StepHandle[Answer]:
         """Starts one plan; the handle's result is its answer and does not raise.
@@ -82,7 +86,7 @@ class PlanRunner:
                 raise fault
             step_plan = plan_from_proto(plan, self._dp_rank)
             traced = self._traces.launched(step_plan) if self._traces is not None else ()
-            step = self._executor.launch(step_plan, ready_ns=ready_ns)
+            step = self.executor.launch(step_plan, ready_ns=ready_ns)
         except MeshError as error:
             self._is_epoch_over = True
             return StepHandle.of(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
@@ -112,12 +116,14 @@ class PlanRunner:
         for chunk in traced:
             chunk.ran(result)
         self._on_step()
+        if released := self._pins.take_released():
+            result = replace(result, released_transfers=released)
         response = worker_pb2.ExecuteResponse(result=result_to_proto(result))
         return Answer(step_id=step_id, response=response, result=result)
 
     def snapshot(self) -> Sequence[worker_pb2.SnapshotCacheResponse]:
         """The page records as messages, the last one with is_last."""
-        ranges, namespaces = self._executor.snapshot()
+        ranges, namespaces = self.executor.snapshot()
         parts: list[tuple[PageRecords, tuple[str, ...]]] = [(records, ()) for records in ranges]
         num_pages = sum(len(records.filled) for records in ranges)
         if len(namespaces) <= _NAMES_A_MESSAGE:
@@ -126,9 +132,10 @@ class PlanRunner:
             starts = range(0, len(namespaces), _NAMES_A_MESSAGE)
             nothing = _empty_range(num_pages)
             parts += [(nothing, tuple(namespaces[start : start + _NAMES_A_MESSAGE])) for start in starts]
-        last = len(parts) - 1
+        last, pinned = len(parts) - 1, self._pins.held()
         return [
-            records_to_proto(records, is_last=i == last, namespaces=names) for i, (records, names) in enumerate(parts)
+            records_to_proto(records, is_last=i == last, namespaces=names, pinned=pinned if i == last else None)
+            for i, (records, names) in enumerate(parts)
         ]
 
     def _has_one_died(self) -> bool:

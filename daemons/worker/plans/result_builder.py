@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
-from radixmesh.daemons.runtime.steps.step import SlotLogprobs, SlotVector, StepPlan, StepResult, TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import (
+    NoToken,
+    SlotError,
+    SlotLogprobs,
+    SlotVector,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
 from radixmesh.daemons.worker.runner import StepOutput
 
 
 class ResultBuilder:
-    """Builds the result of one plan."""
+    """Builds the result of one plan.
 
-    def __init__(self, plan: StepPlan, weights_version: int) -> None:
+    errors: of slots that failed in it, to be told. failed_slots: whose rows have no token, as long as they are held.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        weights_version: int,
+        errors: tuple[SlotError, ...] = (),
+        failed_slots: tuple[int, ...] = (),
+    ) -> None:
         self._plan = plan
         self._weights_version = weights_version
+        self._errors = errors
+        self._failed_slots = failed_slots
 
     def build(self, *, at_ns: int) -> StepResult:
         """The result of a plan without a forward: no rows, no device time."""
@@ -34,7 +55,7 @@ class ResultBuilder:
                 counts[row.index] = len(got.tokens)
                 ids[row.index] = got.token
         logprobs, prompt_logprobs = _logprobs(batch, output)
-        return self._result(
+        result = self._result(
             counts=counts,
             ids=_all_ids(batch, output, counts) if is_uneven else ids[counts > 0],
             start_ns=output.start_ns,
@@ -43,6 +64,7 @@ class ResultBuilder:
             prompt_logprobs=prompt_logprobs,
             vectors=_vectors(batch, output),
         )
+        return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
 
     def _result(
         self,
@@ -66,7 +88,27 @@ class ResultBuilder:
             device_start_ns=start_ns,
             device_end_ns=end_ns,
             weights_version=self._weights_version,
+            slot_errors=self._errors,
         )
+
+
+def _without_slots(result: StepResult, batch: ForwardBatch, slots: tuple[int, ...]) -> StepResult:
+    """The same with no token for the rows of these slots, and nothing else of theirs."""
+    is_failed = np.zeros(batch.num_results, np.bool_)
+    is_failed[batch.row_indexes] = np.isin(batch.rows.slots, slots)
+    for row in batch.segment_rows:
+        if row.index >= 0:
+            is_failed[row.index] = row.slot in slots
+    reasons = np.where(result.counts == 0, NoToken.NO_ROOM, NoToken.HAS_TOKENS)
+    return replace(
+        result,
+        counts=np.where(is_failed, 0, result.counts).astype(np.int32),
+        ids=result.ids[np.repeat(~is_failed, result.counts)],
+        no_token_reasons=np.where(is_failed, NoToken.SLOT_ERROR, reasons).astype(np.int32),
+        logprobs=tuple(entry for entry in result.logprobs if entry.slot not in slots),
+        prompt_logprobs=tuple(entry for entry in result.prompt_logprobs if entry.slot not in slots),
+        vectors=tuple(entry for entry in result.vectors if entry.slot not in slots),
+    )
 
 
 def _all_ids(batch: ForwardBatch, output: StepOutput, counts: IntArray) -> IntArray:

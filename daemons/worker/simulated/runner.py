@@ -48,12 +48,13 @@ class SimulatedRunner(ModelRunner):
     ) -> None:
         self.page_size = page_size
         self.num_pages = num_pages
+        self.kv_dtype, self.kv_layout = "uint64", f"page={page_size};hash"
         self.vocab_size = vocab_size
         self.max_total_len = max_total_len
         self.alphabet = alphabet
         self.clock = clock
         self._latency = latency
-        self._kv = np.full(num_pages * page_size, _POISON, np.uint64)
+        self.kv = np.full(num_pages * page_size, _POISON, np.uint64)
 
     def now_ns(self) -> int:
         return self.clock.now_ns()
@@ -73,22 +74,22 @@ class SimulatedRunner(ModelRunner):
 
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         size = self.page_size
-        self._kv[target * size : target * size + num_tokens] = self._kv[source * size : source * size + num_tokens]
+        self.kv[target * size : target * size + num_tokens] = self.kv[source * size : source * size + num_tokens]
 
     def clear(self) -> None:
-        self._kv.fill(_POISON)
+        self.kv.fill(_POISON)
 
     def _decode(self, rows: DecodeRows) -> IntArray:
         positions = rows.positions
         before = np.maximum(positions - 1, 0)
         prefix = np.where(positions > 0, self._read(rows, before), EMPTY_PREFIX)
         prefix = prefix + token_hashes(rows.ids, positions)
-        self._kv[self._places(rows, positions)] = prefix
+        self.kv[self._places(rows, positions)] = prefix
         witnesses = self._read(rows, witness_positions(prefix, positions))
         return self.alphabet.sample(noise_of(prefix, witnesses, rows.seeds, rows.is_sampled, positions + 1))
 
     def _read(self, rows: DecodeRows, positions: IntArray) -> HashArray:
-        return self._kv[self._places(rows, positions)]
+        return self.kv[self._places(rows, positions)]
 
     def _places(self, rows: DecodeRows, positions: IntArray) -> IntArray:
         if self.page_size == 1:
@@ -103,7 +104,7 @@ class SimulatedRunner(ModelRunner):
         before = self._at(segment, segment.start - 1) if segment.start else EMPTY_PREFIX
         # Sums wrap around: 64-bit arithmetic is what the hash is defined in.
         contents = np.cumsum(token_hashes(segment.ids, positions), dtype=np.uint64) + before
-        self._kv[places] = contents
+        self.kv[places] = contents
         token, logprobs = (None, None) if segment.sample is None else self._sample(segment, contents[-1:], end - 1)
         return SegmentOutput(token=token, logprobs=logprobs, prompt_logprobs=self._prompt_logprobs(segment))
 
@@ -123,7 +124,7 @@ class SimulatedRunner(ModelRunner):
 
     def _at(self, segment: Segment, position: int) -> np.uint64:
         page = int(segment.pages[position // self.page_size])
-        value: np.uint64 = self._kv[page * self.page_size + position % self.page_size]
+        value: np.uint64 = self.kv[page * self.page_size + position % self.page_size]
         return value
 
     def _prompt_logprobs(self, segment: Segment) -> TokenLogprobs | None:

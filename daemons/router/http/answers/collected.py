@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.http.answers.request_group import RequestGroup
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.router.requests.updates import Finished, Logprobs, Update
 from radixmesh.router.v1 import router_pb2
 
 
@@ -20,16 +20,17 @@ class LogprobRun:
     top_ids: array[int] = field(default_factory=lambda: array("i"))
     top_values: array[float] = field(default_factory=lambda: array("f"))
 
-    def add(self, logprobs: common_pb2.Logprobs) -> None:
+    def add(self, logprobs: Logprobs) -> None:
         self.values.frombytes(logprobs.token_logprobs)
         self.num_top = logprobs.num_top or self.num_top
         self.top_ids.frombytes(logprobs.top_ids)
         self.top_values.frombytes(logprobs.top_logprobs)
 
     @classmethod
-    def of(cls, logprobs: common_pb2.Logprobs) -> LogprobRun:
+    def of(cls, logprobs: Logprobs | None) -> LogprobRun:
         run = cls()
-        run.add(logprobs)
+        if logprobs is not None:
+            run.add(logprobs)
         return run
 
     def top(self, place: int) -> list[tuple[int, float]]:
@@ -48,14 +49,14 @@ class CollectedOutput:
     vector: bytes = b""
     weights_version: int = 0
     num_forgotten: int = 0
-    finished: router_pb2.OutputFinished | None = None
+    finished: Finished | None = None
 
     @property
     def text(self) -> str:
         return "".join(self.texts)
 
     @property
-    def ending(self) -> router_pb2.OutputFinished:
+    def ending(self) -> Finished:
         assert self.finished is not None, "an output without an end"
         return self.finished
 
@@ -68,24 +69,24 @@ class CollectedRequest:
     outputs: list[CollectedOutput] = field(default_factory=list)
     prompt_logprobs: LogprobRun | None = None
 
-    def add(self, message: router_pb2.GenerateResponse) -> None:
+    def add(self, update: Update) -> None:
         """Raises the error of an output that failed."""
-        if message.HasField("resolved"):
-            self.resolved = message.resolved
-            self.outputs = [CollectedOutput() for _ in message.resolved.seeds]
-        if message.HasField("prompt_logprobs"):
+        if update.resolved is not None:
+            self.resolved = update.resolved
+            self.outputs = [CollectedOutput() for _ in update.resolved.seeds]
+        if update.prompt_logprobs is not None:
             if self.prompt_logprobs is None:
                 self.prompt_logprobs = LogprobRun()
-            self.prompt_logprobs.add(message.prompt_logprobs)
-        for delta in message.deltas:
+            self.prompt_logprobs.add(update.prompt_logprobs)
+        for delta in update.deltas:
             output = self.outputs[delta.index]
             output.ids.frombytes(delta.ids)
             output.texts.append(delta.text)
             output.weights_version = delta.weights_version
             output.vector = delta.vector or output.vector
-            if delta.HasField("logprobs"):
+            if delta.logprobs is not None:
                 output.logprobs.add(delta.logprobs)
-        for finished in message.finished:
+        for finished in update.finished:
             raise_failure(finished)
             self.outputs[finished.index].finished = finished
 
@@ -94,13 +95,13 @@ async def collect(group: RequestGroup, num_requests: int) -> list[CollectedReque
     """All answers whole, in the order of the prompts. Raises MeshError when any output fails."""
     collected = [CollectedRequest() for _ in range(num_requests)]
     while (item := await group.next()) is not None:
-        place, message = item
-        collected[place].add(message)
+        place, update = item
+        collected[place].add(update)
     return collected
 
 
-def raise_failure(finished: router_pb2.OutputFinished) -> None:
+def raise_failure(finished: Finished) -> None:
     """Raises the error of an output that did not end by itself."""
-    if finished.HasField("error"):
-        raise MeshError.from_proto(finished.error)
+    if finished.error is not None:
+        raise finished.error
     assert finished.reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH), finished

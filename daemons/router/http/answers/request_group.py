@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from radixmesh.daemons.router.requests.request_stream import RequestStream
+from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.router.router import Router
 from radixmesh.router.v1 import router_pb2
 
 # Index of the prompt, and its new output.
-GroupMessage = tuple[int, router_pb2.GenerateResponse]
+GroupMessage = tuple[int, Update]
 
 # Requests of one group that are being resolved.
 _MAX_STARTING = 16
@@ -70,6 +71,21 @@ class RequestGroup:
                 return item
             self._num_open -= 1
         return None
+
+    @property
+    def is_single(self) -> bool:
+        """True for one request: push() may then take the place of next()."""
+        return len(self._streams) == 1
+
+    async def push(self, sink: Callable[[Update], bool]) -> None:
+        """Hands what next() would give to sink, of a single request: see Delivery.push()."""
+        (self._being_written,) = self._streams
+        await self._being_written.push(sink)
+
+    def resume(self) -> None:
+        """The client takes more again, after sink said that it does not."""
+        if self._being_written is not None:
+            self._being_written.delivery.resume()
 
     def progressed(self) -> None:
         """The client has taken some of what is being written to it."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from radixmesh.daemons.router.http.answers.request_group import GroupMessage, RequestGroup
 from radixmesh.daemons.router.http.bodies.body import ClientGone
-from radixmesh.daemons.router.http.bodies.json_text import dump
+from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
 from radixmesh.daemons.router.http.server.connection import CONNECTION_EXTENSION, ConnectionHandle
+from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
 
@@ -37,8 +38,8 @@ class EventWriter(ABC):
         """Events before any output; may be empty."""
 
     @abstractmethod
-    def write(self, place: int, message: router_pb2.GenerateResponse) -> bytes:
-        """Events for what is new of the prompt at `place`; none for its resolved request, which comes first. Raises the
+    def write(self, place: int, update: Update) -> bytes:
+        """Events for news of the prompt at `place`; none for its resolved request, which comes first. Raises the
         MeshError of a failed output."""
 
     @abstractmethod
@@ -75,9 +76,10 @@ class EventStream(Response):
                 group = RequestGroup(self._context.router, self._requests, watch.interrupt)
                 if connection is not None:
                     connection.on_progress = group.progressed
+                    connection.on_writable = group.resume
                 # A task of its own: every event would otherwise be resumed through the server's and the framework's
                 # coroutines (a sixth of the router's time at 40,000 tokens/s).
-                await asyncio.create_task(self._run(group, send))
+                await asyncio.create_task(self._run(group, send, connection))
         except ClientGone:
             if not self._is_started:
                 raise
@@ -85,29 +87,31 @@ class EventStream(Response):
                 await _cut(connection, receive)
         finally:
             if connection is not None:
-                connection.on_progress = None
+                connection.on_progress = connection.on_writable = None
             if group is not None:
                 group.close()
 
-    async def _run(self, group: RequestGroup, send: Send) -> None:
+    async def _run(self, group: RequestGroup, send: Send, connection: ConnectionHandle | None) -> None:
         item = await self._first_news(group)
-        await self._send_all(group, item, send)
+        await self._send_all(group, item, send, connection)
 
     async def _first_news(self, group: RequestGroup) -> GroupMessage | None:
         """The first message that is no resolved request, None if that takes long."""
         first = await group.next()
-        assert first is not None, "a stream begins with its resolved request"
+        assert first is not None and first[1].resolved is not None, "a stream begins with its resolved request"
         await self._writer.prepare(first[1].resolved)
         self._writer.write(*first)
         try:
             async with asyncio.timeout(_HEADERS_AFTER_S):
-                while (item := await group.next()) is not None and item[1].HasField("resolved"):
+                while (item := await group.next()) is not None and item[1].resolved is not None:
                     self._writer.write(*item)
                 return item
         except TimeoutError:
             return None
 
-    async def _send_all(self, group: RequestGroup, item: GroupMessage | None, send: Send) -> None:
+    async def _send_all(
+        self, group: RequestGroup, item: GroupMessage | None, send: Send, connection: ConnectionHandle | None
+    ) -> None:
         events = self._writer.begin()
         try:
             if item is not None:
@@ -116,6 +120,8 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             if events:
                 await send(_part(events))
+            if connection is not None and group.is_single:
+                await group.push(_sink_of(self._writer, connection))
             while (item := await group.next()) is not None:
                 events = self._writer.write(*item)
                 if events:
@@ -131,9 +137,26 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": events, "more_body": False})
 
 
+def event_around(value: object, mark: str) -> tuple[bytes, bytes]:
+    """One event of a JSON value that holds the text `mark` once: write any JSON between the two."""
+    before, after = split_at(value, mark)
+    return b"data: " + before, after + b"\n\n"
+
+
 def event(value: object) -> bytes:
     """One event of a JSON value."""
     return b"data: " + dump(value) + b"\n\n"
+
+
+def _sink_of(writer: EventWriter, connection: ConnectionHandle) -> Callable[[Update], bool]:
+    """Events of a single request, straight to its connection: the hot path, once per stream and frame."""
+    write, write_part = writer.write, connection.write_part
+
+    def sink(update: Update) -> bool:
+        events = write(0, update)
+        return write_part(events) if events else True
+
+    return sink
 
 
 def _part(events: bytes) -> dict[str, object]:

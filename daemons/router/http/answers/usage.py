@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.router.v1 import router_pb2
+from radixmesh.daemons.router.requests.updates import Finished
 
 FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -17,12 +17,11 @@ class UsageSum:
         self._prompt: dict[int, tuple[int, int]] = {}
         self.num_completion = 0
 
-    def add(self, place: int, finished: router_pb2.OutputFinished) -> None:
+    def add(self, place: int, finished: Finished) -> None:
         """place: which prompt."""
-        usage = finished.usage
-        cached = max(usage.cached_tokens, self._prompt.get(place, (0, 0))[1])
-        self._prompt[place] = (usage.prompt_tokens, cached)
-        self.num_completion += usage.output_tokens
+        cached = max(finished.cached_tokens, self._prompt.get(place, (0, 0))[1])
+        self._prompt[place] = (finished.prompt_tokens, cached)
+        self.num_completion += finished.num_output
 
     def to_json(self) -> dict[str, object]:
         num_prompt = sum(num for num, _ in self._prompt.values())
@@ -34,7 +33,7 @@ class UsageSum:
         }
 
 
-def usage_of(finished: Iterable[tuple[int, router_pb2.OutputFinished]]) -> UsageSum:
+def usage_of(finished: Iterable[tuple[int, Finished]]) -> UsageSum:
     """The sum over (prompt's place, finished output)."""
     total = UsageSum()
     for place, one in finished:
@@ -42,8 +41,8 @@ def usage_of(finished: Iterable[tuple[int, router_pb2.OutputFinished]]) -> Usage
     return total
 
 
-def stop_reason(finished: router_pb2.OutputFinished) -> str | int | None:
+def stop_reason(finished: Finished) -> str | int | None:
     """The stop string or id that ended an output; None for another reason."""
     if finished.stop:
         return finished.stop
-    return finished.stop_id if finished.HasField("stop_id") else None
+    return finished.stop_id

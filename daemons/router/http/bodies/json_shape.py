@@ -10,7 +10,7 @@ import numpy as np
 
 Bytes = bytes | bytearray | memoryview | msgspec.Raw
 
-_BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 18
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _IS_OPENING, _IS_CLOSING, _IS_COMMA = (np.zeros(256, np.bool_) for _ in range(3))
 _IS_OPENING[list(b"[{")] = _IS_CLOSING[list(b"]}")] = _IS_COMMA[list(b",")] = True
@@ -30,8 +30,8 @@ def bound_of_values(data: Bytes) -> int:
     """No fewer values than are in the text, by one pass that takes texts for structure: cheap, and enough for most."""
     num = 1
     with memoryview(data) as view:
-        for start in range(0, len(view), _BLOCK_BYTES):
-            block = bytes(view[start : start + _BLOCK_BYTES])
+        for start in range(0, len(view), BLOCK_BYTES):
+            block = bytes(view[start : start + BLOCK_BYTES])
             num += block.count(b",") + block.count(b"[") + block.count(b"{")
     return num
 
@@ -55,8 +55,8 @@ def _structure(data: Bytes) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint8
     """Brackets, braces and commas outside of strings, block by block; no block is empty."""
     whole = np.frombuffer(data, np.uint8)
     is_in_string = is_escaped = False
-    for start in range(0, len(whole), _BLOCK_BYTES):
-        block = whole[start : start + _BLOCK_BYTES]
+    for start in range(0, len(whole), BLOCK_BYTES):
+        block = whole[start : start + BLOCK_BYTES]
         quotes = block == _QUOTE
         if is_escaped or (block == _BACKSLASH).any():
             escaped, is_escaped = _escaped(block, is_escaped)

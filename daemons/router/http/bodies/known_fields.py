@@ -80,7 +80,7 @@ UNSUPPORTED = frozenset(
             "web_search_options",
             "verbosity",
         ),
-        *("image_data", "video_data", "audio_data", "input_embeds", "prompt_embeds", "session_params", "dimensions"),
+        *("image_data", "video_data", "audio_data", "input_embeds", "prompt_embeds", "session_params"),
         *("return_hidden_states", "return_tokens_as_token_ids", "token_ids_logprob", "vllm_xargs"),
         *("spaces_between_special_tokens", "mm_processor_kwargs", "typical_p", "best_of", "add_special_tokens", "echo"),
         *("parallel_tool_calls", "thinking", "beam_width", "num_beams"),

@@ -38,10 +38,10 @@ class ParserPool:
         self, *, max_body_bytes: int, num_processes: int = 2, timeout_s: float = 30.0, idle_s: float = 60.0
     ) -> None:
         self._max_body_bytes = max_body_bytes
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._idle_s = idle_s
         self._turn = asyncio.Semaphore(num_processes)
-        self._idle: list[_ParserProcess] = []
+        self.idle: list[_ParserProcess] = []
         self._reaper: asyncio.TimerHandle | None = None
 
     async def parse(
@@ -57,12 +57,12 @@ class ParserPool:
             process = self._take_process(job)
             is_whole = False
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self.timeout_s):
                     await process.send(msgspec.msgpack.encode(job), parts)
                     answer = await _read_answer(process, make)
                 is_whole = True
             except TimeoutError as error:
-                raise self._lost(f"took more than {self._timeout_s:g} s", job) from error
+                raise self._lost(f"took more than {self.timeout_s:g} s", job) from error
             except OSError as error:
                 raise self._lost("ended", job) from error
             finally:
@@ -77,8 +77,8 @@ class ParserPool:
 
     def _take_process(self, job: Mapping[str, object]) -> _ParserProcess:
         """One that waits, or a new one. Raises NOT_SERVING where none can be started."""
-        while self._idle:
-            process = self._idle.pop()
+        while self.idle:
+            process = self.idle.pop()
             if process.is_alive:
                 return process
             process.close()  # Killed while it waited, for want of memory for one.
@@ -89,9 +89,9 @@ class ParserPool:
 
     def close(self) -> None:
         """Ends the processes that have nothing to do; the others end with their body."""
-        for process in self._idle:
+        for process in self.idle:
             process.close()
-        self._idle = []
+        self.idle = []
         if self._reaper is not None:
             self._reaper.cancel()
 
@@ -102,18 +102,18 @@ class ParserPool:
 
     def _keep(self, process: _ParserProcess) -> None:
         process.idle_since = time.monotonic()
-        self._idle.append(process)
+        self.idle.append(process)
         if self._reaper is None:
             self._reaper = asyncio.get_running_loop().call_later(self._idle_s, self._reap)
 
     def _reap(self) -> None:
         self._reaper = None
         now = time.monotonic()
-        kept = [process for process in self._idle if now - process.idle_since < self._idle_s]
-        for process in self._idle:
+        kept = [process for process in self.idle if now - process.idle_since < self._idle_s]
+        for process in self.idle:
             if process not in kept:
                 process.close()
-        self._idle = kept
+        self.idle = kept
         if kept:
             self._reaper = asyncio.get_running_loop().call_later(self._idle_s, self._reap)
 
@@ -137,6 +137,10 @@ class _ParserProcess:
                 raise
         self._socket.setblocking(False)
         self.idle_since = 0.0
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_alive(self) -> bool:

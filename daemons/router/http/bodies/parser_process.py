@@ -20,14 +20,18 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import Body, parse
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRequest, EmbeddingRequest
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
+from radixmesh.daemons.router.http.endpoints.score_requests import RerankRequest, ScoreRequest
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.runtime.errors import MeshError
 
 KINDS: dict[str, type[Body]] = {
     kind.__name__: kind
-    for kind in (ChatRequest, CompletionRequest, EmbeddingRequest, NativeRequest, TokenizeRequest, DetokenizeRequest)
+    for kind in (
+        *(ChatRequest, CompletionRequest, EmbeddingRequest, NativeRequest, TokenizeRequest, DetokenizeRequest),
+        *(ScoreRequest, RerankRequest, ClassifyRequest),
+    )
 }
 _HEAD = struct.Struct("<Ic")
 # On top of what the interpreter has: the body, its texts as Python has them, and the messages. Past it the body is

@@ -12,12 +12,13 @@ from starlette.responses import JSONResponse, Response
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, LogprobRun, raise_failure
 from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs
-from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event
+from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
 from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
-from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
+from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
+from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
 
@@ -66,23 +67,23 @@ class ChatEvents(EventWriter):
             self._table = await self._context.tables.of(resolved.model_identity)
         self._head = _head(self._request_id, "chat.completion.chunk", resolved.model)
         mark = f"{self._request_id} content"
-        self._around = [split_at(self._chunk(i, {"content": mark}), mark) for i in range(self._num_outputs)]
+        self._around = [event_around(self._chunk(i, {"content": mark}), mark) for i in range(self._num_outputs)]
 
     def begin(self) -> bytes:
         role = {"role": "assistant", "content": ""}
         return b"".join(event(self._chunk(index, role)) for index in range(self._num_outputs))
 
-    def write(self, place: int, message: router_pb2.GenerateResponse) -> bytes:
+    def write(self, place: int, update: Update) -> bytes:
         events: list[bytes] = []
-        for delta in message.deltas:
+        for delta in update.deltas:
             if self._table is not None and delta.ids:
                 run = LogprobRun.of(delta.logprobs)
                 logprobs = chat_logprobs(unpack_ints(delta.ids, "ids").tolist(), run, self._table)
                 events.append(event(self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)))
             elif delta.text:
                 before, after = self._around[delta.index]
-                events += (b"data: ", before, dump(delta.text), after, b"\n\n")
-        for finished in message.finished:
+                events += (before, dump(delta.text), after)
+        for finished in update.finished:
             raise_failure(finished)
             self._usage.add(place, finished)
             events.append(event(self._chunk(finished.index, {}, finished=finished)))
@@ -99,7 +100,7 @@ class ChatEvents(EventWriter):
         delta: dict[str, str],
         *,
         logprobs: dict[str, object] | None = None,
-        finished: router_pb2.OutputFinished | None = None,
+        finished: Finished | None = None,
     ) -> dict[str, object]:
         choice: dict[str, object] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if finished is not None:

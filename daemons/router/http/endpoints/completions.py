@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 from starlette.requests import Request
@@ -12,13 +13,14 @@ from starlette.responses import JSONResponse, Response
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, CollectedRequest, LogprobRun, raise_failure
 from radixmesh.daemons.router.http.answers.logprobs import CompletionLogprobs
-from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event
+from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
 from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
-from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
+from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
+from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -86,7 +88,7 @@ class CompletionEvents(EventWriter):
             self._logprobs = [CompletionLogprobs(table, skips_special=skips) for _ in range(self._num_choices)]
         self._head = _head(self._request_id, resolved.model)
         mark = f"{self._request_id} text"
-        self._around = [split_at(self._chunk(i, mark), mark) for i in range(self._num_choices)]
+        self._around = [event_around(self._chunk(i, mark), mark) for i in range(self._num_choices)]
 
     def begin(self) -> bytes:
         texts = [
@@ -96,10 +98,10 @@ class CompletionEvents(EventWriter):
         ]
         return b"".join(event(self._chunk(index, text)) for index, text in texts)
 
-    def write(self, place: int, message: router_pb2.GenerateResponse) -> bytes:
+    def write(self, place: int, update: Update) -> bytes:
         events: list[bytes] = []
         first = place * self._num_outputs
-        for delta in message.deltas:
+        for delta in update.deltas:
             index = first + delta.index
             if self._has_logprobs and delta.ids:
                 ids = unpack_ints(delta.ids, "ids").tolist()
@@ -107,8 +109,8 @@ class CompletionEvents(EventWriter):
                 events.append(event(self._chunk(index, delta.text, logprobs=logprobs)))
             elif delta.text:
                 before, after = self._around[index]
-                events += (b"data: ", before, dump(delta.text), after, b"\n\n")
-        for finished in message.finished:
+                events += (before, dump(delta.text), after)
+        for finished in update.finished:
             raise_failure(finished)
             self._usage.add(place, finished)
             events.append(event(self._chunk(first + finished.index, "", finished=finished)))
@@ -125,7 +127,7 @@ class CompletionEvents(EventWriter):
         text: str,
         *,
         logprobs: dict[str, object] | None = None,
-        finished: router_pb2.OutputFinished | None = None,
+        finished: Finished | None = None,
     ) -> dict[str, object]:
         choice: dict[str, object] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if finished is not None:
@@ -171,5 +173,5 @@ def _without_output(answer: CollectedRequest) -> CollectedRequest:
     """The prompt's part alone: the one token that had to be made is not told."""
     for output in answer.outputs:
         output.ids, output.texts, output.logprobs = output.ids[:0], [], LogprobRun()
-        output.ending.usage.output_tokens = 0
+        output.finished = replace(output.ending, num_output=0)
     return answer

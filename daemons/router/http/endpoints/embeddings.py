@@ -6,10 +6,12 @@ import base64
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixmesh.daemons.router.http.answers.answer import run_whole
+from radixmesh.daemons.router.http.bodies.field_decoders import invalid
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
@@ -33,7 +35,9 @@ class EmbeddingEndpoint:
             {
                 "object": "embedding",
                 "index": index,
-                "embedding": _vector(answer.outputs[0].vector, is_base64=body.encoding_format == "base64"),
+                "embedding": _written(
+                    _vector(answer.outputs[0].vector, body), is_base64=body.encoding_format == "base64"
+                ),
             }
             for index, answer in enumerate(answers)
         ]
@@ -46,6 +50,18 @@ class EmbeddingEndpoint:
         return JSONResponse(whole, headers={**body.ignored_headers(), "x-request-id": request_id})
 
 
-def _vector(values: bytes, *, is_base64: bool) -> str | list[float]:
-    """values: an f32 array, which is what OpenAI's base64 form holds too."""
-    return base64.b64encode(values).decode() if is_base64 else np.frombuffer(values, "<f4").tolist()
+def _vector(values: bytes, body: EmbeddingRequest) -> npt.NDArray[np.float32]:
+    """values: an f32 array. Raises INVALID_ARGUMENT for more dimensions than the model has."""
+    vector = np.frombuffer(values, "<f4")
+    if body.dimensions is not None and not 1 <= body.dimensions <= len(vector):
+        raise invalid("dimensions", f"dimensions is {body.dimensions}: choose 1 to {len(vector)}, the model's own")
+    vector = vector[: body.dimensions]
+    # As OpenAI does: the first dimensions of a vector have to be scaled to be comparable.
+    is_scaled = body.dimensions is not None if body.normalize is None else body.normalize
+    length = float(np.linalg.norm(vector.astype(np.float64)))
+    return (vector / length).astype("<f4") if is_scaled and length else vector
+
+
+def _written(vector: npt.NDArray[np.float32], *, is_base64: bool) -> str | list[float]:
+    """OpenAI's base64 form holds an f32 array."""
+    return base64.b64encode(vector.tobytes()).decode() if is_base64 else cast("list[float]", vector.tolist())

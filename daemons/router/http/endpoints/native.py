@@ -17,6 +17,7 @@ from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, stop_rea
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
+from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
 
@@ -69,10 +70,10 @@ class NativeEvents(EventWriter):
     def begin(self) -> bytes:
         return b""
 
-    def write(self, place: int, message: router_pb2.GenerateResponse) -> bytes:
+    def write(self, place: int, update: Update) -> bytes:
         answer = self._answers[place]
-        answer.add(message)
-        changed = {delta.index for delta in message.deltas} | {finished.index for finished in message.finished}
+        answer.add(update)
+        changed = {delta.index for delta in update.deltas} | {finished.index for finished in update.finished}
         events: list[bytes] = []
         for i in sorted(changed):
             entry = _entry(self._body, answer, answer.outputs[i], self._table, self._started)
@@ -107,7 +108,7 @@ def _entry(
     if finished is not None:
         meta["finish_reason"] = _finish_reason(finished)
         meta["completion_tokens"] = finished.num_output
-        meta["cached_tokens"] = finished.usage.cached_tokens
+        meta["cached_tokens"] = finished.cached_tokens
         meta["e2e_latency"] = time.monotonic() - started
     if body.return_logprob:
         meta["output_token_logprobs"] = _values(output.ids, output.logprobs.values, table)
@@ -124,7 +125,7 @@ def _entry(
     return {"text": output.text, "output_ids": list(output.ids), "meta_info": meta}
 
 
-def _finish_reason(finished: router_pb2.OutputFinished) -> JsonObject:
+def _finish_reason(finished: Finished) -> JsonObject:
     kind = FINISH_REASONS[finished.reason]
     return (
         {"type": kind, "length": finished.num_output}

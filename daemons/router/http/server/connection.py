@@ -33,10 +33,14 @@ _LINGER_BYTES = 1 << 20
 @dataclass(slots=True, eq=False)
 class ConnectionHandle:
     """A request's handle on its connection. cut(): ends it at once, whatever its client has not read yet.
-    on_progress: called when the client has taken bytes while more wait; set by the request that is being answered."""
+    write_part(): a part of the body of an answer without a length, past the application's layers; False if the client
+    takes no more for now. on_progress: called when the client has taken bytes while more wait. on_writable: called when
+    it takes more again. Both are set by the request that is being answered."""
 
     cut: Callable[[], None]
+    write_part: Callable[[bytes], bool]
     on_progress: Callable[[], None] | None = None
+    on_writable: Callable[[], None] | None = None
 
     def progressed(self) -> None:
         if self.on_progress is not None:
@@ -70,7 +74,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_message = False
         self._is_over = False
         self._num_discarded = 0
-        self._handle = ConnectionHandle(transport.abort)
+        self._handle = ConnectionHandle(transport.abort, self._write_part)
         self._writing = WriteProgress(transport, self.limits.stall_s, self._handle.progressed)
         if len(self.connections) > self.limits.max_connections and not self._make_room():
             self._is_over = True
@@ -166,6 +170,13 @@ class BoundedProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._writing.stop()
         super().resume_writing()
+        if self._handle.on_writable is not None:
+            self._handle.on_writable()
+
+    def _write_part(self, data: bytes) -> bool:
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not self.flow.write_paused
 
     def _wait_for_request(self) -> None:
         self.limits.waiting[self] = None

@@ -15,12 +15,16 @@ SlotArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """Shape shared by all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share)."""
+    """Shape shared by all layers and steps. `num_heads` is a multiple of `num_kv_heads` (this rank's share).
+
+    softcap: scaled scores become cap x tanh(score / cap), before keys are hidden; None = they stay.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
+    softcap: float | None = None
 
     @property
     def group_size(self) -> int:
@@ -57,11 +61,19 @@ class BatchAttention(ABC):
 
     @abstractmethod
     def attend(
-        self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, window: int | None = None
+        self,
+        query_THD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
+        chunk: int | None = None,
     ) -> torch.Tensor:
         """Softmax attention of every row over its own sequence up to itself.
 
         window, the layer's: a token sees itself and the `window - 1` before it; None = all before it.
+        sinks_H, the layer's: a score per head that joins each row's softmax and has no value (Xiao et al. 2023).
+        chunk, the layer's: a token sees only those from the last multiple of `chunk` on; None = no chunks.
         query_THD: [rows with padding, heads, head_dim], with RoPE, not scaled. keys_SKD, values_SKD: the layer's whole
         pool, [tokens of the pool, kv heads, head_dim], where the step's own tokens are already written. Returns
         [rows with padding, heads, head_dim] in the dtype of the query; padding rows hold finite numbers of no meaning.

@@ -65,14 +65,15 @@ class PagedTorchAttention(AttentionBackend):
         cut = torch.randint(0, KEY_TILE, (_PROBE_UNITS, self._query_tile), generator=generator)
         hidden = torch.arange(KEY_TILE) > cut[:, :, None]
         rows = tuple(x.to(self._device) for x in (query, keys, values, hidden))
+        sinks_H = torch.randn(shape.num_heads, generator=generator).to(self._device)
 
         def attend(unit_inputs: Tensors) -> Tensors:
             q, k, v, hidden = unit_inputs
-            state = _OnlineSoftmax(q.flatten(0, 1), shape.group_size)
+            state = _OnlineSoftmax(q.flatten(0, 1), shape)
             first, second = slice(0, KEY_TILE), slice(KEY_TILE, None)
             state.add(k[:, :, first].flatten(0, 1).contiguous(), v[:, :, first].flatten(0, 1).contiguous(), None)
             state.add(k[:, :, second].flatten(0, 1).contiguous(), v[:, :, second].flatten(0, 1).contiguous(), hidden)
-            return (state.result().view_as(q),)
+            return (state.result(None).view_as(q), state.result(sinks_H).view_as(q))
 
         counts = agreeing_sizes(attend, rows, _UNIT_COUNTS)
         if len(counts) < len(_UNIT_COUNTS):
@@ -103,23 +104,29 @@ class _Plan(NamedTuple):
 
 
 class _PagedTorchStep(BatchAttention):
-    """A plan for each window that the model's layers have, made when the first of them asks."""
+    """A plan for each window and chunk that the model's layers have, made when the first of them asks."""
 
     def __init__(
-        self, shape: AttentionShape, plan_for_window: Callable[[int | None], _Plan], device: torch.device
+        self, shape: AttentionShape, plan_for: Callable[[int | None, int | None], _Plan], device: torch.device
     ) -> None:
         self._shape = shape
-        self._plan_for_window = plan_for_window
-        self._plans: dict[int | None, _Plan] = {}
+        self._plan_for = plan_for
+        self._plans: dict[tuple[int | None, int | None], _Plan] = {}
         self._heads_K1 = torch.arange(shape.num_kv_heads, device=device)[:, None]
 
     def attend(
-        self, query_THD: torch.Tensor, keys_SKD: torch.Tensor, values_SKD: torch.Tensor, window: int | None = None
+        self,
+        query_THD: torch.Tensor,
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        window: int | None = None,
+        sinks_H: torch.Tensor | None = None,
+        chunk: int | None = None,
     ) -> torch.Tensor:
         shape = self._shape
-        if window not in self._plans:
-            self._plans[window] = self._plan_for_window(window)
-        plan = self._plans[window]
+        if (window, chunk) not in self._plans:
+            self._plans[window, chunk] = self._plan_for(window, chunk)
+        plan = self._plans[window, chunk]
         tile = plan.unit_to_row.shape[0] // sum(group.num_units for group in plan.groups)
         # [U, Q, K, G, D] -> [U, K, Q, G, D] -> [U x K, Q x G, D]: one product a unit and KV head.
         query = query_THD.index_select(0, plan.unit_to_row).to(torch.float32).mul_(shape.scale)
@@ -129,10 +136,10 @@ class _PagedTorchStep(BatchAttention):
         first = 0
         for group in plan.groups:
             last = first + group.num_units * shape.num_kv_heads
-            outputs.append(self._attend_group(query[first:last], group.key_tiles, keys_SKD, values_SKD))
+            outputs.append(self._attend_group(query[first:last], group.key_tiles, keys_SKD, values_SKD, sinks_H))
             first = last
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        if window is not None:
+        if window is not None or chunk is not None:
             # The tiles that are skipped depend on the batch, and a tile of which a row sees nothing turns -0 to 0.
             out = out + 0.0
         out = out.view(-1, shape.num_kv_heads, tile, shape.group_size, shape.head_dim).transpose(1, 2)
@@ -140,11 +147,16 @@ class _PagedTorchStep(BatchAttention):
         return out_THD.to(query_THD.dtype)
 
     def _attend_group(
-        self, query: torch.Tensor, key_tiles: Sequence[_KeyTile], keys_SKD: torch.Tensor, values_SKD: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key_tiles: Sequence[_KeyTile],
+        keys_SKD: torch.Tensor,
+        values_SKD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
     ) -> torch.Tensor:
         num_kv_heads, head_dim = self._shape.num_kv_heads, self._shape.head_dim
         keys, values = keys_SKD.view(-1, head_dim), values_SKD.view(-1, head_dim)
-        state = _OnlineSoftmax(query, self._shape.group_size)
+        state = _OnlineSoftmax(query, self._shape)
         for slots_UB, hidden_UQB in key_tiles:
             # Gathered with the heads outside, which is the layout that the products want.
             index = (slots_UB[:, None, :] * num_kv_heads + self._heads_K1).view(-1)
@@ -154,15 +166,15 @@ class _PagedTorchStep(BatchAttention):
             is_one = values_SKD is keys_SKD
             values_NBD = keys_NBD if is_one else values.index_select(0, index).view(size).to(torch.float32)
             state.add(keys_NBD, values_NBD, hidden_UQB)
-        return state.result()
+        return state.result(sinks_H)
 
 
 class _OnlineSoftmax:
     """Attention of some units over key tiles that come one by one. N = units x KV heads, M = Q x group."""
 
-    def __init__(self, query_NMD: torch.Tensor, group_size: int) -> None:
+    def __init__(self, query_NMD: torch.Tensor, shape: AttentionShape) -> None:
         self._query_NMD = query_NMD
-        self._group_size = group_size
+        self._shape = shape
         self._max_NM1: torch.Tensor | None = None
         self._sum_NM1 = query_NMD
         self._weighted_NMD = query_NMD
@@ -170,9 +182,11 @@ class _OnlineSoftmax:
     def add(self, keys_NBD: torch.Tensor, values_NBD: torch.Tensor, hidden_UQB: torch.Tensor | None) -> None:
         """Takes the next key tile. hidden_UQB: True where a row must not see a key; None = all see all."""
         scores_NMB = torch.bmm(self._query_NMD, keys_NBD.transpose(1, 2))
+        if self._shape.softcap is not None:
+            scores_NMB.div_(self._shape.softcap).tanh_().mul_(self._shape.softcap)
         if hidden_UQB is not None:
             units, queries, keys = hidden_UQB.shape
-            by_row = scores_NMB.view(units, -1, queries, self._group_size, keys)
+            by_row = scores_NMB.view(units, -1, queries, self._shape.group_size, keys)
             by_row.masked_fill_(hidden_UQB[:, None, :, None, :], float("-inf"))
         max_NM1 = scores_NMB.amax(dim=-1, keepdim=True)
         if self._max_NM1 is None:
@@ -188,12 +202,22 @@ class _OnlineSoftmax:
             self._weighted_NMD.mul_(correction_NM1).add_(torch.bmm(exp_NMB, values_NBD))
         self._max_NM1 = max_NM1
 
-    def result(self) -> torch.Tensor:
+    def result(self, sinks_H: torch.Tensor | None) -> torch.Tensor:
         """[N, M, D]. Places without a row may divide 0 by 0; nobody reads them."""
-        return self._weighted_NMD / self._sum_NM1
+        if sinks_H is None:
+            return self._weighted_NMD / self._sum_NM1
+        assert self._max_NM1 is not None
+        group, num_kv_heads = self._shape.group_size, self._shape.num_kv_heads
+        num, rows = self._max_NM1.shape[:2]
+        # Rows of a unit are queries x heads of the group.
+        sinks_K1G = sinks_H.float().view(num_kv_heads, 1, group)
+        sinks_NM1 = sinks_K1G.expand(num // num_kv_heads, num_kv_heads, rows // group, group).reshape(num, rows, 1)
+        max_NM1 = torch.maximum(self._max_NM1, sinks_NM1)
+        kept_NM1 = (self._max_NM1 - max_NM1).exp()
+        return self._weighted_NMD * kept_NM1 / (self._sum_NM1 * kept_NM1 + (sinks_NM1 - max_NM1).exp())
 
 
-def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: int | None) -> _Plan:
+def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: int | None, chunk: int | None) -> _Plan:
     """Cuts the segments into units and sorts those by context, so that units of a group have about as many tiles."""
     segment_U, first_U, row_U = _cut_into_units(batch, query_tile)
     end_U = np.array([segment.start + segment.length for segment in batch.segments])[segment_U]
@@ -213,12 +237,16 @@ def _plan(batch: AttentionBatch, query_tile: int, unit_tiles: RowTiles, window: 
     groups, at = [], 0
     for size in cover:
         units = slice(at, min(at + size, len(order)))
-        first_tile = 0 if window is None else max(0, int(first_U[units].min()) - window + 1) // KEY_TILE
+        nearest = int(first_U[units].min())
+        first_seen = 0 if window is None else max(0, nearest - window + 1)
+        if chunk is not None:
+            first_seen = max(first_seen, nearest // chunk * chunk)
+        first_tile = first_seen // KEY_TILE
         groups.append(
             _UnitGroup(
                 num_units=size,
                 key_tiles=[
-                    _key_tile(j, size, segment_U[units], position_UQ[units], slots, batch.zero_slot, window)
+                    _key_tile(j, size, segment_U[units], position_UQ[units], slots, batch.zero_slot, window, chunk)
                     for j in range(first_tile, int(num_tiles_U[at]))
                 ],
             )
@@ -254,6 +282,7 @@ def _key_tile(
     slots: Sequence[SlotArray],
     zero_slot: int,
     window: int | None,
+    chunk: int | None,
 ) -> _KeyTile:
     """Key tile `index` of a group: the pool's zero token stands for keys that a unit does not have."""
     first = index * KEY_TILE
@@ -263,6 +292,7 @@ def _key_tile(
             slots_UB[unit] = slots[segment][first : first + KEY_TILE]
     nearest, farthest = int(position_UQ.min()), int(position_UQ.max())
     sees_all = nearest >= first + KEY_TILE - 1 and (window is None or farthest - window < first)
+    sees_all = sees_all and (chunk is None or farthest // chunk * chunk <= first)
     if sees_all and len(segment_U) == num_units:
         return _KeyTile(torch.from_numpy(slots_UB), None)
     key_B = np.arange(first, first + KEY_TILE)
@@ -270,4 +300,6 @@ def _key_tile(
     hidden_UQB[: len(segment_U)] = key_B > position_UQ[:, :, None]
     if window is not None:
         hidden_UQB[: len(segment_U)] |= key_B <= position_UQ[:, :, None] - window
+    if chunk is not None:
+        hidden_UQB[: len(segment_U)] |= key_B < position_UQ[:, :, None] // chunk * chunk
     return _KeyTile(torch.from_numpy(slots_UB), torch.from_numpy(hidden_UQB))

@@ -153,11 +153,23 @@ class _CudaCoreDecode(PlannedKernel):
         )
 
 
-class _TensorCoreAttention(PlannedKernel):
-    def __init__(self, config: KernelConfig) -> None:
+class _ExtendAttention(PlannedKernel):
+    """Prefill kernels over pages. FlashInfer's generations take the same arguments up to the last ones."""
+
+    def __init__(self, generation: str, config: KernelConfig) -> None:
         self._config = config
         self._mask = _CAUSAL if config.is_causal else _SEES_ALL
-        self._module = extend_module("fa2", config)
+        self._module = extend_module(generation, config)
+
+    @abstractmethod
+    def _kv_arrays(self, rows: PagedRows) -> torch.Tensor:
+        """The array of the rows' pages, on the host, that this generation's planning reads."""
+
+    @abstractmethod
+    def _last_plan_arguments(self) -> tuple[object, ...]: ...
+
+    @abstractmethod
+    def _last_run_arguments(self) -> tuple[object, ...]: ...
 
     def plan(self, rows: PagedRows, workspace: Workspace, staging: torch.Tensor) -> PlanLayout:
         config, shape = self._config, self._config.shape
@@ -166,7 +178,7 @@ class _TensorCoreAttention(PlannedKernel):
             workspace.ints,
             staging,
             rows.query_starts,
-            rows.page_counts,
+            self._kv_arrays(rows),
             rows.lengths,
             rows.num_queries,
             len(rows),
@@ -178,9 +190,7 @@ class _TensorCoreAttention(PlannedKernel):
             shape.head_dim,
             config.is_causal,
             config.window_left,
-            -1,  # split size: chosen
-            False,  # splitting is allowed
-            0,  # blocks that run beside these
+            *self._last_plan_arguments(),
         )
 
     def run(
@@ -211,6 +221,26 @@ class _TensorCoreAttention(PlannedKernel):
             _NHD,
             self._config.window_left,
             True,  # programmatic dependent launch
+            *self._last_run_arguments(),
+        )
+
+
+class _TensorCoreAttention(_ExtendAttention):
+    def __init__(self, config: KernelConfig) -> None:
+        super().__init__("fa2", config)
+
+    def _kv_arrays(self, rows: PagedRows) -> torch.Tensor:
+        return rows.page_counts
+
+    def _last_plan_arguments(self) -> tuple[object, ...]:
+        return (
+            -1,  # split size: chosen
+            False,  # splitting is allowed
+            0,  # blocks that run beside these
+        )
+
+    def _last_run_arguments(self) -> tuple[object, ...]:
+        return (
             *(None,) * 8,  # custom mask and its index, ALiBi slopes, three of multi-item scoring, two scale factors
             0.0,  # logits soft cap
             self._config.shape.scale,
@@ -220,63 +250,20 @@ class _TensorCoreAttention(PlannedKernel):
         )
 
 
-class _HopperExtend(PlannedKernel):
+class _HopperExtend(_ExtendAttention):
     """Takes rows' starts and lengths from the plan: neither `starts` nor `last_lens` of the device is read."""
 
     def __init__(self, config: KernelConfig) -> None:
-        self._config = config
-        self._mask = _CAUSAL if config.is_causal else _SEES_ALL
-        self._module = extend_module("fa3", config)
+        super().__init__("fa3", config)
 
-    def plan(self, rows: PagedRows, workspace: Workspace, staging: torch.Tensor) -> PlanLayout:
-        config, shape = self._config, self._config.shape
-        return self._module.plan(
-            workspace.floats,
-            workspace.ints,
-            staging,
-            rows.query_starts,
-            rows.starts_host,
-            rows.lengths,
-            rows.num_queries,
-            len(rows),
-            shape.num_heads,
-            shape.num_kv_heads,
-            config.page_size,
-            config.in_graphs,
-            shape.head_dim,
-            shape.head_dim,
-            config.is_causal,
-            config.window_left,
-        )
+    def _kv_arrays(self, rows: PagedRows) -> torch.Tensor:
+        return rows.starts_host
 
-    def run(
-        self,
-        layout: PlanLayout,
-        rows: PagedRows,
-        workspace: Workspace,
-        query_THD: torch.Tensor,
-        keys_PSKD: torch.Tensor,
-        values_PSKD: torch.Tensor,
-        out_THD: torch.Tensor,
-        lse_TH: torch.Tensor | None,
-    ) -> None:
-        self._module.paged_run(
-            workspace.floats,
-            workspace.ints,
-            layout,
-            query_THD,
-            keys_PSKD,
-            values_PSKD,
-            rows.query_starts_device,
-            rows.starts,
-            rows.page_list,
-            rows.last_lens,
-            out_THD,
-            lse_TH,
-            self._mask,
-            _NHD,
-            self._config.window_left,
-            True,  # programmatic dependent launch
+    def _last_plan_arguments(self) -> tuple[object, ...]:
+        return ()
+
+    def _last_run_arguments(self) -> tuple[object, ...]:
+        return (
             *(None,) * 4,  # three of multi-item scoring, scales of the values
             0.0,  # logits soft cap
             self._config.shape.scale,

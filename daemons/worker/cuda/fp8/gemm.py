@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, GemmProblem
 from radixmesh.kernels.fp8.linear import TileConfig, fp8_linear, fp8_linear_reference
 from radixmesh.kernels.fp8.quantize_rows import new_quantized
 from radixmesh.kernels.fp8.quantized import (
@@ -98,47 +98,28 @@ class ScaledMmGemm(Fp8Gemm):
         return out_PN[: rows.num_rows]
 
 
-class MatrixShape(NamedTuple):
-    num_out: int
-    num_in: int
-    group_rows: int
-    is_grouped: bool
-
-    @classmethod
-    def of(cls, w: QuantizedMatrix) -> MatrixShape:
-        num_out, num_in = w.shape
-        return cls(num_out, num_in, w.group_rows, w.is_grouped)
-
-
-class Choice(NamedTuple):
-    """For steps of up to max_rows: the library where it takes them, or our kernel in such tiles."""
-
-    max_rows: int
-    is_library: bool
-    tile: TileConfig
-
-
 class TunedFp8Gemm(Fp8Gemm):
-    """By a table of what was measured: for each shape, choices by ascending max_rows, the last for all larger steps."""
+    """Our kernel in the table's tiles, or the library. A step takes what was chosen for the next larger of `sizes`
+    rows, or for the last."""
 
     def __init__(
         self,
         library: ScaledMmGemm,
         ours: TritonFp8Gemm,
-        table: Mapping[MatrixShape, Sequence[Choice]],
+        table: Mapping[GemmProblem, TileConfig],
+        sizes: Sequence[int],
     ) -> None:
         self._library = library
         self._ours = ours
-        self._table = table
+        self._table: dict[tuple[object, ...], TileConfig] = {(*problem,): tile for problem, tile in table.items()}
+        self._sizes = sorted(sizes)
 
     def linear(self, rows: QuantizedRows, w: QuantizedMatrix, dtype: torch.dtype) -> torch.Tensor:
-        choices = self._table.get(MatrixShape.of(w))
-        if not choices:
+        num_rows = next((size for size in self._sizes if rows.num_rows <= size), self._sizes[-1])
+        tile = self._table.get((num_rows, *w.shape, (w.group_rows, w.is_grouped), GemmEpilogue.PLAIN))
+        if tile is None:
             return self._library.linear(rows, w, dtype)
-        choice = next((choice for choice in choices if rows.num_rows <= choice.max_rows), choices[-1])
-        if choice.is_library and self._library.takes(rows, w, dtype):
-            return self._library.linear(rows, w, dtype)
-        return self._ours.in_tiles(rows, w, dtype, choice.tile)
+        return self._ours.in_tiles(rows, w, dtype, tile)
 
 
 def tried_library(ours: Fp8Gemm, device: torch.device) -> ScaledMmGemm:

@@ -13,7 +13,8 @@ import torch
 
 from radixmesh.daemons.worker.cuda.fp8.gemm import Fp8Gemm, TorchFp8Gemm
 from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
-from radixmesh.daemons.worker.cuda.ops import DeferredNormGemm, Ops
+from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.fp8.gemv import fp8_gate_up_silu, fp8_gemv
 from radixmesh.kernels.fp8.quantize_rows import norm_quantize, norm_quantize_reference, quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix, QuantizedRows, quantize_rows_reference
@@ -28,7 +29,7 @@ class Fp8Ops(ABC):
 
     def __init__(self, plain: Ops, gemm: Fp8Gemm) -> None:
         self._plain = plain
-        self._gemm = gemm
+        self.gemm = gemm
 
     @property
     def max_fused_rows(self) -> int:
@@ -63,7 +64,7 @@ class Fp8Ops(ABC):
         """[T, N]."""
         if isinstance(w, QuantizedMatrix):
             assert isinstance(rows, QuantizedRows), type(rows)
-            return self._gemm.linear(rows, w, dtype)
+            return self.gemm.linear(rows, w, dtype)
         assert isinstance(rows, torch.Tensor), type(rows)
         return self._plain.linear(rows, w)
 

@@ -1,60 +1,32 @@
-"""Autotuner of FP8 GEMMs: chooses the library or a tile configuration by measurement at startup."""
+"""FP8 GEMMs as a kind of GEMM kernel: the library is the baseline, the project's kernel competes in several tiles."""
 
 from __future__ import annotations
 
-import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.fp8.gemm import (
-    Choice,
     Fp8Gemm,
-    MatrixShape,
     ScaledMmGemm,
     TritonFp8Gemm,
     TunedFp8Gemm,
     tried_library,
 )
-from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices
-from radixmesh.daemons.worker.cuda.gemm.timed_graph import TimedGraph, beyond_cache
+from radixmesh.daemons.worker.cuda.gemm.autotuner import GemmKernels, MatrixGroup, Operands, TuningPolicy
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmProblem
+from radixmesh.daemons.worker.cuda.gemm.tuning import tune_kind
+from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
 from radixmesh.kernels.fp8.linear import TileConfig, default_tile, other_tiles
 from radixmesh.kernels.fp8.quantize_rows import quantize_rows
 from radixmesh.kernels.fp8.quantized import QuantizedMatrix
 
-_log = get_logger(__name__)
-
 # Other row counts use the choice for the next larger one.
 _ROWS = (16, 64, 256, 512, 2048)
-_ROUNDS = 3
-# Smaller gains, between our kernels or over the library, are noise.
-_LEAST_GAIN = 0.02
-
-
-class Candidate(NamedTuple):
-    """tile None: the library."""
-
-    tile: TileConfig | None
-
-
-class Fp8Benchmark(ABC):
-    """Operands of the GEMMs of one shape at one number of rows, on which candidates are timed."""
-
-    @abstractmethod
-    def candidate(self, candidate: Candidate) -> Callable[[], float] | None:
-        """Returns a function that times the candidate once, in microseconds; None if it does not support the GEMM."""
-
-
-CreateFp8Benchmark = Callable[[int, Sequence[QuantizedMatrix]], Fp8Benchmark]
-"""For a number of rows, with the matrices of one shape of all layers."""
 
 
 def create_fp8_gemm(
-    layers: Sequence[LayerMatrices],
+    groups: Sequence[TunableMatrices],
     dtype: torch.dtype,
     device: torch.device,
     *,
@@ -70,24 +42,12 @@ def create_fp8_gemm(
     library = tried_library(ours, device)
     if not is_tuned or device.type != "cuda":
         return library
-    started = time.monotonic()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     sizes = measured_sizes(max_rows)
-    try:
-        table = choose(layers, sizes, partial(GraphFp8Benchmark, library, ours, dtype, stream))
-    # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
-    except RuntimeError as error:
-        _log.warning("fp8_gemm_not_tuned", reason=f"{type(error).__name__}: {error}", field="tune_gemm")
-        return library
-    finally:
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-    _log.info(
-        "fp8_gemm_tuned",
-        chosen={f"{shape.num_out}x{shape.num_in}": _named(choices) for shape, choices in table.items()},
-        seconds=round(time.monotonic() - started, 3),
+    kernels = Fp8Kernels(library, ours, dtype)
+    table = tune_kind(
+        lambda: kernels, fp8_groups(groups), sizes, device, event="fp8_gemm_tuned", failed="fp8_gemm_not_tuned"
     )
-    return TunedFp8Gemm(library, ours, table)
+    return TunedFp8Gemm(library, ours, table, sizes)
 
 
 def measured_sizes(max_rows: int) -> tuple[int, ...]:
@@ -96,88 +56,65 @@ def measured_sizes(max_rows: int) -> tuple[int, ...]:
     return tuple(size for size in _ROWS if size <= last)
 
 
-def choose(
-    layers: Sequence[LayerMatrices], sizes: Sequence[int], create_benchmark: CreateFp8Benchmark
-) -> dict[MatrixShape, tuple[Choice, ...]]:
-    """The fastest for each shape and size."""
-    return {
-        shape: tuple(_fastest(size, shape.num_out, create_benchmark(size, matrices)) for size in sizes)
-        for shape, matrices in _by_shape(layers).items()
-    }
+def fp8_groups(groups: Sequence[TunableMatrices]) -> list[MatrixGroup[QuantizedMatrix]]:
+    """FP8 matrices of one shape and form of scales, whatever they are for: nothing is fused into their GEMMs."""
+    found: dict[tuple[object, ...], list[QuantizedMatrix]] = {}
+    for group in groups:
+        for matrix in group.matrices:
+            if isinstance(matrix, QuantizedMatrix):
+                found.setdefault((*matrix.shape, matrix.group_rows, matrix.is_grouped), []).append(matrix)
+    return [matrix_group(matrices) for matrices in found.values()]
 
 
-class GraphFp8Benchmark(Fp8Benchmark):
-    """Candidates as they run in a step: captured, each launch with the weights of another layer."""
+def matrix_group(matrices: Sequence[QuantizedMatrix]) -> MatrixGroup[QuantizedMatrix]:
+    """Matrices of one shape and form of scales."""
+    first = matrices[0]
+    num_out, num_in = first.shape
+    return MatrixGroup(matrices, first.data_NK.nbytes, num_out, num_in, (first.group_rows, first.is_grouped))
+
+
+class Fp8Kernels(GemmKernels[QuantizedMatrix, TileConfig, TileConfig]):
+    """The project's kernel by its tiles. The baseline is the library where it takes the GEMM, else the default tile."""
+
+    # Smaller gains are noise.
+    policy = TuningPolicy(least_gain=0.02)
+
+    def __init__(self, library: ScaledMmGemm, ours: TritonFp8Gemm, dtype: torch.dtype) -> None:
+        self._library, self._ours, self._dtype = library, ours, dtype
+
+    def measured_rows(self, sizes: Sequence[int]) -> Sequence[int]:
+        return sizes
+
+    def candidates(self, problem: GemmProblem) -> Mapping[TileConfig, float]:
+        size = problem.num_rows, problem.num_out
+        return dict.fromkeys([default_tile(*size), *other_tiles(*size)], 0.0)
+
+    def operands(self, problem: GemmProblem, weights: Sequence[QuantizedMatrix]) -> Fp8Operands:
+        return Fp8Operands(self._library, self._ours, self._dtype, problem.num_rows, weights[0])
+
+    def bind(
+        self, measured: Mapping[GemmProblem, TileConfig | None], sizes: Sequence[int]
+    ) -> dict[GemmProblem, TileConfig]:
+        return {problem: tile for problem, tile in measured.items() if tile is not None}
+
+
+class Fp8Operands(Operands[QuantizedMatrix, TileConfig]):
+    """Random ones: zeros would cost less power, and power is what bounds the larger GEMMs."""
 
     def __init__(
         self,
         library: ScaledMmGemm,
         ours: TritonFp8Gemm,
         dtype: torch.dtype,
-        stream: torch.cuda.Stream,
         num_rows: int,
-        matrices: Sequence[QuantizedMatrix],
+        first: QuantizedMatrix,
     ) -> None:
-        self._library = library
-        self._ours = ours
-        self._dtype = dtype
-        self._stream = stream
-        self._matrices = beyond_cache(matrices, matrices[0].data_NK.nbytes)
-        first = matrices[0]
-        # Zeros would cost less power, and power is what bounds the larger GEMMs.
+        self._library, self._ours, self._dtype = library, ours, dtype
         x_TK = torch.randn(num_rows, first.shape[1], dtype=dtype, device=first.data_NK.device)
         self._rows = quantize_rows(x_TK, is_grouped=first.is_grouped)
-        torch.cuda.synchronize(first.data_NK.device)
 
-    def candidate(self, candidate: Candidate) -> Callable[[], float] | None:
-        if candidate.tile is None and not self._library.takes(self._rows, self._matrices[0], self._dtype):
-            return None
-        return TimedGraph([partial(self._launch, candidate, w) for w in self._matrices], self._stream).micros
-
-    def _launch(self, candidate: Candidate, w: QuantizedMatrix) -> torch.Tensor:
-        if candidate.tile is None:
-            return self._library.linear(self._rows, w, self._dtype)
-        return self._ours.in_tiles(self._rows, w, self._dtype, candidate.tile)
-
-
-def _fastest(num_rows: int, num_out: int, benchmark: Fp8Benchmark) -> Choice:
-    default = default_tile(num_rows, num_out)
-    takes = {
-        candidate: take
-        for candidate in _candidates(num_rows, num_out)
-        if (take := benchmark.candidate(candidate)) is not None
-    }
-    least = dict.fromkeys(takes, float("inf"))
-    for _ in range(_ROUNDS):
-        for candidate, take in takes.items():
-            least[candidate] = min(least[candidate], take())
-    # The library where it takes the GEMM, else our default: what is to take its place gains something.
-    usual = next(iter(takes))
-    best = min(least, key=lambda candidate: least[candidate])
-    best = best if least[best] <= (1 - _LEAST_GAIN) * least[usual] else usual
-    ours = [candidate for candidate in least if candidate.tile is not None]
-    tile = min(ours, key=lambda candidate: least[candidate]).tile or default
-    return Choice(num_rows, best.tile is None, tile)
-
-
-def _candidates(num_rows: int, num_out: int) -> Iterator[Candidate]:
-    yield Candidate(None)
-    yield Candidate(default_tile(num_rows, num_out))
-    for tile in other_tiles(num_rows, num_out):
-        yield Candidate(tile)
-
-
-def _by_shape(layers: Sequence[LayerMatrices]) -> Mapping[MatrixShape, list[QuantizedMatrix]]:
-    found: dict[MatrixShape, list[QuantizedMatrix]] = {}
-    for layer in layers:
-        for matrix in layer.all():
-            if isinstance(matrix, QuantizedMatrix):
-                found.setdefault(MatrixShape.of(matrix), []).append(matrix)
-    return found
-
-
-def _named(choices: Sequence[Choice]) -> dict[str, str]:
-    return {
-        str(choice.max_rows): "library" if choice.is_library else f"{choice.tile.rows}x{choice.tile.columns}"
-        for choice in choices
-    }
+    def launch(self, candidate: TileConfig | None, weight: QuantizedMatrix) -> None:
+        if candidate is None:
+            self._library.linear(self._rows, weight, self._dtype)
+        else:
+            self._ours.in_tiles(self._rows, weight, self._dtype, candidate)

@@ -36,7 +36,7 @@ _ALIGNMENT = 256
 _WORKSPACE_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Algorithm:
     """A cuBLASLt algorithm. order: its rank in the heuristic's list, expected fastest first."""
 
@@ -44,6 +44,9 @@ class Algorithm:
     algo: Algo
     workspace_bytes: int
     waves: float
+
+    def __str__(self) -> str:
+        return f"algorithm {self.order}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class CublasLtMatmul:
     def algorithms(self, count: int) -> list[Algorithm]:
         """Up to `count` that need no more than the shared work space, in the library's order."""
         lt, results, num_results = self._lt, (HeuristicResult * count)(), ctypes.c_int()
-        preference = self._preference()
+        preference = self.preference()
         status = lt.library.cublasLtMatmulAlgoGetHeuristic(
             lt.handle,
             self._desc,
@@ -225,7 +228,7 @@ class CublasLtMatmul:
         weakref.finalize(self, lt.library.cublasLtMatrixLayoutDestroy, layout)
         return layout
 
-    def _preference(self) -> ctypes.c_void_p:
+    def preference(self) -> ctypes.c_void_p:
         lt, preference = self._lt, ctypes.c_void_p()
         lt.check("cublasLtMatmulPreferenceCreate", lt.library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
         values: list[tuple[int, ctypes.c_uint64 | ctypes.c_uint32]] = [

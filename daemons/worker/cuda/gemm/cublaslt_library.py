@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmRefusedError
 
-class CublasLtError(RuntimeError):
+
+class CublasLtError(GemmRefusedError):
     """The library is not there, refuses, or computes something else than torch; the message says which."""
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
@@ -50,8 +50,8 @@ NO_CHUNKS = LaunchedChunks(0, 0, (), NOBODY, {})
 class ChunkSteps:
     """Runs chunks through `prompts`, beside decode rows or alone; tokens go to the ring `tokens`."""
 
-    def __init__(self, prompts: PromptSteps, decoder: DeviceDecoder, slots: SlotState, tokens: TokenRing) -> None:
-        self._prompts, self._decoder = prompts, decoder
+    def __init__(self, prompts: PromptSteps, model: DeviceModel, slots: SlotState, tokens: TokenRing) -> None:
+        self._prompts, self._model = prompts, model
         self._slots, self._tokens = slots, tokens
 
     def launch(
@@ -65,7 +65,7 @@ class ChunkSteps:
         if len(slots):
             to = forward.sampled
             target = self._tokens.target(to.ring_index_1, self._slots.last_tokens)
-            logits_TV = self._decoder.logits(forward.hidden_TD.index_select(0, to.rows))
+            logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
             sampler.sample(logits_TV, to.slots, to.positions, slots, target)
             sampler.logprobs(logits_TV, to.slots, target, self._tokens.logprobs, asking)
             self._slots.sampled(to.slots, to.positions)

@@ -9,8 +9,8 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.runner import Segment
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 
@@ -35,9 +35,9 @@ class KeptPrompt:
 class HostLogits:
     """Computes them behind what the device was given so far, and waits for them."""
 
-    def __init__(self, device: Device, decoder: DeviceDecoder) -> None:
+    def __init__(self, device: Device, model: DeviceModel) -> None:
         self._device = device
-        self._decoder = decoder
+        self._model = model
 
     @torch.inference_mode()
     def of(self, hidden_TD: torch.Tensor) -> FloatArray:
@@ -68,5 +68,5 @@ class HostLogits:
         )
 
     def _few(self, hidden_TD: torch.Tensor) -> FloatArray:
-        rows: FloatArray = self._decoder.logits(hidden_TD.contiguous()).float().cpu().numpy()
+        rows: FloatArray = self._model.logits(hidden_TD.contiguous()).float().cpu().numpy()
         return rows

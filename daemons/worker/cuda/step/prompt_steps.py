@@ -17,14 +17,14 @@ import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.cuda.ops import KvTarget
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
+from radixmesh.kernels.rope_kv import KvTarget
 
 # A graph's grids have room for so many chunks at least; a larger one has for chunks of `_LEAST_CHUNK` rows each.
 _LEAST_CHUNKS = 16
@@ -34,7 +34,7 @@ _ROWS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896)
 _MOST_ROWS = 1024
 # Prompts that are launched kernel by kernel once before anybody asks: kernels are chosen by the longest chunk, and
 # libraries load theirs when they first take them.
-_WARM_LENGTHS = (1, 17, 100, 128, 1000, 1100, 1536, 2048, 3000, 4096, 6000, 8191)
+WARM_LENGTHS = (1, 17, 100, 128, 1000, 1100, 1536, 2048, 3000, 4096, 6000, 8191)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class PromptSteps:
     def __init__(
         self,
         device: Device,
-        decoder: DeviceDecoder,
+        model: DeviceModel,
         attention: DeviceAttention,
         slots: SlotState,
         *,
@@ -63,7 +63,7 @@ class PromptSteps:
         max_total_len: int,
         sizes: tuple[int, ...],
     ) -> None:
-        self._decoder = decoder
+        self._model = model
         self._attention = attention
         self._slots = slots
         self._page_size = page_size
@@ -71,25 +71,25 @@ class PromptSteps:
         self._max_total_len = max_total_len
         self._max_decodes = slots.dummy_slot
         self._graphs = DecodeGraphs(device, sizes if attention.captures_chunks else ())
-        self._buffer = PromptBuffer(
+        self.buffer = PromptBuffer(
             device, max_slots=self._max_decodes, max_rows=max(max_tokens, *sizes, 0), dummy_slot=slots.dummy_slot
         )
 
     def capture(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory."""
         for size in sorted(self._graphs.sizes, reverse=True):
-            shape, rows = self._shape(size), no_rows()
+            shape, rows = self.shape_of(size), no_rows()
             step = host_step(rows, (), shape.num_decodes)
             self._attention.plan(step)
-            self._buffer.upload(shape, step, rows, ())
-            views = self._buffer.views(shape)
+            self.buffer.upload(shape, step, rows, ())
+            views = self.buffer.views(shape)
             for variant in self._attention.variants(shape.num_decodes):
                 self._graphs.capture(size, variant, partial(self._run, views, size, variant))
 
     def warm_up(self) -> None:
         """Runs chunks of the dummy slot, whose KV goes to the dummy page, that are not captured."""
         most = min(self._max_tokens, self._max_total_len - 1)
-        for length in sorted({min(length, most) for length in _WARM_LENGTHS}):
+        for length in sorted({min(length, most) for length in WARM_LENGTHS}):
             segment = Segment(
                 slot=self._slots.dummy_slot, ids=np.zeros(length, np.int32), start=0, pages=np.zeros(0, np.int32)
             )
@@ -113,12 +113,12 @@ class PromptSteps:
         num_decodes, num_chunks = len(rows.slots), len(segments)
         num_rows = num_decodes + sum(len(segment.ids) for segment in segments)
         size = self._bucket(num_rows, num_chunks) if is_captured else None
-        shape = PromptShape(num_rows, num_decodes, num_chunks) if size is None else self._shape(size)
+        shape = PromptShape(num_rows, num_decodes, num_chunks) if size is None else self.shape_of(size)
         step = host_step(rows, segments, shape.num_decodes, admissions)
         variant = self._attention.plan(step)
-        sampled_rows = self._buffer.upload(shape, step, rows, segments, sampled, ring_index)
+        sampled_rows = self.buffer.upload(shape, step, rows, segments, sampled, ring_index)
         if size is None:
-            hidden_TD = self._run(self._buffer.views(shape), int(step.chunk_lens.max()), variant)
+            hidden_TD = self._run(self.buffer.views(shape), int(step.chunk_lens.max()), variant)
         else:
             hidden_TD = self._graphs.replay(size, variant)
         chunk_ends = num_decodes + np.cumsum(step.chunk_lens)
@@ -129,14 +129,14 @@ class PromptSteps:
         tables = self._slots.page_tables
         target = KvTarget(views.positions, views.slots, tables, self._page_size)
         attention = self._attention.begin(views.attention(tables, max_chunk_len), variant)
-        return self._decoder.forward(views.ids(self._slots.last_tokens), target, attention)
+        return self._model.layers(self._model.embed(views.ids(self._slots.last_tokens)), target, attention)
 
     def _bucket(self, num_rows: int, num_chunks: int) -> int | None:
         """Rows of the graph for a step, None if it is too large for all. One chunk more may be of padding."""
         sizes = self._graphs.sizes
-        return next((size for size in sizes if size >= num_rows and self._shape(size).num_chunks > num_chunks), None)
+        return next((size for size in sizes if size >= num_rows and self.shape_of(size).num_chunks > num_chunks), None)
 
-    def _shape(self, size: int) -> PromptShape:
+    def shape_of(self, size: int) -> PromptShape:
         return PromptShape(size, min(size, self._max_decodes), max(_LEAST_CHUNKS, size // _LEAST_CHUNK))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntFlag
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +14,17 @@ from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.kernels.sampling.logprobs import LogprobScratch, compile_logprobs, token_logprobs
-from radixmesh.kernels.sampling.sample import SampleScratch, TokenTarget, compile_sampling, sample_rows
-from radixmesh.kernels.sampling.sample_params import SampleParams
+from radixmesh.kernels.sampling.sample import (
+    SampleScratch,
+    SlotRows,
+    TokenTarget,
+    compile_sampling,
+    sample_greedily,
+    sample_rows,
+)
+from radixmesh.kernels.sampling.sample_params import Needs, SampleParams
 
 _INT32_MAX = 2**31 - 1
-
-
-class Needs(IntFlag):
-    """Sampling options of a slot beyond an argmax."""
-
-    NOTHING = 0
-    NOISE = 1
-    FILTERS = 2
-    PENALTIES = 4
-    LOGPROBS = 8
 
 
 class SlotSampler:
@@ -99,9 +95,8 @@ class SlotSampler:
         use_pdl: bool,
     ) -> None:
         """Takes every row's argmax, whatever its slot asks for, so that a graph can record it. See `resample`."""
-        sample_rows(
-            logits_TV, self._params, slots, positions, self._scratch, target, has_sampled=False, use_pdl=use_pdl
-        )
+        rows = SlotRows(self._params, slots, positions)
+        sample_greedily(logits_TV, rows, self._scratch, target, use_pdl=use_pdl)
 
     def resample(
         self,
@@ -130,19 +125,9 @@ class SlotSampler:
         has_highest: `sample_greedily` ran on the same logits just before.
         """
         needs = self._needs_of(host_slots)
-        has_penalties = bool(needs & Needs.PENALTIES)
-        sample_rows(
-            logits_TV,
-            self._params,
-            slots,
-            positions,
-            self._with_penalties() if has_penalties else self._scratch,
-            target,
-            has_sampled=bool(needs & Needs.NOISE),
-            has_filters=bool(needs & Needs.FILTERS),
-            has_penalties=has_penalties,
-            has_highest=has_highest,
-        )
+        scratch = self._with_penalties() if Needs.PENALTIES in needs else self._scratch
+        rows = SlotRows(self._params, slots, positions)
+        sample_rows(logits_TV, rows, scratch, target, needs, has_highest=has_highest)
 
     def asking(self, host_slots: IntArray) -> Asking:
         """The rows of `host_slots` whose requests ask for logprobs."""

@@ -34,7 +34,7 @@ NOBODY = Asking((), ())
 
 
 class Fetched(NamedTuple):
-    """What a step sampled: int32 [rows], and the logprobs of the rows that asked."""
+    """Tokens of a step, int32 [rows], and the logprobs of the rows that asked."""
 
     tokens: IntArray
     logprobs: Mapping[int, TokenLogprobs]

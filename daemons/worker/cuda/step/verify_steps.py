@@ -20,9 +20,8 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.steps.step import Admit, TokenLogprobs
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep
-from radixmesh.daemons.worker.cuda.decoder import DeviceDecoder
 from radixmesh.daemons.worker.cuda.device import Device
-from radixmesh.daemons.worker.cuda.ops import KvTarget
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
@@ -31,6 +30,7 @@ from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, Token
 from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
+from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.sampling.drafts import (
     DraftInputs,
     DraftRows,
@@ -43,6 +43,9 @@ from radixmesh.kernels.sampling.sample import TokenTarget
 # Steps whose tokens the host does not know yet when it drafts: the windows are that much longer.
 _STEPS_AHEAD = 3
 _COLUMNS = 6
+LEAST_CHUNKS = 32
+"""Rows from which on the positions of a row are one chunk, which reads the KV once. Fewer rows fill the device only if
+each position is a decode of its own, whose KV is split."""
 
 
 class Verifying(NamedTuple):
@@ -71,7 +74,7 @@ class VerifySteps:
     def __init__(
         self,
         device: Device,
-        decoder: DeviceDecoder,
+        model: DeviceModel,
         attention: DeviceAttention,
         slots: SlotState,
         sampler: SlotSampler,
@@ -81,7 +84,7 @@ class VerifySteps:
         page_size: int,
         graph_rows: tuple[int, ...],
     ) -> None:
-        self._decoder, self._attention, self._sampler = decoder, attention, sampler
+        self._model, self._attention, self._sampler = model, attention, sampler
         self._slots, self._drafter = slots, drafter
         self._page_size = page_size
         self._num_positions = 1 + max_drafts
@@ -137,7 +140,7 @@ class VerifySteps:
         return self._ring.fetch(verifying.padded * (self._num_positions + 1), done, verifying.positions)
 
     def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
-        """What came of the rows."""
+        """Outcome of the rows."""
         count, size = verifying.num_rows, self._num_positions
         tokens = fetched.tokens[: count * size].reshape(count, size)
         counts = fetched.tokens[verifying.padded * size :][:count]
@@ -182,8 +185,8 @@ class VerifySteps:
             position=length,
         )
         drafts = np.array(list(self._drafter(sample, self._window)), np.int32)[: self._window]
-        # What is no token has no embedding.
-        is_token = (drafts >= 0) & (drafts < self._decoder.config.vocab_size)
+        # An id outside the vocabulary has no embedding.
+        is_token = (drafts >= 0) & (drafts < self._model.vocab_size)
         return drafts if is_token.all() else drafts[: int(np.argmin(is_token))]
 
     def _inputs(self, num_rows: int) -> DraftInputs:
@@ -216,21 +219,22 @@ class VerifySteps:
         rows = self._rows.of(num_rows)
         expand_drafts(self._inputs(num_rows), self._state, rows)
         tables, nothing = self._slots.page_tables, rows.slots[:0]
+        is_chunked = num_rows >= LEAST_CHUNKS
         step = DeviceStep(
             page_tables=tables,
             row_slots=rows.slots,
             row_positions=rows.positions,
-            decode_slots=rows.slots,
-            decode_kv_lens=rows.kv_lens,
-            chunk_slots=nothing,
-            chunk_row_starts=nothing,
-            chunk_kv_lens=nothing,
-            max_chunk_len=0,
+            decode_slots=nothing if is_chunked else rows.slots,
+            decode_kv_lens=nothing if is_chunked else rows.kv_lens,
+            chunk_slots=rows.chunk_slots if is_chunked else nothing,
+            chunk_row_starts=rows.chunk_row_starts if is_chunked else nothing,
+            chunk_kv_lens=rows.chunk_kv_lens if is_chunked else nothing,
+            max_chunk_len=self._num_positions if is_chunked else 0,
             is_from_host=False,
         )
         target = KvTarget(rows.positions, rows.slots, tables, self._page_size)
-        hidden_TD = self._decoder.forward(rows.tokens, target, self._attention.begin(step, ""))
-        logits_TV = self._decoder.logits(hidden_TD)
+        hidden_TD = self._model.layers(self._model.embed(rows.tokens), target, self._attention.begin(step, ""))
+        logits_TV = self._model.logits(hidden_TD)
         self._sampler.sample_greedily(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows), use_pdl=False)
         return logits_TV
 

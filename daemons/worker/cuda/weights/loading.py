@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,8 +16,9 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form, read_quantization
-from radixmesh.daemons.worker.cuda.decoder import check_decoder
 from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form, load_layers
+from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_decoder
+from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSource, fill_randomly, folder_source
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import BuiltModel, Placement
@@ -29,15 +30,7 @@ _log = get_logger(__name__)
 _LEAST_CAPABILITY = (8, 9)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedDecoder:
-    """quantized: the projections of the model's layers, which then has none; None: they are in the model."""
-
-    model: DecoderModel
-    quantized: QuantizedLayers | None
-
-
-def load_decoder(folder: Path, placement: Placement, *, load_format: str, quantization: str) -> LoadedDecoder:
+def load_model(folder: Path, placement: Placement, *, load_format: str, quantization: str) -> LoadedModel:
     """load_format and quantization as the worker's flags of these names. Raises MeshError BAD_CHECKPOINT, UNSUPPORTED
     or INVALID_ARGUMENT."""
     started = time.monotonic()
@@ -46,7 +39,7 @@ def load_decoder(folder: Path, placement: Placement, *, load_format: str, quanti
     stored = read_quantization(config)
     form = chosen_form(quantization, stored)
     if form is not None:
-        _check_device(placement.device, form)
+        check_device(placement.device, form)
         placement = replace(placement, has_projections=False)
     is_dummy = load_format == "dummy"
     quantized: QuantizedLayers | None = None
@@ -67,6 +60,7 @@ def load_decoder(folder: Path, placement: Placement, *, load_format: str, quanti
             num_bytes = fill_randomly(built.targets)
         else:
             num_bytes = load_tensors(folder, built.targets, stored)
+        loaded = LoadedDecoder(built.model, quantized)
     if placement.device.type == "cuda":
         # Memory that was used while making them is free for KV.
         torch.cuda.empty_cache()
@@ -74,14 +68,14 @@ def load_decoder(folder: Path, placement: Placement, *, load_format: str, quanti
         "weights_loaded",
         folder=str(folder),
         architecture=architecture,
-        quantization="none" if quantized is None else str(quantized.form),
+        quantization=loaded.quantization,
         stored_as="none" if stored is None or is_dummy else str(stored.form),
         # Of a quantised model, matrices of its layers that are not.
-        num_plain=None if quantized is None else quantized.num_plain,
+        num_plain=loaded.num_plain,
         bytes=num_bytes,
         seconds=round(time.monotonic() - started, 3),
     )
-    return LoadedDecoder(model=built.model, quantized=quantized)
+    return loaded
 
 
 def _load_quantized(
@@ -119,7 +113,7 @@ def _source(
         yield source
 
 
-def _check_device(device: torch.device, form: Fp8Form) -> None:
+def check_device(device: torch.device, form: Fp8Form) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,

@@ -1,13 +1,14 @@
 """Grouped-query attention as two functions of rows, before and after the attention over the KV pool.
 
-Legend: T rows, D hidden size, H heads, K kv heads, d head_dim, h = d / 2.
+Legend: T rows, D hidden size, H heads, K kv heads, d head_dim, h pairs that RoPE turns.
 """
 
 from __future__ import annotations
 
 import torch
 
-from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm
+from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import AttentionWeights
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.rope import apply_rope
@@ -18,35 +19,46 @@ from radixmesh.daemons.worker.tiles import Tensors
 class GroupedAttention:
     """The projections of one layer (grouped queries: Ainslie et al. 2023)."""
 
-    def __init__(self, config: DecoderConfig, weights: AttentionWeights, placement: Placement) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, weights: AttentionWeights, placement: Placement) -> None:
         self._config = config
+        self._rope = config.rope_of(layer)
         self._weights = weights
         self._group = placement.group
+        self._norm = create_norm(config, weights.norm_D, weights.norm_bias_D)
+        self._q_norm, self._k_norm = (create_norm(config, norm_d) for norm_d in (weights.q_norm_d, weights.k_norm_d))
+        self._output_norm = create_norm(config, weights.output_norm_D)
 
     def project(self, inputs: Tensors) -> Tensors:
-        """(x_TD, cos_T1h, sin_T1h) -> q_THd and k_TKd, with RoPE, and v_TKd."""
-        x_TD, cos_T1h, sin_T1h = inputs
+        """(x_TD, cos_T1h, sin_T1h) -> q_THd and k_TKd, with RoPE, and v_TKd. Of a layer without RoPE: (x_TD,), or
+        (x_TD, temperature_T11) where the config has one."""
+        x_TD, *more = inputs
         config, weights = self._config, self._weights
-        x_TD = rms_norm(x_TD, weights.norm_D, config.norm_eps)
-        qkv = linear(x_TD, weights.w_qkv_DX, weights.b_qkv_X).view(x_TD.shape[0], -1, config.head_dim)
-        num_rope_heads = config.num_heads + config.num_kv_heads
-        with_rope = apply_rope(self._normed(qkv[:, :num_rope_heads]), cos_T1h, sin_T1h)
-        return with_rope[:, : config.num_heads], with_rope[:, config.num_heads :], qkv[:, num_rope_heads:]
+        qkv = linear(self._norm(x_TD), weights.w_qkv_DX, weights.b_qkv_X).view(x_TD.shape[0], -1, config.head_dim)
+        num_qk_heads = config.num_heads + config.num_kv_heads
+        heads = self._normed(qkv[:, :num_qk_heads])
+        if self._rope is not None:
+            heads = apply_rope(heads, *more, is_interleaved=self._rope.is_interleaved)
+            if config.head_norm is HeadNorm.AFTER_ROPE:
+                heads = rms_norm(heads, None, config.norm_eps)
+        q_THd = heads[:, : config.num_heads]
+        if self._rope is None and more:
+            q_THd = (q_THd * more[0]).to(q_THd.dtype)
+        return q_THd, heads[:, config.num_heads :], qkv[:, num_qk_heads:]
 
-    def add_output(self, x_TD: torch.Tensor, o_THd: torch.Tensor) -> torch.Tensor:
-        """x with the projected output of the heads added."""
+    def output(self, o_THd: torch.Tensor) -> torch.Tensor:
+        """[T, D]: the projected output of the heads, as it is added to the residual."""
         attended_TD = self._group.all_reduce(o_THd.flatten(1) @ self._weights.w_o_QD)
-        return x_TD + plus(attended_TD, self._weights.b_o_D)
+        return self._output_norm(plus(attended_TD, self._weights.b_o_D))
 
     def _normed(self, heads: torch.Tensor) -> torch.Tensor:
-        """Queries and keys, [T, H + K, d], each head normed by itself where the model has it so."""
-        q_norm_d, k_norm_d, num_heads = self._weights.q_norm_d, self._weights.k_norm_d, self._config.num_heads
-        if q_norm_d is None or k_norm_d is None:
+        """Queries and keys, [T, H + K, d], normed as the config says."""
+        config = self._config
+        if config.head_norm in (HeadNorm.NONE, HeadNorm.AFTER_ROPE):
             return heads
-        return torch.cat(
-            (
-                rms_norm(heads[:, :num_heads], q_norm_d, self._config.norm_eps),
-                rms_norm(heads[:, num_heads:], k_norm_d, self._config.norm_eps),
-            ),
-            dim=1,
-        )
+        q_THd, k_TKd = heads[:, : config.num_heads], heads[:, config.num_heads :]
+        if config.head_norm is HeadNorm.ALL:
+            q_THd = self._q_norm(q_THd.flatten(1)).view(q_THd.shape)
+            k_TKd = self._k_norm(k_TKd.flatten(1)).view(k_TKd.shape)
+        else:
+            q_THd, k_TKd = self._q_norm(q_THd), self._k_norm(k_TKd)
+        return torch.cat((q_THd, k_TKd), dim=1)

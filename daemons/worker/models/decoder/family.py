@@ -23,6 +23,8 @@ class DecoderFamily(ModelFamily):
 
     def build(self, config: ConfigReader, placement: Placement) -> BuiltModel:
         decoder = self._read_config(config)
+        if placement.max_total_len is not None:
+            decoder = decoder.for_length(placement.max_total_len)
         # Sharding is a later file beside this one; a group of more ranks must not compute something else meanwhile.
         assert placement.group.size == 1, f"weights are not sharded yet: {placement.group.size} ranks"
         weights = DecoderWeights.empty(decoder, placement)

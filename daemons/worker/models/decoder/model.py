@@ -13,11 +13,13 @@ from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.models.decoder.block import create_block
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
+from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.rope import RopeTable
-from radixmesh.daemons.worker.models.row_maths import rms_norm
+from radixmesh.daemons.worker.models.rope_config import RopeConfig
+from radixmesh.daemons.worker.models.row_maths import soft_capped
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 
@@ -34,24 +36,34 @@ class DecoderModel(Model):
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.scale,
+            softcap=config.attention_softcap,
         )
         self.tasks = frozenset({Task.EMBED, Task.SCORE if config.is_scoring else Task.GENERATE})
         self.config = config
         self.weights = weights
-        self._rope = RopeTable(config.head_dim, config.rope, placement.device)
-        self._blocks = tuple(create_block(config, layer, placement) for layer in weights.layers)
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        # A table for each RoPE that layers have, by its config.
+        self._ropes = {rope: RopeTable(config.head_dim, rope, placement.device) for rope in ropes if rope is not None}
+        self._layer_ropes = ropes
+        self._blocks = tuple(create_block(config, *layer, placement) for layer in enumerate(weights.layers))
+        self._final_norm = create_norm(config, weights.final_norm_D, weights.final_norm_bias_D)
         self._group = placement.group
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
-        x_TD = functional.embedding(batch.ids_T, self.weights.embedding_VD)
-        cos_T1h, sin_T1h = self._rope.at(batch.positions_T)
+        x_TD = self._embed(batch.ids_T, batch.positions_T)
+        angles = {rope: table.at(batch.positions_T) for rope, table in self._ropes.items()}
+        temperature = _temperature(self.config, batch.positions_T)
         for index, (block, window) in enumerate(zip(self._blocks, self.config.windows, strict=True)):
-            q_THd, k_TKd, v_TKd = batch.tiles.map(block.attention.project, (x_TD, cos_T1h, sin_T1h))
+            rope = self._layer_ropes[index]
+            inputs = (x_TD, *temperature) if rope is None else (x_TD, *angles[rope])
+            q_THd, k_TKd, v_TKd = batch.tiles.map(block.attention.project, inputs)
             keys_SKd, values_SKd = batch.kv.tokens("keys", index), batch.kv.tokens("values", index)
             keys_SKd.index_copy_(0, batch.kv_slots_N, k_TKd[: batch.num_rows])
             values_SKd.index_copy_(0, batch.kv_slots_N, v_TKd[: batch.num_rows])
-            o_THd = batch.attention.attend(q_THd, keys_SKd, values_SKd, window)
+            sinks_H = self.weights.layers[index].attention.sinks_H
+            chunk = None if self.config.chunks is None else self.config.chunks[index]
+            o_THd = batch.attention.attend(q_THd, keys_SKd, values_SKd, window, sinks_H, chunk)
             x_TD = block.finish(x_TD, o_THd, batch)
         return x_TD
 
@@ -72,20 +84,58 @@ class DecoderModel(Model):
     def row_probes(self) -> tuple[RowProbe, ...]:
         config, dtype = self.config, self.weights.head_DO.dtype
         hidden = RowInput((config.hidden_size,), dtype)
-        angles = RowInput((1, config.head_dim // 2), torch.float32)
         heads = RowInput((config.num_heads, config.head_dim), dtype)
         return (
-            *(RowProbe("project", block.attention.project, (hidden, angles, angles)) for block in self._blocks),
+            *(
+                # Apart, as layers with other angles have other inputs.
+                RowProbe(
+                    f"project{_num_pairs(config, rope) or ''}", block.attention.project, _inputs(config, hidden, rope)
+                )
+                for block, rope in zip(self._blocks, self._layer_ropes, strict=True)
+            ),
             *(probe for block in self._blocks for probe in block.row_probes(hidden, heads)),
             RowProbe("head", self._head, (hidden,)),
             RowProbe("final", self._final, (hidden,)),
         )
 
+    def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        weights, scale = self.weights, self.config.embedding_scale
+        x_TD = functional.embedding(ids_T, weights.embedding_VD)
+        if scale != 1.0:
+            # Rounded as the embedding is, which transformers does.
+            x_TD = x_TD * torch.tensor(scale, dtype=x_TD.dtype)
+        if weights.positions_PD is not None:
+            x_TD = x_TD + functional.embedding(positions_T, weights.positions_PD)
+        return x_TD
+
     def _head(self, inputs: Tensors) -> Tensors:
-        return (self._group.all_gather(self._normed(inputs[0]) @ self.weights.head_DO).float(),)
+        config = self.config
+        out_TO = self._group.all_gather(self._final_norm(inputs[0]) @ self.weights.head_DO).float()
+        if config.logits_divisor != 1.0:
+            out_TO = out_TO / config.logits_divisor
+        return (out_TO if config.logit_softcap is None else soft_capped(out_TO, config.logit_softcap),)
 
     def _final(self, inputs: Tensors) -> Tensors:
-        return (self._normed(inputs[0]).float(),)
+        return (self._final_norm(inputs[0]).float(),)
 
-    def _normed(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x_TD, self.weights.final_norm_D, self.config.norm_eps)
+
+def _temperature(config: DecoderConfig, positions_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """float32 [T, 1, 1] for layers without RoPE, or nothing."""
+    tuning = config.query_temperature
+    if tuning is None:
+        return ()
+    steps_T = torch.floor((positions_T.float() + 1.0) / tuning.floor_scale)
+    return ((torch.log1p(steps_T) * tuning.scale + 1.0)[:, None, None],)
+
+
+def _num_pairs(config: DecoderConfig, rope: RopeConfig | None) -> int:
+    return 0 if rope is None else (rope.rotary_dim or config.head_dim) // 2
+
+
+def _inputs(config: DecoderConfig, hidden: RowInput, rope: RopeConfig | None) -> tuple[RowInput, ...]:
+    """Of `GroupedAttention.project` in a layer with that RoPE."""
+    if rope is None:
+        has_temperature = config.query_temperature is not None
+        return (hidden, RowInput((1, 1), torch.float32)) if has_temperature else (hidden,)
+    angles = RowInput((1, _num_pairs(config, rope)), torch.float32)
+    return (hidden, angles, angles)

@@ -6,7 +6,7 @@ from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 
 Windows = tuple[int | None, ...]
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_window(reader: ConfigReader, default: int | None) -> int | None:
@@ -25,12 +25,23 @@ def read_late_windows(reader: ConfigReader, num_layers: int) -> Windows:
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
+def alternating(period: int, num_layers: int) -> tuple[str, ...]:
+    """Layer types where every `period`-th layer sees all and the others have a window."""
+    return tuple(SLIDING if (layer + 1) % period else FULL for layer in range(num_layers))
+
+
+def read_layer_types(reader: ConfigReader, default: tuple[str, ...]) -> tuple[str, ...]:
+    """One of each layer; `default` where the config has no layer_types."""
+    kinds = reader.strings("layer_types") if reader.has("layer_types") else default
+    if len(kinds) != len(default):
+        raise reader.error("layer_types", f"one entry for each of num_hidden_layers ({len(default)})")
+    if not set(kinds) <= {SLIDING, FULL}:
+        raise reader.unsupported("layer_types", f"{FULL}, {SLIDING}")
+    return kinds
+
+
 def _of_layer_types(reader: ConfigReader, window: int | None, num_layers: int) -> Windows:
-    kinds = reader.strings("layer_types")
-    if len(kinds) != num_layers:
-        raise reader.error("layer_types", f"one entry for each of num_hidden_layers ({num_layers})")
-    if not set(kinds) <= {_SLIDING, _FULL}:
-        raise reader.unsupported("layer_types", f"{_FULL}, {_SLIDING}")
-    if _SLIDING in kinds and window is None:
-        raise reader.error("layer_types", f"no {_SLIDING} while use_sliding_window or sliding_window is off")
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
+    kinds = read_layer_types(reader, (FULL,) * num_layers)
+    if SLIDING in kinds and window is None:
+        raise reader.error("layer_types", f"no {SLIDING} while use_sliding_window or sliding_window is off")
+    return tuple(window if kind == SLIDING else None for kind in kinds)

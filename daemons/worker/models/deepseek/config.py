@@ -117,7 +117,7 @@ def read_deepseek_config(reader: ConfigReader) -> DeepseekConfig:
         has_attention_bias=reader.boolean("attention_bias", False),
         max_total_len=max_total_len,
         norm_eps=reader.number("rms_norm_eps", 1e-6),
-        rope=read_rope(reader, max_total_len),
+        rope=read_rope(reader, max_total_len, head_dim=rope_dim),
         is_rope_interleaved=reader.boolean("rope_interleave", True),
         router=router,
         expert_mlp_size=expert_mlp_size,

@@ -9,6 +9,7 @@ from radixmesh.daemons.worker.models.decoder.config import (
     DecoderConfig,
     DecoderDefaults,
     ExpertsConfig,
+    HeadNorm,
     read_decoder_config,
     read_experts,
 )
@@ -22,20 +23,20 @@ def read_qwen3_moe_config(reader: ConfigReader) -> DecoderConfig:
     window = read_window(reader, 4096) if reader.boolean("use_sliding_window", False) else None
     return replace(
         decoder,
-        has_head_norm=True,
+        head_norm=HeadNorm.EACH,
         has_qkv_bias=has_bias,
         has_output_bias=has_bias,
         windows=(window,) * decoder.num_layers,
-        experts=_read_experts(reader, decoder.num_layers),
+        experts=read_qwen_experts(reader, decoder.num_layers),
     )
 
 
-def _read_experts(reader: ConfigReader, num_layers: int) -> ExpertsConfig | None:
+def read_qwen_experts(reader: ConfigReader, num_layers: int, *, default_num: int = 128) -> ExpertsConfig | None:
     """Every decoder_sparse_step-th layer has experts, unless mlp_only_layers names it; None: no layer has."""
     # Newer files spell the number of experts as other families do.
     num_key = "num_local_experts" if reader.has("num_local_experts") else "num_experts"
     step, dense_layers = reader.integer("decoder_sparse_step", 1), reader.integers("mlp_only_layers", low=0)
-    if reader.integer(num_key, 128, low=0) == 0:
+    if reader.integer(num_key, default_num, low=0) == 0:
         return None
     return read_experts(
         reader,

@@ -229,16 +229,38 @@ class RemoveSchedulerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DrainSchedulerRequest(_message.Message):
-    __slots__ = ("address",)
+    __slots__ = ("address", "move_outputs")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MOVE_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     address: str
-    def __init__(self, address: _Optional[str] = ...) -> None: ...
+    move_outputs: bool
+    def __init__(self, address: _Optional[str] = ..., move_outputs: bool = ...) -> None: ...
 
 class DrainSchedulerResponse(_message.Message):
-    __slots__ = ("num_running",)
+    __slots__ = ("num_running", "num_moved")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
-    def __init__(self, num_running: _Optional[int] = ...) -> None: ...
+    num_moved: int
+    def __init__(self, num_running: _Optional[int] = ..., num_moved: _Optional[int] = ...) -> None: ...
+
+class MoveOutputsRequest(_message.Message):
+    __slots__ = ("request_id", "from_address", "to_address", "max_outputs")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    FROM_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TO_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    from_address: str
+    to_address: str
+    max_outputs: int
+    def __init__(self, request_id: _Optional[str] = ..., from_address: _Optional[str] = ..., to_address: _Optional[str] = ..., max_outputs: _Optional[int] = ...) -> None: ...
+
+class MoveOutputsResponse(_message.Message):
+    __slots__ = ("num_moved",)
+    NUM_MOVED_FIELD_NUMBER: _ClassVar[int]
+    num_moved: int
+    def __init__(self, num_moved: _Optional[int] = ...) -> None: ...
 
 class ListSchedulersRequest(_message.Message):
     __slots__ = ()

@@ -264,6 +264,11 @@ class RouterAdminServiceStub(object):
                 request_serializer=radixmesh_dot_router_dot_v1_dot_router__pb2.DrainSchedulerRequest.SerializeToString,
                 response_deserializer=radixmesh_dot_router_dot_v1_dot_router__pb2.DrainSchedulerResponse.FromString,
                 _registered_method=True)
+        self.MoveOutputs = channel.unary_unary(
+                '/radixmesh.router.v1.RouterAdminService/MoveOutputs',
+                request_serializer=radixmesh_dot_router_dot_v1_dot_router__pb2.MoveOutputsRequest.SerializeToString,
+                response_deserializer=radixmesh_dot_router_dot_v1_dot_router__pb2.MoveOutputsResponse.FromString,
+                _registered_method=True)
         self.ListSchedulers = channel.unary_unary(
                 '/radixmesh.router.v1.RouterAdminService/ListSchedulers',
                 request_serializer=radixmesh_dot_router_dot_v1_dot_router__pb2.ListSchedulersRequest.SerializeToString,
@@ -290,7 +295,14 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainScheduler(self, request, context):
-        """DrainScheduler sends no new requests there; running ones finish.
+        """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveOutputs(self, request, context):
+        """MoveOutputs lets running outputs go on at another scheduler: each where it stands, as after the death of a scheduler.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -320,6 +332,11 @@ def add_RouterAdminServiceServicer_to_server(servicer, server):
                     servicer.DrainScheduler,
                     request_deserializer=radixmesh_dot_router_dot_v1_dot_router__pb2.DrainSchedulerRequest.FromString,
                     response_serializer=radixmesh_dot_router_dot_v1_dot_router__pb2.DrainSchedulerResponse.SerializeToString,
+            ),
+            'MoveOutputs': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveOutputs,
+                    request_deserializer=radixmesh_dot_router_dot_v1_dot_router__pb2.MoveOutputsRequest.FromString,
+                    response_serializer=radixmesh_dot_router_dot_v1_dot_router__pb2.MoveOutputsResponse.SerializeToString,
             ),
             'ListSchedulers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListSchedulers,
@@ -409,6 +426,33 @@ class RouterAdminService(object):
             '/radixmesh.router.v1.RouterAdminService/DrainScheduler',
             radixmesh_dot_router_dot_v1_dot_router__pb2.DrainSchedulerRequest.SerializeToString,
             radixmesh_dot_router_dot_v1_dot_router__pb2.DrainSchedulerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveOutputs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixmesh.router.v1.RouterAdminService/MoveOutputs',
+            radixmesh_dot_router_dot_v1_dot_router__pb2.MoveOutputsRequest.SerializeToString,
+            radixmesh_dot_router_dot_v1_dot_router__pb2.MoveOutputsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,124 @@
+"""Tuned GEMMs for a model's matrices in its own dtype: cuBLASLt's, and on Hopper the project's own."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.cuda.gemm.autotuner import (
+    Autotuner,
+    Candidate,
+    GemmKernels,
+    GraphBenchmarks,
+    Kernel,
+    MatrixGroup,
+    Weight,
+)
+from radixmesh.daemons.worker.cuda.gemm.backend import (
+    GemmBackend,
+    GemmEpilogue,
+    GemmKernel,
+    GemmProblem,
+    TorchGemm,
+    TunedGemm,
+)
+from radixmesh.daemons.worker.cuda.gemm.cublaslt import CublasLt, check_small_gemm
+from radixmesh.daemons.worker.cuda.gemm.cublaslt_kernels import CublasLtKernels
+from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Kernels, check_kernel
+from radixmesh.daemons.worker.cuda.model.device_model import TunableMatrices
+from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver
+from radixmesh.kernels.gemm_sm90.gemm import DTYPES, GemmSm90
+from radixmesh.kernels.gemm_sm90.nvrtc import Nvrtc
+
+_log = get_logger(__name__)
+
+
+def tuned_gemm(
+    matrices: Sequence[TunableMatrices],
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    device: torch.device,
+    *,
+    use_pdl: bool = False,
+) -> GemmBackend:
+    """For steps of `sizes` rows; torch for everything else. matrices: the largest share of a step first.
+
+    use_pdl: the project's own GEMMs compete too where the device has compute capability 9.0; they run on no other.
+    """
+    table: dict[GemmProblem, GemmKernel] = {}
+
+    def cublaslt() -> CublasLtKernels:
+        lt = CublasLt(device)
+        check_small_gemm(lt, dtype)
+        return CublasLtKernels(lt)
+
+    def sm90() -> Sm90Kernels:
+        kernel = GemmSm90(CudaDriver(), Nvrtc().cubin)
+        check_kernel(kernel, dtype, device)
+        return Sm90Kernels(kernel, TunedGemm(table))
+
+    table |= tune_kind(cublaslt, plain_groups(matrices), sizes, device, event="gemm_tuned", failed="gemm_not_tuned")
+    if use_pdl and torch.cuda.get_device_capability(device) == (9, 0) and dtype in DTYPES:
+        groups = plain_groups(matrices, has_gated=True)
+        table |= tune_kind(sm90, groups, sizes, device, event="gemm_pdl_tuned", failed="gemm_pdl_not_used")
+    return TunedGemm(table) if table else TorchGemm()
+
+
+def tune_kind(
+    create: Callable[[], GemmKernels[Weight, Candidate, Kernel]],
+    groups: Sequence[MatrixGroup[Weight]],
+    sizes: Sequence[int],
+    device: torch.device,
+    *,
+    event: str,
+    failed: str,
+) -> dict[GemmProblem, Kernel]:
+    """One kind's part of the table; none of it, and a line of log, where the device, the driver, the library or the
+    compiler is not what it should be. event, failed: names of the log lines."""
+    started = time.monotonic()
+    try:
+        table, report = Autotuner(GraphBenchmarks(device)).tune(create(), groups, sizes)
+    # Also what CUDA itself reports: if it cannot go on, the capture behind this says so.
+    except (RuntimeError, OSError, AttributeError, ctypes.ArgumentError) as error:
+        _log.warning(failed, reason=f"{type(error).__name__}: {error}", field="tune_gemm")
+        return {}
+    finally:
+        # Otherwise this memory counts as used when the KV pool is sized.
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    _log.info(
+        event,
+        measured=report.num_measured,
+        chosen=len(report.chosen),
+        left_out=report.num_left_out,
+        in_table=len(table),
+        saved_us=report.saved_us,
+        configs=report.chosen,
+        prepare_seconds=round(report.prepare_seconds, 3),
+        seconds=round(time.monotonic() - started, 3),
+    )
+    return table
+
+
+def plain_groups(matrices: Sequence[TunableMatrices], *, has_gated: bool = False) -> list[MatrixGroup[torch.Tensor]]:
+    """Those that are all in the model's dtype, in the same order. has_gated: gate and up are one GEMM with SwiGLU where
+    their norm is deferred; otherwise a kernel behind a plain one computes the gate."""
+    groups = []
+    for group in matrices:
+        weights = [w_NK for w_NK in group.matrices if isinstance(w_NK, torch.Tensor)]
+        epilogue = group.epilogue
+        if epilogue is GemmEpilogue.GATED and not (has_gated and group.has_deferred_norm):
+            epilogue = GemmEpilogue.PLAIN
+        if len(weights) == len(group.matrices):
+            groups.append(matrix_group(weights, epilogue))
+    return groups
+
+
+def matrix_group(weights: Sequence[torch.Tensor], epilogue: GemmEpilogue) -> MatrixGroup[torch.Tensor]:
+    """Weights [N, K] of one shape."""
+    (num_out, num_in), dtype = weights[0].shape, weights[0].dtype
+    return MatrixGroup(weights, weights[0].nbytes, num_out, num_in, dtype, epilogue)

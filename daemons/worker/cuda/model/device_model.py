@@ -1,0 +1,126 @@
+"""The seam between a model on a device and the runner, the loader, memory, graphs and tuning, which see nothing else.
+
+    LoadedModel   the weights and what follows from them        made once
+    DeviceModel   the model over a KV pool, with its kernels    made anew for every pool
+
+Legend: T rows, D hidden size, V vocabulary, N features out, K features in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
+from radixmesh.daemons.worker.cuda.fp8.weights import Matrix
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
+from radixmesh.daemons.worker.cuda.linear import Fp8Linear, Linear, PlainLinear
+from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
+from radixmesh.kernels.fp8.quantized import QuantizedMatrix
+from radixmesh.kernels.rope_kv import KvTarget
+
+
+@dataclass(frozen=True, slots=True)
+class TunableMatrices:
+    """Matrices [N, K] of one shape and epilogue, from all layers. has_deferred_norm: their GEMMs take rows before the
+    norm, whose weights are folded into the matrices; the result is scaled by each row's inverse RMS."""
+
+    matrices: tuple[Matrix, ...]
+    epilogue: GemmEpilogue
+    has_deferred_norm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """plain: operations in the model's dtype. fp8: those on FP8 matrices; None where the model has none."""
+
+    plain: Ops
+    fp8: Fp8Ops | None = None
+
+
+class LoadedModel(ABC):
+    """The weights of a model on a device.
+
+    max_total_len: tokens of a request at most. windows: by layer, how many tokens one sees; None = all before it.
+    kv_layout: planes of the KV pool, before an attention backend pads them. quantization: "none", or the form of the
+    layers' matrices. num_plain: how many of those are in the model's dtype nevertheless; None if all are.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_total_len: int
+    dtype: torch.dtype
+    tasks: frozenset[Task]
+    kv_layout: KvLayout
+    attention_shape: AttentionShape
+    windows: tuple[int | None, ...]
+    quantization: str
+    num_plain: int | None
+
+    @abstractmethod
+    def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
+        """The largest share of a step first."""
+
+    @abstractmethod
+    def row_bytes(self) -> int:
+        """Memory of the activations of one row on its way through a layer."""
+
+    @abstractmethod
+    def position_bytes(self) -> int:
+        """Memory of the tables by position, for each position that a request may have."""
+
+    @abstractmethod
+    def create(self, kernels: Kernels, kv: KvPlanes, max_total_len: int) -> DeviceModel:
+        """The model over a pool, for requests of up to max_total_len tokens."""
+
+
+class DeviceModel(ABC):
+    """A causal transformer over a paged KV pool. Work goes to the current stream and may be captured.
+
+    tasks: with GENERATE among them `logits` works, with EMBED `final_hidden`, with SCORE `scores`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    dtype: torch.dtype
+    tasks: frozenset[Task]
+    embedding_VD: torch.Tensor
+    """A kernel at the beginning of a decode step reads the rows' embeddings from it."""
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """[T, D], a new tensor. ids int32."""
+        return functional.embedding(ids_T, self.embedding_VD)
+
+    @abstractmethod
+    def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        """Writes the KV of all rows; [T, D] after the last layer, before the final norm. May overwrite x, the rows'
+        embeddings."""
+
+    @abstractmethod
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, V] of rows of `layers`' result, in the model's dtype."""
+
+    @abstractmethod
+    def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """float32 [T, D]: rows of `layers`' result after the final norm."""
+
+    def scores(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """float32 [T]: the score of a prompt by its last token, for rows of `layers`' result."""
+        raise AssertionError(f"{type(self).__name__} has no score head and does not offer the task")
+
+
+def create_linear(kernels: Kernels, w: Matrix, b_N: torch.Tensor | None) -> Linear:
+    """The kind of Linear that the matrix is for."""
+    if isinstance(w, QuantizedMatrix):
+        assert kernels.fp8 is not None, "FP8 weights, and no kernels for them"
+        return Fp8Linear(kernels.fp8, w, b_N)
+    return PlainLinear(kernels.plain, w, b_N)

@@ -1,0 +1,90 @@
+"""Rows grouped by the experts they pick, in tiles of one expert each, for grouped GEMMs. No host waits for a count.
+
+A pair is a row and one of its picks: pair p is pick p % A of row p // A. Every expert's pairs, in ascending order, fill
+whole tiles; the places left in its last tile hold the number of pairs, which stands for none:
+
+    expert             0            3                  7
+    pairs        [4 9 17 -]   [0 2 3 5][8 - - -]   [1 6 7 -]   unused tiles
+    tile_experts      0           3        3            7         -1 ...
+
+Legend: T rows, E experts, A picks of a row, P = T A pairs, N tiles, R places of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+class ExpertTiles(NamedTuple):
+    """pairs_NR int32; tile_experts_N int32, -1 for a tile that is not used; num_picks: A."""
+
+    pairs_NR: torch.Tensor
+    tile_experts_N: torch.Tensor
+    num_picks: int
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+def _group_rows_kernel(
+    ids_ptr, pairs_ptr, tile_experts_ptr, num_pairs, max_tiles, E: tl.constexpr, BLOCK_E: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A program per expert; each counts all pairs itself, which is less than a second launch for the steps of a decode.
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BLOCK_E)
+    counts = tl.zeros((BLOCK_E,), tl.int32)
+    places = tl.arange(0, BLOCK)
+    for start in range(0, num_pairs, BLOCK):
+        ids = tl.load(ids_ptr + start + places, mask=start + places < num_pairs, other=E)
+        counts += tl.histogram(ids, BLOCK_E)
+    tiles = tl.where(bins < E, (counts + R - 1) // R, 0)
+    first_tile = tl.sum(tl.where(bins < expert, tiles, 0), axis=0)
+    count = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    end_tile = first_tile + (count + R - 1) // R
+    for tile in range(first_tile, end_tile, BLOCK):
+        tl.store(tile_experts_ptr + tile + places, expert + places * 0, mask=tile + places < end_tile)
+    if expert == E - 1:
+        for tile in range(end_tile, max_tiles, BLOCK):
+            tl.store(tile_experts_ptr + tile + places, places * 0 - 1, mask=tile + places < max_tiles)
+    if count > 0:
+        at = first_tile * R
+        for start in range(0, num_pairs, BLOCK):
+            ids = tl.load(ids_ptr + start + places, mask=start + places < num_pairs, other=E)
+            is_own = (ids == expert).to(tl.int32)
+            tl.store(pairs_ptr + at + tl.cumsum(is_own, axis=0) - 1, start + places, mask=is_own == 1)
+            at += tl.sum(is_own, axis=0)
+        padding = tl.arange(0, R)
+        tl.store(pairs_ptr + at + padding, num_pairs + padding * 0, mask=at + padding < end_tile * R)
+
+
+def group_rows(expert_ids_TA: torch.Tensor, num_experts: int, tile_rows: int) -> ExpertTiles:
+    """Tiles of `tile_rows`, a power of two, for int32 ids in [0, num_experts), contiguous. Unused tiles hold anything.
+
+    There are as many tiles as the least lucky choice of so many rows needs, whatever the ids are: a grid for them is
+    known to the host, and may be captured.
+    """
+    num_rows, num_picks = expert_ids_TA.shape
+    assert expert_ids_TA.dtype == torch.int32 and expert_ids_TA.is_contiguous(), expert_ids_TA.dtype
+    assert tile_rows & (tile_rows - 1) == 0, tile_rows
+    num_pairs = num_rows * num_picks
+    max_tiles = num_tiles_at_most(num_pairs, num_experts, tile_rows)
+    pairs_NR = torch.empty(max_tiles, tile_rows, dtype=torch.int32, device=expert_ids_TA.device)
+    tile_experts_N = torch.empty(max_tiles, dtype=torch.int32, device=expert_ids_TA.device)
+    if num_pairs:
+        _group_rows_kernel[(num_experts,)](
+            expert_ids_TA, pairs_NR, tile_experts_N, num_pairs, max_tiles, E=num_experts,
+            BLOCK_E=triton.next_power_of_2(num_experts + 1), R=tile_rows,
+            BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 128)), num_warps=4,
+        )  # fmt: skip
+    return ExpertTiles(pairs_NR, tile_experts_N, num_picks)
+
+
+def num_tiles_at_most(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+    """Each expert that is hit wastes less than one tile."""
+    num_hit = min(num_pairs, num_experts)
+    return num_hit + (num_pairs - num_hit) // tile_rows

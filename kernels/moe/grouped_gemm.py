@@ -1,0 +1,222 @@
+"""Grouped GEMMs of routed experts: gate and up with SwiGLU, down, and the weighted sum of a row's picks.
+
+A program computes a tile of one expert's pairs by a block of columns, so that an expert's weights are read once for all
+rows of a tile. A row's bits depend on its own numbers alone: which rows share its tile changes nothing, and its picks
+are added in their order.
+
+Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a row, N tiles of R places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
+from radixmesh.kernels.moe.route import Routes
+
+_COMBINE_BLOCK = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedConfig:
+    """columns and depth: of a program's block of a weight, gate and up of so many columns each."""
+
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsConfig:
+    """tile_rows: places of a tile, 16 or a larger power of two."""
+
+    tile_rows: int
+    gate_up: GroupedConfig
+    down: GroupedConfig
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _gate_up_kernel(
+    x_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, F, A: tl.constexpr, K: tl.constexpr,
+    R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1).to(tl.int64)
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    if expert >= 0:
+        places = tl.arange(0, R)
+        pairs = tl.load(pairs_ptr + tile * R + places)
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        depth = tl.arange(0, BLOCK_K)
+        row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < F)[None, :]
+        x_at = x_ptr + (pairs // A).to(tl.int64)[:, None] * x_stride + depth[None, :]
+        gate_at = w_ptr + (expert * 2 * F + columns)[None, :] * K + depth[:, None]
+        gate_sums = tl.zeros((R, BLOCK_N), tl.float32)
+        up_sums = tl.zeros((R, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            in_row = depth < K - start
+            x = tl.load(x_at + start, mask=row_mask & in_row[None, :], other=0.0)
+            w_mask = in_row[:, None] & column_mask
+            gate = tl.load(gate_at + start, mask=w_mask, other=0.0)
+            up = tl.load(gate_at + F * K + start, mask=w_mask, other=0.0)
+            gate_sums = tl.dot(x, gate, gate_sums, input_precision=PRECISION)
+            up_sums = tl.dot(x, up, up_sums, input_precision=PRECISION)
+        gated = gate_sums / (1.0 + tl.exp(-gate_sums)) * up_sums
+        out_at = out_ptr + (tile * R + places)[:, None] * F + columns[None, :]
+        tl.store(out_at, gated.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _down_kernel(
+    h_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, D, K: tl.constexpr, R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(1).to(tl.int64)
+    expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
+    if expert >= 0:
+        places = tl.arange(0, R)
+        pairs = tl.load(pairs_ptr + tile * R + places)
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        depth = tl.arange(0, BLOCK_K)
+        row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
+        h_at = h_ptr + (tile * R + places)[:, None] * K + depth[None, :]
+        w_at = w_ptr + (expert * D + columns)[None, :] * K + depth[:, None]
+        sums = tl.zeros((R, BLOCK_N), tl.float32)
+        for start in range(0, K, BLOCK_K):
+            in_row = depth < K - start
+            h = tl.load(h_at + start, mask=row_mask & in_row[None, :], other=0.0)
+            w = tl.load(w_at + start, mask=in_row[:, None] & column_mask, other=0.0)
+            sums = tl.dot(h, w, sums, input_precision=PRECISION)
+        out_at = out_ptr + pairs.to(tl.int64)[:, None] * D + columns[None, :]
+        tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask)
+
+
+@triton.jit
+def _combine_kernel(
+    results_ptr, weights_ptr, residual_ptr, out_ptr, D, A: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < D
+    total = tl.zeros((BLOCK,), tl.float32)
+    for pick in tl.static_range(A):
+        weight = tl.load(weights_ptr + row * A + pick)
+        total += weight * tl.load(results_ptr + (row * A + pick) * D + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_ptr + row * D + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def routed_experts(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    *,
+    residual_TD: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    config: ExpertsConfig | None = None,
+) -> torch.Tensor:
+    """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
+
+    All of one dtype (float32, float16, bfloat16), weights contiguous, rows of x contiguous; gate's rows are the first F
+    of an expert's matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind down
+    and at the end. `config` overrides the one for so many rows.
+    """
+    (num_rows, hidden), num_experts = x_TD.shape, len(w_down_EDF)
+    _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
+    num_picks = routes.expert_ids_TA.shape[1]
+    out = torch.empty_like(x_TD) if out is None else out
+    if num_rows == 0:
+        return out
+    config = config or default_config(num_rows * num_picks, num_experts)
+    tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows)
+    gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up)
+    results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down)
+    _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
+        results, routes.weights_TA, results if residual_TD is None else residual_TD, out, hidden, A=num_picks,
+        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)), HAS_RESIDUAL=residual_TD is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def gate_up_silu(
+    x_TD: torch.Tensor, tiles: ExpertTiles, num_pairs: int, w_gate_up_E2FD: torch.Tensor, config: GroupedConfig
+) -> torch.Tensor:
+    """silu(gate) x up of each pair's row by its expert, [N, R, F]; places without a pair hold anything."""
+    num_tiles, tile_rows = tiles.pairs_NR.shape
+    mlp, hidden = w_gate_up_E2FD.shape[1] // 2, w_gate_up_E2FD.shape[2]
+    gated_NRF = x_TD.new_empty(num_tiles, tile_rows, mlp)
+    # Columns are the fast axis: programs that run at once share the rows of a few tiles.
+    _gate_up_kernel[(triton.cdiv(mlp, config.columns), num_tiles)](
+        x_TD, w_gate_up_E2FD, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, x_TD.stride(0), mlp,
+        A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
+        PRECISION=_precision(x_TD), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return gated_NRF
+
+
+def down(
+    gated_NRF: torch.Tensor, tiles: ExpertTiles, num_pairs: int, w_down_EDF: torch.Tensor, config: GroupedConfig
+) -> torch.Tensor:
+    """The down projection of `gate_up_silu`'s result, [pairs, D], not weighted, in the order of the pairs."""
+    num_tiles, tile_rows, mlp = gated_NRF.shape
+    hidden = w_down_EDF.shape[1]
+    results_PD = gated_NRF.new_empty(num_pairs, hidden)
+    _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
+        gated_NRF, w_down_EDF, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, hidden, K=mlp,
+        R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(gated_NRF),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return results_PD
+
+
+def routed_experts_reference(
+    x_TD: torch.Tensor,
+    routes: Routes,
+    w_gate_up_E2FD: torch.Tensor,
+    w_down_EDF: torch.Tensor,
+    residual_TD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same as `routed_experts`, in torch, pair by pair, in float32 until the end."""
+    total_TD = torch.zeros_like(x_TD, dtype=torch.float32) if residual_TD is None else residual_TD.float()
+    for row, (experts, weights) in enumerate(zip(routes.expert_ids_TA.tolist(), routes.weights_TA, strict=True)):
+        for expert, weight in zip(experts, weights, strict=True):
+            gate_F, up_F = (w_gate_up_E2FD[expert].float() @ x_TD[row].float()).chunk(2)
+            total_TD[row] += weight * (w_down_EDF[expert].float() @ (torch.nn.functional.silu(gate_F) * up_F))
+    return total_TD.to(x_TD.dtype)
+
+
+def default_config(num_pairs: int, num_experts: int) -> ExpertsConfig:
+    """By the pairs that an expert gets on average: weights are read once a tile, empty places cost arithmetic alone."""
+    average = num_pairs / num_experts
+    if average <= 16:
+        block = GroupedConfig(columns=64, depth=128, num_warps=4, num_stages=3)
+        return ExpertsConfig(tile_rows=16, gate_up=block, down=block)
+    if average <= 48:
+        block = GroupedConfig(columns=64, depth=64, num_warps=4, num_stages=4)
+        return ExpertsConfig(tile_rows=32 if average <= 24 else 64, gate_up=block, down=block)
+    return ExpertsConfig(
+        tile_rows=128,
+        gate_up=GroupedConfig(columns=64, depth=64, num_warps=8, num_stages=3),
+        down=GroupedConfig(columns=128, depth=64, num_warps=8, num_stages=3),
+    )
+
+
+def _precision(x: torch.Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def _check(x_TD: torch.Tensor, routes: Routes, w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor) -> None:
+    num_experts, hidden, mlp = w_down_EDF.shape
+    assert w_gate_up_E2FD.shape == (num_experts, 2 * mlp, hidden), (w_gate_up_E2FD.shape, w_down_EDF.shape)
+    assert x_TD.shape[1] == hidden and x_TD.stride(1) == 1, (x_TD.shape, x_TD.stride())
+    assert x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype, (x_TD.dtype, w_down_EDF.dtype)
+    assert w_gate_up_E2FD.is_contiguous() and w_down_EDF.is_contiguous(), w_down_EDF.stride()
+    assert routes.expert_ids_TA.shape == routes.weights_TA.shape and len(routes.weights_TA) == len(x_TD)
+    assert routes.weights_TA.dtype == torch.float32 and routes.weights_TA.is_contiguous()

@@ -1,0 +1,63 @@
+"""Routed experts at the sizes of real models, in captured graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.rounding import typical_chain_error
+
+from radixmesh.kernels.moe.grouped_gemm import routed_experts, routed_experts_reference
+from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
+
+pytestmark = pytest.mark.gpu
+
+_SHAPES = {
+    "qwen3-30b-a3b": (2048, 768, 128, RouterRule(num_picks=8, is_normalised=True)),
+    "deepseek-v2-lite": (2048, 1408, 64, RouterRule(num_picks=6)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_captured_experts_are_torchs_for_any_choice(shape: str, dtype: torch.dtype) -> None:
+    """One graph serves logits that change, from one row to more than a tile of each expert."""
+    hidden, mlp, num_experts, rule = _SHAPES[shape]
+    w_gate_up = _random(num_experts, 2 * mlp, hidden, dtype=dtype).mul_(hidden**-0.5)
+    w_down = _random(num_experts, hidden, mlp, dtype=dtype).mul_(mlp**-0.5)
+    for num_rows in (1, 8, 64, 256, 1024):
+        x_TD, logits_TE = _random(num_rows, hidden, dtype=dtype), _random(num_rows, num_experts, dtype=dtype)
+        routed_experts(x_TD, route(logits_TE, rule), w_gate_up, w_down)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            routes = route(logits_TE, rule)
+            out_TD = routed_experts(x_TD, routes, w_gate_up, w_down)
+        for bias in (0.0, 4.0):
+            # With a bias most rows pick the same experts.
+            logits_TE.copy_(_random(num_rows, num_experts, dtype=dtype))
+            logits_TE[:, : rule.num_picks] += bias
+            graph.replay()
+            torch.cuda.synchronize()
+            want = route_reference(logits_TE, rule)
+            # Equal logits of bfloat16 are picked in the order of their ids by both.
+            assert torch.equal(routes.expert_ids_TA, want.expert_ids_TA)
+            torch.testing.assert_close(routes.weights_TA, want.weights_TA, rtol=1e-5, atol=1e-7)
+            few = slice(-16, None)
+            expected = routed_experts_reference(x_TD[few], Routes(*(part[few] for part in want)), w_gate_up, w_down)
+            error = (out_TD[few].float() - expected.float()).norm() / expected.float().norm()
+            assert error < 2 * typical_chain_error(4, dtype) + 1e-5, (num_rows, bias, error)
+
+
+def test_a_rows_bits_depend_on_itself_alone_in_one_configuration() -> None:
+    hidden, mlp, num_experts, rule = _SHAPES["deepseek-v2-lite"]
+    w_gate_up = _random(num_experts, 2 * mlp, hidden, dtype=torch.bfloat16).mul_(hidden**-0.5)
+    w_down = _random(num_experts, hidden, mlp, dtype=torch.bfloat16).mul_(mlp**-0.5)
+    x_TD, logits_TE = _random(64, hidden, dtype=torch.bfloat16), _random(64, num_experts, dtype=torch.bfloat16)
+    together = routed_experts(x_TD, route(logits_TE, rule), w_gate_up, w_down)
+    for row in (0, 33, 63):
+        own = slice(row, row + 1)
+        assert torch.equal(routed_experts(x_TD[own], route(logits_TE[own], rule), w_gate_up, w_down), together[own])
+
+
+def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)

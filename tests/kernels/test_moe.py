@@ -1,0 +1,181 @@
+"""Routed experts: routing, rows grouped by expert and grouped GEMMs, against plain torch and the CPU's own routers."""
+
+from __future__ import annotations
+
+import pytest
+import support.triton_interpreter  # noqa: F401
+import torch
+from support.rounding import kernel_tolerance, typical_chain_error
+
+from radixmesh.daemons.worker.models.deepseek.config import RouterConfig, TopkMethod
+from radixmesh.daemons.worker.models.deepseek.routing import pick_biased, pick_highest
+from radixmesh.daemons.worker.models.softmax_router import route_by_softmax
+from radixmesh.kernels.moe.group_rows import group_rows, num_tiles_at_most
+from radixmesh.kernels.moe.grouped_gemm import (
+    ExpertsConfig,
+    GroupedConfig,
+    routed_experts,
+    routed_experts_reference,
+)
+from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu/test_moe.py is for the GPU")
+
+_RULES = {
+    "mixtral": (8, RouterRule(num_picks=2, is_normalised=True)),
+    "qwen3": (128, RouterRule(num_picks=8, is_normalised=True)),
+    "v2_lite": (64, RouterRule(num_picks=6)),
+    "v2": (160, RouterRule(num_picks=6, num_groups=8, num_picked_groups=3, weight_scale=16.0)),
+    "v3": (
+        256,
+        RouterRule(
+            num_picks=8,
+            is_sigmoid=True,
+            is_normalised=True,
+            weight_scale=2.5,
+            num_groups=8,
+            num_picked_groups=4,
+            group_best=2,
+        ),
+    ),
+    "llama4": (16, RouterRule(num_picks=1, is_sigmoid=True)),
+}
+
+
+@pytest.mark.parametrize("name", _RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_routed_as_in_torch(name: str, dtype: torch.dtype) -> None:
+    num_experts, rule = _RULES[name]
+    # As logits of a router lie: in a wider matrix.
+    logits_TE = (3 * torch.randn(5, num_experts + 4)).to(dtype)[:, :num_experts]
+    bias_E = torch.randn(num_experts) if name == "v3" else None
+    _check_same(route(logits_TE, rule, bias_E), route_reference(logits_TE, rule, bias_E))
+
+
+def test_rows_are_routed_as_on_the_cpu() -> None:
+    x_TD, w_DE, bias_E = torch.randn(6, 32), torch.randn(32, 64), torch.randn(64)
+    logits_TE = x_TD @ w_DE
+    for is_normalised in (False, True):
+        want = route_by_softmax(x_TD, w_router_DE=w_DE, num_picks=4, is_normalised=is_normalised)
+        _check_same(route(logits_TE, RouterRule(num_picks=4, is_normalised=is_normalised)), Routes(*want))
+    sizes = {"num_experts": 64, "num_picks": 4, "num_groups": 8, "num_picked_groups": 3}
+    config = RouterConfig(method=TopkMethod.GROUP_LIMITED, is_normed=False, weight_scale=2.0, **sizes)
+    rule = RouterRule(num_picks=4, num_groups=8, num_picked_groups=3, weight_scale=2.0)
+    _check_same(route(logits_TE, rule), Routes(*pick_highest(logits_TE.softmax(dim=-1), config)))
+    config = RouterConfig(method=TopkMethod.BIASED, is_normed=True, weight_scale=2.5, **sizes)
+    rule = RouterRule(
+        num_picks=4,
+        is_sigmoid=True,
+        is_normalised=True,
+        weight_scale=2.5,
+        num_groups=8,
+        num_picked_groups=3,
+        group_best=2,
+    )
+    _check_same(route(logits_TE, rule, bias_E), Routes(*pick_biased(logits_TE.sigmoid(), bias_E, config)))
+
+
+def test_equal_scores_and_bad_numbers_name_experts_that_there_are() -> None:
+    ids_TA, _ = route(torch.zeros(2, 12), RouterRule(num_picks=3))
+    assert ids_TA.tolist() == [[0, 1, 2]] * 2
+    ids_TA, _ = route(torch.full((2, 12), float("nan")), RouterRule(num_picks=3))
+    assert bool(((ids_TA >= 0) & (ids_TA < 12)).all())
+
+
+@pytest.mark.parametrize(("num_rows", "num_experts", "num_picks"), [(1, 8, 2), (7, 5, 3), (200, 9, 8), (33, 128, 1)])
+@pytest.mark.parametrize("tile_rows", [16, 64])
+def test_every_pair_has_one_place_in_a_tile_of_its_expert(
+    num_rows: int, num_experts: int, num_picks: int, tile_rows: int
+) -> None:
+    ids_TA = _distinct_experts(num_rows, num_experts, num_picks)
+    pairs_NR, tile_experts_N, _ = group_rows(ids_TA, num_experts, tile_rows)
+    num_pairs, flat_P = num_rows * num_picks, ids_TA.flatten()
+    is_used_N = tile_experts_N >= 0
+    num_used = int(is_used_N.sum())
+    counts = flat_P.bincount(minlength=num_experts)
+    assert num_used == int(((counts + tile_rows - 1) // tile_rows).sum()) and bool(is_used_N[:num_used].all())
+    places = pairs_NR[:num_used]
+    real = places[places < num_pairs]
+    assert sorted(real.tolist()) == list(range(num_pairs)) and int(places.max()) <= num_pairs
+    owners = tile_experts_N[:num_used, None].expand_as(places)[places < num_pairs]
+    assert torch.equal(owners, flat_P[real.long()])
+    for expert in range(num_experts):
+        own = places[tile_experts_N[:num_used] == expert].flatten().tolist()
+        assert own == sorted(own)
+
+
+def test_the_worst_choice_fits_the_tiles() -> None:
+    """All pairs on one expert but for one on each other; grids hold as many tiles for any choice."""
+    for num_rows, num_experts, tile_rows in ((40, 6, 16), (3, 8, 16), (65, 3, 32)):
+        ids_TA = torch.zeros(num_rows, 1, dtype=torch.int32)
+        ids_TA[: num_experts - 1, 0] = torch.arange(1, num_experts, dtype=torch.int32)[:num_rows]
+        _, tile_experts_N, _ = group_rows(ids_TA, num_experts, tile_rows)
+        counts = ids_TA.flatten().bincount(minlength=num_experts)
+        num_used = int((tile_experts_N >= 0).sum())
+        assert num_used == int(((counts + tile_rows - 1) // tile_rows).sum()) <= len(tile_experts_N)
+        assert len(tile_experts_N) == num_tiles_at_most(num_rows, num_experts, tile_rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("num_rows", "hidden", "mlp"), [(1, 64, 32), (9, 80, 48), (40, 64, 96)])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_experts_compute_what_torch_does(
+    num_rows: int, hidden: int, mlp: int, dtype: torch.dtype, has_residual: bool
+) -> None:
+    x_TD, routes, w_gate_up, w_down = _operands(num_rows, 6, 2, hidden, mlp, dtype)
+    residual_TD = torch.randn(num_rows, hidden).to(dtype) if has_residual else None
+    want = routed_experts_reference(x_TD, routes, w_gate_up, w_down, residual_TD)
+    got = routed_experts(x_TD, routes, w_gate_up, w_down, residual_TD=residual_TD, out=residual_TD)
+    assert residual_TD is None or got.data_ptr() == residual_TD.data_ptr()
+    # Sums in float32; rounded behind the gate, behind down and at the end, as is the reference.
+    error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(hidden + mlp, torch.float32))
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < error
+
+
+def test_a_rows_bits_do_not_depend_on_the_others() -> None:
+    """All rows on one expert, and each row alone; in bfloat16, where another order of sums would show."""
+    x_TD, _, w_gate_up, w_down = _operands(20, 4, 2, 64, 32, torch.bfloat16)
+    ids_TA = torch.tensor([[1, 3]] * 20, dtype=torch.int32)
+    routes = Routes(ids_TA, torch.rand(20, 2))
+    together = routed_experts(x_TD, routes, w_gate_up, w_down)
+    for row in (0, 7, 19):
+        own = slice(row, row + 1)
+        alone = routed_experts(x_TD[own], Routes(ids_TA[own], routes.weights_TA[own]), w_gate_up, w_down)
+        assert torch.equal(together[own], alone)
+
+
+def test_a_configuration_changes_nothing_but_time() -> None:
+    x_TD, routes, w_gate_up, w_down = _operands(23, 5, 3, 96, 64, torch.float32)
+    want = routed_experts_reference(x_TD, routes, w_gate_up, w_down)
+    for tile_rows, columns, depth in ((16, 32, 32), (32, 64, 16), (64, 16, 128)):
+        block = GroupedConfig(columns=columns, depth=depth, num_warps=4, num_stages=2)
+        config = ExpertsConfig(tile_rows=tile_rows, gate_up=block, down=block)
+        got = routed_experts(x_TD, routes, w_gate_up, w_down, config=config)
+        torch.testing.assert_close(got, want, **kernel_tolerance(torch.float32, 160, float(want.abs().max())))
+
+
+def test_no_rows_are_no_work() -> None:
+    x_TD, routes, w_gate_up, w_down = _operands(3, 4, 2, 32, 16, torch.float32)
+    none = routed_experts(x_TD[:0], Routes(routes.expert_ids_TA[:0], routes.weights_TA[:0]), w_gate_up, w_down)
+    assert none.shape == (0, 32)
+    assert route(torch.zeros(0, 8), RouterRule(num_picks=2)).expert_ids_TA.shape == (0, 2)
+
+
+def _operands(
+    num_rows: int, num_experts: int, num_picks: int, hidden: int, mlp: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, Routes, torch.Tensor, torch.Tensor]:
+    routes = Routes(_distinct_experts(num_rows, num_experts, num_picks), torch.rand(num_rows, num_picks))
+    w_gate_up = (torch.randn(num_experts, 2 * mlp, hidden) * hidden**-0.5).to(dtype)
+    w_down = (torch.randn(num_experts, hidden, mlp) * mlp**-0.5).to(dtype)
+    return torch.randn(num_rows, hidden).to(dtype), routes, w_gate_up, w_down
+
+
+def _distinct_experts(num_rows: int, num_experts: int, num_picks: int) -> torch.Tensor:
+    if num_picks > num_experts:
+        return torch.randint(num_experts, (num_rows, num_picks), dtype=torch.int32)
+    return torch.rand(num_rows, num_experts).argsort(dim=1)[:, :num_picks].int().contiguous()
+
+
+def _check_same(got: Routes, want: Routes) -> None:
+    assert torch.equal(got.expert_ids_TA, want.expert_ids_TA.int())
+    torch.testing.assert_close(got.weights_TA, want.weights_TA, rtol=1e-5, atol=1e-7)

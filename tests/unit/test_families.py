@@ -1,0 +1,127 @@
+"""Families that are a config and names of Llama's decoder, against transformers in float32 through the CPU runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.family_folders import FAMILIES, family_folder, family_model
+from support.segments import Stream, generate, scattered_pages
+from transformers import PreTrainedModel
+
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+
+_LENGTH = 90
+_PAGE_SIZE = 8
+# In float32; what the table in docs/models.md promises.
+_TOLERANCE = 1e-4
+
+
+class Loaded(NamedTuple):
+    model: PreTrainedModel
+    folder: Path
+    runner: CpuRunner
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
+    """Families by name, each made and loaded once."""
+    torch.set_num_threads(1)
+    loaded: dict[str, Loaded] = {}
+
+    def get(name: str) -> Loaded:
+        if name not in loaded:
+            model = family_model(name)
+            folder = family_folder(model, tmp_path_factory.mktemp(name))
+            loaded[name] = Loaded(model, folder, _runner(folder, page_size=_PAGE_SIZE, num_pages=64))
+        loaded[name].runner.clear()
+        return loaded[name]
+
+    return get
+
+
+def _runner(folder: Path, **settings: object) -> CpuRunner:
+    runner = load_cpu_runner(folder, threads=1, **settings)  # type: ignore[arg-type]
+    assert isinstance(runner, CpuRunner) and runner.is_deterministic
+    return runner
+
+
+def _prompt(runner: CpuRunner, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, runner.vocab_size, length).astype(np.int32)
+
+
+def _expected(model: PreTrainedModel, ids: np.ndarray) -> np.ndarray:
+    with torch.inference_mode():
+        logits: np.ndarray = model(torch.from_numpy(ids).long()[None]).logits[0].numpy()
+    assert logits.std() > 0.3, "a test on flat logits would show nothing"
+    return logits
+
+
+def _logits(runner: CpuRunner, ids: np.ndarray, chunk: int) -> np.ndarray:
+    stream = Stream(0, ids.tolist(), scattered_pages(runner, [len(ids)], seed=chunk)[0])
+    parts = []
+    while stream.remaining:
+        length = min(chunk, stream.remaining)
+        parts += runner.logits([stream.segment(length, runner.page_size, samples=False)])
+        stream.computed += length
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_equal_those_of_transformers(load: Callable[[str], Loaded], name: str) -> None:
+    model, _, runner = load(name)
+    ids = _prompt(runner, _LENGTH)
+    expected, whole = _expected(model, ids), _logits(runner, ids, _LENGTH)
+    assert np.abs(whole - expected).max() <= _TOLERANCE
+    # A row's bits depend on its own sequence alone.
+    for chunk in (33, 7):
+        assert np.array_equal(_logits(runner, ids, chunk).view(np.int32), whole.view(np.int32)), chunk
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_ids_equal_those_of_transformers_with_a_cached_prefix(load: Callable[[str], Loaded], name: str) -> None:
+    model, _, runner = load(name)
+    shared = 3 * _PAGE_SIZE
+    first = _prompt(runner, 40)
+    second = np.concatenate((first[:shared], _prompt(runner, 30, seed=1)))
+    pages = scattered_pages(runner, [len(prompt) + 64 for prompt in (first, second)])
+    pages[1][:3] = pages[0][:3]
+    streams = [Stream(slot, prompt.tolist(), pages[slot]) for slot, prompt in enumerate((first, second))]
+    generate(runner, streams[:1], 4, chunk=11)
+    # The second begins behind the prefix that the first has computed.
+    streams[1].computed = shared
+    generate(runner, streams, 64, chunk=11)
+    for stream in streams:
+        ids = torch.from_numpy(stream.prompt).long()[None]
+        with torch.inference_mode():
+            expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False)
+        assert stream.output == expected[0, len(stream.prompt) :].tolist()
+
+
+def test_longrope_takes_the_short_factors_where_no_sequence_is_longer_than_the_original(
+    load: Callable[[str], Loaded],
+) -> None:
+    model, folder, long = load("phi4_longrope")
+    short = _runner(folder, max_total_len=32, num_pages=64)
+    ids = _prompt(short, 32)
+    expected = _expected(model, ids)
+    assert np.abs(_logits(short, ids, 9) - expected).max() <= _TOLERANCE
+    # A worker that serves longer sequences has the long ones for all of them, as keys are shared.
+    assert np.abs(_logits(long, ids, 32) - expected).max() > 100 * _TOLERANCE
+
+
+def test_gpt2_loads_without_the_prefix_that_its_first_checkpoint_lacks(
+    load: Callable[[str], Loaded], tmp_path: Path
+) -> None:
+    _, folder, runner = load("gpt2")
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    ids = _prompt(runner, 20)
+    assert np.array_equal(_logits(_runner(tmp_path, num_pages=64), ids, 20), _logits(runner, ids, 20))
