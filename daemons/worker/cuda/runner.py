@@ -133,8 +133,7 @@ class DeviceRunner(ModelRunner):
         self._verify: VerifySteps | None = None
 
     def verify(self, drafter: Drafter, *, max_drafts: int, graph_rows: tuple[int, ...] | None = None) -> None:
-        """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, in one forward, and
-        yield the proposals that sampling confirms and the token after them: the tokens of a runner without proposals.
+        """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, as `CpuRunner.verify`.
 
         To be called before an executor is made of the runner. graph_rows: sizes of the steps that are captured; None:
         those of the runner's limits. Attention that needs exact lengths verifies nothing.
@@ -143,10 +142,10 @@ class DeviceRunner(ModelRunner):
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
         self.max_tokens_per_row = 1 + max_drafts
-        num_slots = self._limits.num_slots
+        max_rows = self._limits.num_slots * self.max_tokens_per_row
         with self.device.in_order(), torch.inference_mode():
-            self._attention.reserve(num_slots * self.max_tokens_per_row)
-            self._sampler = self._create_sampler(max_rows=num_slots * self.max_tokens_per_row)
+            self._attention.reserve(max_rows)
+            self._sampler = self._create_sampler(max_rows=max_rows)
             parts = self.device, self.model, self._attention, self.slots, self._sampler
             self._verify = VerifySteps(
                 *parts,
