@@ -3,7 +3,7 @@
     python bench/scheduler_tables.py step-cost hit-rates orders ageing --out bench/results
 
 Each suite is a list of `radixmesh bench scheduler` runs, each in a process of its own, and becomes one JSON file
-scheduler-SUITE.json with the machine, its load and a yardstick: the CPU time of a fixed piece of Python and numpy,
+scheduler-SUITE.json with the machine, its load and a calibration: the CPU time of a fixed piece of Python and numpy,
 taken before every run. Step costs are CPU time; on a machine that is busy with other things both grow alike.
 """
 
@@ -76,11 +76,17 @@ def ageing() -> list[list[object]]:
     ]
 
 
+def ranks() -> list[list[object]]:
+    """Data-parallel ranks of 128 rows each behind one scheduler, which has no workers."""
+    return [["scheduler_ranks.py", "--ranks", num, "--steps", 700] for num in (1, 2, 8, 64)]
+
+
 SUITES: dict[str, Callable[[], list[list[object]]]] = {
     "step-cost": step_cost,
     "hit-rates": hit_rates,
     "orders": orders,
     "ageing": ageing,
+    "ranks": ranks,
 }
 
 
@@ -110,10 +116,13 @@ def _closed(running: int, requests: int) -> list[object]:
 
 
 def _run(arguments: Sequence[object]) -> dict[str, object]:
-    yardstick, load = _yardstick_us(), os.getloadavg()[0]
+    calibration, load = _calibration_us(), os.getloadavg()[0]
     words = [str(argument) for argument in arguments]
+    command = ["-m", "radixmesh.cli", "bench", "scheduler", *words, "--json"]
+    if words[0].endswith(".py"):
+        command = [str(ROOT / "bench" / words[0]), *words[1:]]
     done = subprocess.run(
-        [sys.executable, "-m", "radixmesh.cli", "bench", "scheduler", *words, "--json"],
+        [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -122,10 +131,10 @@ def _run(arguments: Sequence[object]) -> dict[str, object]:
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}")
     report: dict[str, object] = json.loads(done.stdout)
-    return {"arguments": " ".join(words), "yardstick_us": yardstick, "load_average": round(load, 2), **report}
+    return {"arguments": " ".join(words), "yardstick_us": calibration, "load_average": round(load, 2), **report}
 
 
-def _yardstick_us() -> float:
+def _calibration_us() -> float:
     """CPU time of a fixed piece of work, microseconds, the median of many."""
     values = np.random.default_rng(0).integers(0, 1 << 30, 4096)
     taken = []
@@ -154,7 +163,7 @@ def _line(run: dict[str, object]) -> str:
         "ttft_ms",
         "step_ms",
     )
-    return f"{run['arguments']}: " + "  ".join(f"{name} {run[name]}" for name in names)
+    return f"{run['arguments']}: " + "  ".join(f"{name} {run[name]}" for name in names if name in run)
 
 
 if __name__ == "__main__":

@@ -271,9 +271,9 @@ class Soak:
 def _kill_moments(seconds: float, period: float, seed: int, *, with_worker: bool) -> list[tuple[float, str]]:
     """(seconds since the start, service), in order: the scheduler every `period`, a little later or earlier; the worker
     once, at about half time, between two of those."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     numbers = range(1, int(seconds / period) + 1)
-    moments = [(period * (number + draw.uniform(-0.05, 0.05)), "scheduler") for number in numbers]
+    moments = [(period * (number + rng.uniform(-0.05, 0.05)), "scheduler") for number in numbers]
     if with_worker:
         moments.append((period * (round(seconds / 2 / period - 0.5) + 0.5), "worker"))
     return sorted(moments)

@@ -43,7 +43,7 @@ class ChaosConfig:
 
 
 class ChaosHour:
-    """run() raises AssertionError for a lost or repeated token, a leak, a breach, or a request without an end."""
+    """run() raises AssertionError for lost or repeated tokens, leaks, broken invariants and requests without an end."""
 
     def __init__(self, config: ChaosConfig) -> None:
         self.config = config

@@ -30,6 +30,7 @@ from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
+from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, TokenRing
@@ -74,7 +75,6 @@ class DeviceRunner(ModelRunner):
 
     is_asynchronous = True
     suppresses_rows = True
-    tasks = frozenset({Task.GENERATE})
 
     def __init__(
         self,
@@ -86,12 +86,14 @@ class DeviceRunner(ModelRunner):
         *,
         is_deterministic: bool,
         use_pdl: bool,
+        embed_pooling: str = "mean",
     ) -> None:
         """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
+        self.tasks = model.tasks
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
         self._limits = limits
@@ -126,7 +128,8 @@ class DeviceRunner(ModelRunner):
             )
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self.slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
-            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens)
+            vectors = PromptVectors(device, model, embed_pooling)
+            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, model)
@@ -173,6 +176,10 @@ class DeviceRunner(ModelRunner):
         rows = no_rows()
         with self.device.in_order(), torch.inference_mode():
             self._prompts.capture()
+            if Task.GENERATE not in self.tasks:
+                self._prompts.warm_up()
+                self.device.record_event().wait()
+                return
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
                 self._attention.plan(step)
@@ -260,19 +267,8 @@ class DeviceRunner(ModelRunner):
 
         The segments' pages lie in the tables of their slots for that long: requests there have theirs sent anew.
         """
-        rows = no_rows()
-        size = max(len(segment.pages) for segment in segments)
-        tables = np.zeros((1 + max(segment.slot for segment in segments), size), np.int32)
-        num_pages = np.zeros(len(tables), np.int32)
-        for segment in segments:
-            tables[segment.slot, : len(segment.pages)] = segment.pages
-            num_pages[segment.slot] = len(segment.pages)
-        slots = [segment.slot for segment in segments]
         with self.device.in_order():
-            self.slots.forget(slots)
-            self.slots.send(np.array(slots, np.int32), tables, num_pages)
-            self.slots.forget(slots)
-            forward = self._prompts.forward(rows, segments, is_captured=False)
+            forward = self._chunks.forward_alone(segments)
             return np.split(self._host_logits.of(forward.hidden_TD), forward.chunk_ends[:-1])
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
