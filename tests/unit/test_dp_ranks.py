@@ -11,12 +11,14 @@ from support.planner_world import EOS_ID, VOCAB_SIZE, Record, submission
 from support.planner_world import joined as joined_records
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import SlotError, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.planning import prefill
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Outputs
@@ -68,6 +70,7 @@ class DpWorld:
         self.planner = Planner(replace(settings, **choices))  # type: ignore[arg-type]
         self.records: list[Record] = []
         self.results: deque[list[StepResult]] = deque()
+        self.shapes: list[worker_pb2.ForwardShape] = []
         self.sections: list[list[StepPlan]] = []
         self.epoch = 0
         self.begin_epoch()
@@ -98,6 +101,7 @@ class DpWorld:
             return False
         data = encode_plan(plan, 0, self.group.dp_size, self.group.num_slots)
         message = parse_frame(data, worker_pb2.ExecuteRequest).plan
+        self.shapes.append(message.header.shape)
         sections = [plan_from_proto(message, rank) for rank in range(self.group.dp_size)]
         self.sections.append(sections)
         self.results.append([e.run(section) for e, section in zip(self.executors, sections, strict=True)])
@@ -146,9 +150,9 @@ class DpWorld:
         raise AssertionError("never admitted")
 
 
-@pytest.mark.parametrize("max_tokens_per_row", [1, 3])
-@pytest.mark.parametrize("num_ranks", [2, 3, 12])
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("num_ranks", "max_tokens_per_row", "seed"), [(2, 1, 0), (2, 3, 0), (3, 1, 1), (3, 3, 1), (12, 1, 0), (12, 3, 1)]
+)
 def test_outputs_are_those_of_one_rank(num_ranks: int, max_tokens_per_row: int, seed: int) -> None:
     """Little memory: retractions, evictions and chunks on every rank, a new epoch in the middle."""
     rng = np.random.default_rng(seed)
@@ -171,7 +175,7 @@ def test_outputs_are_those_of_one_rank(num_ranks: int, max_tokens_per_row: int, 
 
 
 def test_a_prefix_goes_where_it_is_cached_until_that_rank_is_busy() -> None:
-    world = DpWorld(2, num_slots=8, inflight_prefix_min_tokens=1000)
+    world = DpWorld(2, num_slots=8, num_pages=800, inflight_prefix_min_tokens=1000)
     stem = list(range(2, 42))
     first = world.submit(stem, max_tokens=2)
     world.run()
@@ -198,19 +202,44 @@ def test_among_many_ranks_the_one_that_had_the_prefix_is_found() -> None:
     world.check()
 
 
-def test_a_rank_whose_prefills_wait_for_each_other_is_freed_while_another_goes_on() -> None:
-    world = DpWorld(2, num_pages=24, inflight_prefix_min_tokens=1000)
-    long_ones = [world.submit([2 + i, *range(3, 40)], max_tokens=8) for i in range(6)]
-    for _ in range(400):
-        if all(record.finished for record in long_ones):
-            break
-        if world.planner.num_live < 12:
-            world.submit([50, 51, int(world.epoch)], max_tokens=20)
-        if not world.step() and not world.results:
-            break
+def test_a_rank_whose_prefills_wait_for_each_other_is_freed_while_another_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts with an odd first token go to rank 1, whose free pages are a transfer's all of a sudden."""
+    monkeypatch.setattr(
+        prefill, "rank_order", lambda state, draft, loads, sequence, most: (int(sequence.token_ids()[0]) % 2,)
+    )
+    world = DpWorld(2, num_pages=40, inflight_prefix_min_tokens=1000)
+    busy = world.submit([2, 3], max_tokens=40)
+    older = world.submit([3, *range(20, 43)], max_tokens=2)
+    younger = world.submit([5, *range(20, 39)], max_tokens=2)
+    world.step()
+    world.process()
+    state = world.planner.state
+    assert state is not None and state.table.running_on(1) == 2
+    pool = state.ranks[1].pool
+    pages = pool.take(pool.num_free)
+    pool.lease(pages)
+    while not older.finished:
+        assert world.step() or world.results, "nobody gives way"
         while world.results:
             world.process()
-    assert all(record.tokens == world.expected(record) for record in long_ones)
+        assert not busy.finished, "the older one waited until the other rank was idle"
+    assert older.tokens == world.expected(older)
+    state.ranks[1].end_lease(pages)
+    world.run()
+    assert younger.finished
+    world.check()
+
+
+def test_the_shape_of_a_step_says_which_ranks_idle() -> None:
+    world = DpWorld(3, num_slots=1)
+    world.submit([2, 3, 4, 5], max_tokens=2)
+    world.submit([6, 7], max_tokens=2)
+    world.step()
+    (shape,) = world.shapes
+    idle = {0, 1, 2} - {world.rank_of(record) for record in world.records}
+    assert shape.max_tokens_per_rank == 4 and unpack_ints(shape.idle_ranks, "idle_ranks").tolist() == sorted(idle)
 
 
 def test_a_flush_empties_the_caches_of_all_ranks() -> None:

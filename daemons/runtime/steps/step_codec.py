@@ -133,6 +133,8 @@ def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
     if plan.has_forward:
         # An earlier plan tells whether slots decode: with chunks, MIXED holds in either case.
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
+        header.shape.max_tokens_per_rank = plan.max_tokens_per_rank
+        header.shape.idle_ranks = pack_ints(plan.idle_ranks)
         if plan.drafts:
             header.shape.max_draft_tokens = max(len(draft.ids) for draft in plan.drafts)
 

@@ -18,6 +18,9 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
     decode_set = state.decode_set.slots if state.is_decode_set_unsent else None
     state.is_decode_set_unsent = False
     state.table.plan_decodes(state.decode_set.slots)
+    tokens: list[int] = []
+    if has_forward and state.table.num_ranks > 1:
+        tokens = list(map(add, state.decode_set.num_by_rank, draft.rank_tokens))
     return StepPlan(
         epoch=state.epoch,
         step_id=state.next_step_id,
@@ -29,6 +32,8 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
         chunks=tuple(draft.chunks),
         decode_set=decode_set,
         has_forward=has_forward,
+        max_tokens_per_rank=max(tokens, default=0),
+        idle_ranks=tuple(rank for rank, num in enumerate(tokens) if not num),
     )
 
 
