@@ -219,9 +219,12 @@ class StepExecutor:
 
     def _guide(self, row: Row, tokens: Sequence[int]) -> None:
         """A slot's guide follows what was sampled for it."""
-        if row.slot in self.blobs.failed or self.table.generations[row.slot] != row.generation:
+        table = self.table
+        # A released slot keeps its generation: its request may be gone while the step ran.
+        is_same = table.is_occupied[row.slot] and table.generations[row.slot] == row.generation
+        if row.slot in self.blobs.failed or not is_same:
             return
-        guide = self.table.occupant(row.slot).guide
+        guide = table.occupant(row.slot).guide
         if guide is None:
             return
         for token in tokens:
