@@ -14,6 +14,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.model_folder.fingerprint import (
     ModelIdentity,
     model_fingerprint,
+    read_json_object,
     read_model_identity,
     tokenizer_fingerprint,
 )
@@ -70,7 +71,7 @@ def _load_cpu(settings: WorkerSettings) -> LoadedModel:
         embed_pooling=settings.embed_pooling,
         model_impl=settings.model_impl,
     )
-    return _loaded(settings, folder, runner, model_fingerprint(folder))
+    return _loaded(settings, folder, runner, _fingerprint(settings, folder))
 
 
 def _load_cuda(settings: WorkerSettings) -> LoadedModel:
@@ -104,11 +105,25 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
         fingerprint = hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest()
     else:
-        fingerprint = model_fingerprint(folder)
+        fingerprint = _fingerprint(settings, folder)
     if settings.quantization not in ("auto", "none"):
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
     return _loaded(settings, folder, runner, fingerprint)
+
+
+def _fingerprint(settings: WorkerSettings, folder: Path) -> str:
+    """Of the folder, and of the list of longrope's factors where the longest sequence chooses it: workers with other
+    lists give other tokens, and must not continue each other's."""
+    fingerprint, config = model_fingerprint(folder), read_json_object(folder / "config.json")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if settings.max_total_len is None or not isinstance(rope, dict):
+        return fingerprint
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    is_longrope = rope.get("rope_type", rope.get("type")) in ("longrope", "su")
+    if not is_longrope or not isinstance(original, int) or settings.max_total_len > original:
+        return fingerprint
+    return hashlib.sha256(f"short factors/{fingerprint}".encode()).hexdigest()
 
 
 def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:
