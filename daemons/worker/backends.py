@@ -11,6 +11,12 @@ from pathlib import Path
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import (
+    GrammarBackend,
+    GuidedVocabulary,
+    installed_format,
+    load_backend,
+)
 from radixmesh.daemons.runtime.model_folder.fingerprint import (
     ModelIdentity,
     model_fingerprint,
@@ -22,6 +28,7 @@ from radixmesh.daemons.runtime.model_folder.generation_config import read_sampli
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.runner import ModelRunner
 
 # Defaults of the simulated backend.
@@ -35,6 +42,8 @@ class LoadedModel:
 
     runner: ModelRunner
     identity: common_pb2.ModelIdentity
+    grammars: GrammarStore | None = None
+    """None: the runner follows no grammars, or their library is not installed."""
 
 
 def check_backend(settings: WorkerSettings) -> None:
@@ -135,7 +144,22 @@ def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerp
     )
     identity.max_total_len = runner.max_total_len
     _add_sampling_defaults(settings, identity)
-    return LoadedModel(runner=runner, identity=identity)
+    grammars = _grammars(folder, settings.grammar_backend) if runner.takes_grammars else None
+    identity.grammar_format = "" if grammars is None else grammars.format
+    return LoadedModel(runner=runner, identity=identity, grammars=grammars)
+
+
+def _grammars(folder: Path, backend: str) -> GrammarStore | None:
+    grammar_format = installed_format(backend)
+    if not grammar_format or not (folder / "tokenizer.json").is_file():
+        return None
+
+    def make() -> GrammarBackend:
+        from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+
+        return load_backend(backend, GuidedVocabulary.of(Vocabulary.load(folder)))
+
+    return GrammarStore(grammar_format, make)
 
 
 def _load_simulated(settings: WorkerSettings) -> LoadedModel:
