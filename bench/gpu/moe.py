@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,8 +72,8 @@ class _Layer:
 
     def whole(self, config: ExpertsConfig) -> Callable[[int], object]:
         def run(turn: int) -> object:
-            routes = route(self.logits[turn], self.shape.rule)
-            return routed_experts(self.x[turn], routes, self.w_gate_up, self.w_down, config=config)
+            routes = route(self.logits[turn], self.shape.rule, use_pdl=True)
+            return routed_experts(self.x[turn], routes, self.w_gate_up, self.w_down, config=config, use_pdl=True)
 
         return run
 
@@ -85,12 +85,12 @@ class _Layer:
             for x, of in zip(self.x, tiles, strict=True)
         ]
         return {
-            "route": lambda turn: route(self.logits[turn], self.shape.rule),
-            "group": lambda turn: group_rows(self.routes[turn].expert_ids_TA, experts, tile_rows),
+            "route": lambda turn: route(self.logits[turn], self.shape.rule, use_pdl=True),
+            "group": lambda turn: group_rows(self.routes[turn].expert_ids_TA, experts, tile_rows, use_pdl=True),
             "gate_up": lambda turn: gate_up_silu(
-                self.x[turn], tiles[turn], self.num_pairs, self.w_gate_up, config.gate_up
+                self.x[turn], tiles[turn], self.num_pairs, self.w_gate_up, config.gate_up, use_pdl=True
             ),
-            "down": lambda turn: down(gated[turn], tiles[turn], self.num_pairs, self.w_down, config.down),
+            "down": lambda turn: down(gated[turn], tiles[turn], self.num_pairs, self.w_down, config.down, use_pdl=True),
         }
 
     def figures(self, us: float) -> dict[str, float]:
@@ -149,7 +149,7 @@ def _measure(layer: _Layer, deadline: float) -> dict[str, object]:
                 for part in ("gate_up", "down")
             }
             config = ExpertsConfig(
-                tile_rows=tile_rows, **{part: GroupedConfig(**_named(block)) for part, block in chosen.items()}
+                tile_rows=tile_rows, **{part: GroupedConfig(*block) for part, block in chosen.items()}
             )
             if _micros(layer.whole(config), layer.num_turns) < _micros(layer.whole(best), layer.num_turns):
                 best = config
@@ -174,7 +174,7 @@ def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[
     for block in _SMALL if tile_rows <= 32 else _LARGE:
         if time.monotonic() > deadline:
             break
-        config = GroupedConfig(**_named(block))
+        config = GroupedConfig(*block)
         try:
             parts = layer.parts(ExpertsConfig(tile_rows=tile_rows, gate_up=config, down=config))
             for part in ("gate_up", "down"):
@@ -182,10 +182,6 @@ def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[
         except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
             print(f"{block}: {error}"[:200], file=sys.stderr, flush=True)
     return {key: us for key, us in times_us.items() if ("down", key[1]) in times_us}
-
-
-def _named(block: Sequence[int]) -> dict[str, int]:
-    return dict(zip(("columns", "depth", "num_warps", "num_stages"), block, strict=True))
 
 
 def _weights(shape: _Shape) -> tuple[torch.Tensor, torch.Tensor]:
