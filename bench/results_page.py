@@ -65,7 +65,7 @@ def page() -> str:
         "",
     ]
     parts: list[Callable[[Mapping[str, Any]], list[str]]] = [
-        *(_throughput, _whole_mesh, _steps, _prompts, _where, _idle, _gemm, _attention),
+        *(_throughput, _logprobs, _whole_mesh, _steps, _prompts, _where, _idle, _gemm, _attention),
         *(_numerics, _endurance, _notes),
     ]
     return "\n".join(head + [line for part in parts for line in (*part(dense), "")]).rstrip() + "\n"
@@ -108,6 +108,21 @@ def _other_runs(dense: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
     yield "`--quantization fp8`", dense["workloads_fp8"]
     yield "`--dtype float16`", dense["workloads_float16"]
     yield from dense["other_shapes"].items()
+
+
+def _logprobs(_: Mapping[str, Any]) -> list[str]:
+    got = _read("h200-logprobs.json")
+    rows = [[f"{got['asking'][name]}", f"{tok_s:,.0f}"] for name, tok_s in got["out_tok_s"].items()]
+    return [
+        *("## Logprobs", ""),
+        _wrapped(
+            f"{got['requests']} streams, of which some ask for {got['alternatives']} alternatives of every token "
+            f"(`{got['command']}`). {got['asking']['some']} of them leave {got['ratio']['some']:.1%} of the tokens a "
+            f"second, all of them {got['ratio']['all']:.1%}."
+        ),
+        "",
+        *_table(["streams that ask", "tokens/s"], rows),
+    ]
 
 
 def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:

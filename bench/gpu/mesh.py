@@ -42,7 +42,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder), "unix", start_s=_START_S) as processes:
             started = time.monotonic()
-            await processes.start("worker", "worker", _worker_flags(args, Path(folder), metrics))
+            await processes.start("worker", "worker", worker_flags(args, Path(folder), metrics))
             started = time.monotonic() - started
             log = (Path(folder) / "worker.log").read_text()
             scheduler = {"workers": processes.address("worker"), "pipeline_depth": args.depth, **_flags(args.scheduler)}
@@ -62,7 +62,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             after = (Path(folder) / "worker.log").read_text()[len(log) :]
     return {
         "command": " ".join(["python", *sys.argv]),
-        "machine": f"{_gpu()}, {os.cpu_count()} cores",
+        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "shape": args.shape,
         "start_s": round(started, 2),
@@ -103,7 +103,7 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
     }
 
 
-def _worker_flags(args: argparse.Namespace, folder: Path, metrics: str) -> dict[str, object]:
+def worker_flags(args: argparse.Namespace, folder: Path, metrics: str) -> dict[str, object]:
     return {
         "backend": "cuda",
         "model": write_shape(args.shape, folder),
@@ -149,7 +149,7 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _gpu() -> str:
+def gpu_name() -> str:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
     return f"{gpus[0]} (one of {len(gpus)} in the machine)" if gpus else "no GPU"

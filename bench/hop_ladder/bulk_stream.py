@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import grpc
 
@@ -51,15 +51,23 @@ class BulkStream:
     async def state(self) -> scheduler_pb2.GetStateResponse:
         return await self._stub.GetState(scheduler_pb2.GetStateRequest())
 
-    async def submit(self, prompts: Sequence[IntArray], max_tokens: int | Sequence[int]) -> None:
-        """Greedy requests that go on to their length; `max_tokens` of each, or of all."""
+    async def submit(
+        self, prompts: Sequence[IntArray], max_tokens: int | Sequence[int], num_top: Mapping[int, int] | None = None
+    ) -> None:
+        """Greedy requests that go on to their length; `max_tokens` of each, or of all. num_top: the alternatives whose
+        logprobs are asked for, by number of the prompt; others ask for no logprobs."""
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        index = 0
         for start in range(0, len(prompts), _FRAME_OF):
             frame = scheduler_pb2.ServeRequest()
             for prompt, length in zip(
                 prompts[start : start + _FRAME_OF], lengths[start : start + _FRAME_OF], strict=True
             ):
+                sampling = common_pb2.SamplingParams(temperature=0.0)
+                if num_top and index in num_top:
+                    sampling.num_top_logprobs = num_top[index]
                 self._num_sent += 1
+                index += 1
                 frame.submits.add(
                     handle=self._num_sent,
                     sequence=self._num_sent,
@@ -67,7 +75,7 @@ class BulkStream:
                     task=common_pb2.TASK_GENERATE,
                     prompt_ids=pack_ints(prompt),
                     cache_salt=self._cache_salt,
-                    sampling=common_pb2.SamplingParams(temperature=0.0),
+                    sampling=sampling,
                     stop=common_pb2.StopParams(max_tokens=length, ignore_eos=True),
                 )
             await self._call.write(frame)

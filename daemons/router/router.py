@@ -41,6 +41,8 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 log = get_logger(__name__)
 
 _TICK_S = 0.1
+# For a client to read an answer that is done, while this router has no room for more.
+_READ_S = 1.0
 # Bytes of unknown fields that clients of a newer contract may send.
 _MAX_UNKNOWN_BYTES = 64 << 10
 _ABORT_OUTCOMES = {
@@ -130,6 +132,8 @@ class Router:
                 self._check_stall(stream, now - delivery.writing_since)
             elif delivery.news_since is not None and now - delivery.news_since > _TICK_S:
                 num_late += 1
+        if self._journal.num_bytes > self._journal.max_bytes:
+            self._make_room(now)
         if num_messages:
             self._progress.completed(num_messages)
         self._progress.work_pending(num_late)
@@ -244,8 +248,35 @@ class Router:
         stream.fail(error)
         stream.close()
 
+    def _make_room(self, now: float) -> None:
+        """Ends streams of answers that are done and not read, the largest first, until the journal is within its bound.
+
+        What requests brought was let in; their output came on top. Running ones end by themselves, but a client that
+        reads a byte now and then could keep a whole answer here, and thousands of clients thousands.
+        """
+        excess = self._journal.num_bytes - self._journal.max_bytes
+        unread = [stream for stream in self._streams if _is_done_and_unread(stream, now)]
+        for stream in sorted(unread, key=lambda stream: -_num_bytes(stream)):
+            if excess <= 0:
+                return
+            excess -= _num_bytes(stream)
+            log.warning("answer_dropped_unread", request_id=stream.request_id, num_bytes=_num_bytes(stream))
+            message = "answers that are done and not read fill this router: read faster, or resume"
+            stream.fail(MeshError(ErrorReason.ERROR_REASON_CLIENT_STALLED, message))
+            stream.close()
+
     def _has_unfinished(self, request: Request) -> bool:
         return any(output.is_open for output in request.outputs)
+
+
+def _is_done_and_unread(stream: RequestStream, now: float) -> bool:
+    if stream.request is None or stream.delivery.writing_since is None:
+        return False
+    return all(not output.is_open and now - output.state_since > _READ_S for output in stream.request.outputs)
+
+
+def _num_bytes(stream: RequestStream) -> int:
+    return 0 if stream.request is None else stream.request.num_bytes
 
 
 def _drop_unknown_fields(message: Message) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -108,6 +108,8 @@ class DecodeRows:
 class StepOutput:
     """`tokens` int32 of the decode rows, row after row; `segments` of the segments; device times on a monotonic clock.
 
+    logprobs: of the tokens of those decode rows whose requests ask for logprobs, by index of the row.
+
     counts: int32 [rows], tokens of each row, 0 to its max_tokens; None: one each. A row that yields n > 0 tokens has
     computed its input token and all but the last one of those it yields: KV is written for n positions.
     """
@@ -115,6 +117,7 @@ class StepOutput:
     tokens: IntArray
     counts: IntArray | None = None
     segments: list[SegmentOutput]
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     start_ns: int
     end_ns: int
 

@@ -11,12 +11,14 @@ import triton.language as tl
 
 
 class Needs(IntFlag):
-    """Sampling options beyond an argmax: noise; top-k, top-p or min-p; penalties, biases or suppressed ids."""
+    """Sampling options beyond an argmax: noise; top-k, top-p or min-p; penalties, biases or suppressed ids; logprobs,
+    which change no token."""
 
     NOTHING = 0
     NOISE = 1
     FILTERS = 2
     PENALTIES = 4
+    LOGPROBS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,8 @@ class SampleParams:
     """int32: how many of a slot's suppressed ids count."""
     min_tokens_S: torch.Tensor
     """int32: ids are suppressed while the output has fewer tokens."""
+    num_top_S: torch.Tensor
+    """int32: alternatives whose logprobs are asked for; -1: no logprobs."""
 
     @classmethod
     def allocate(
@@ -87,6 +91,7 @@ class SampleParams:
             suppressed_ids_SU=full(torch.int32, 0, max_suppressed),
             num_suppressed_S=full(torch.int32, 0),
             min_tokens_S=full(torch.int32, 0),
+            num_top_S=full(torch.int32, -1),
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
+from support.family_folders import FAMILIES, family_folder, family_model
 from support.llama_folders import random_llama
 from support.model_folders import random_model
 from support.plan_driver import GREEDY
@@ -18,8 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan, StepResult
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.runner import ModelRunner, Segment
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +34,14 @@ _SURE_SEED, _SURE_OUT, _SURE_LEAD = 305, 8, 0.045
 _FLOAT16_LEAD = 0.005
 # Of the tokens of the prompt before the last one: what the requests of the second round find in the cache.
 _CACHED = (0, 1, 16, 22, 36)
+# Of those that differ from Llama by their config, in float32: of the standard deviation of the logits, and a lead that
+# sums in another order leave.
+_COMPUTED_FAMILIES = [
+    name
+    for name, family in FAMILIES.items()
+    if name != "gemma2" and not any("expert" in key for key in family.settings)
+]
+_FAMILY_TOLERANCE, _FAMILY_LEAD, _FAMILY_VOCAB = 1e-4, 1e-3, 97
 SETTINGS = replace(
     TINY_SETTINGS,
     attention_backend="triton",
@@ -261,3 +271,23 @@ def test_greedy_ids_in_two_bytes_are_those_in_four(attention: str, dtype: str, t
             SETTINGS, dtype=dtype, attention_backend=attention, page_size=page_size, cuda_graphs=cuda_graphs
         )
         _check(load_cuda_runner(tmp_path, settings), "wide", lag=1, chunk_len=16, num_out=_SURE_OUT)
+
+
+@pytest.mark.parametrize("name", _COMPUTED_FAMILIES)
+def test_logits_and_captured_ids_of_other_families_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = family_model(name)
+    settings = replace(SETTINGS, page_size=16)
+    runner = load_cuda_runner(family_folder(model, tmp_path), settings)
+    assert isinstance(runner, DeviceRunner)
+    ids = np.random.default_rng(1).integers(0, _FAMILY_VOCAB, 60).astype(np.int32)
+    with torch.inference_mode():
+        want = model(torch.from_numpy(ids).long()[None]).logits[0].numpy()
+    segment = Segment(slot=1, ids=ids, start=0, pages=np.array([7, 3, 9, 1], np.int32))
+    (got,) = runner.logits([segment])
+    np.testing.assert_allclose(got, want, rtol=0, atol=_FAMILY_TOLERANCE * want.std())
+    runner.clear()
+    prompts = [[token % _FAMILY_VOCAB for token in prompt] for prompt in prompts_of(name)]
+    for prompt, out in zip(prompts, Script(runner, lag=2, chunk_len=16, num_out=NUM_OUT).run(prompts), strict=True):
+        expected, _ = greedy_ids(model, prompt, NUM_OUT)
+        count = sure_len(model, prompt, expected, _FAMILY_LEAD)
+        assert count > NUM_OUT // 4 and out[:count] == expected[:count]

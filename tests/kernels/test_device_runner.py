@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.plan_driver import PLAIN_OPTIONS, check_same, drive, logprob_tolerance
+from support.plan_driver import GREEDY, PLAIN_OPTIONS, check_same, drive, logprob_tolerance
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
-from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
+from radixmesh.daemons.worker.step_handle import StepHandle
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
@@ -58,6 +59,32 @@ def test_tokens_and_logprobs_are_those_of_the_cpu_worker(page_size, chunk_len, l
     want = drive(_cpu_runner(page_size), chunk_len=chunk_len, lag=0, options=PLAIN_OPTIONS)
     got = drive(_device_runner(page_size), chunk_len=chunk_len, lag=lag, options=PLAIN_OPTIONS)
     check_same(got, want, atol=logprob_tolerance(MODEL))
+
+
+class _NotingRunner:
+    """Notes when steps of a runner are launched, and when their results are asked for."""
+
+    def __init__(self, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.notes: list[tuple[str, int]] = []
+        launch, count = runner.launch, iter(range(1000))
+
+        def noting(*inputs: object) -> StepHandle[StepOutput]:
+            number = next(count)
+            self.notes.append(("launch", number))
+            step = launch(*inputs)  # type: ignore[arg-type]
+            return StepHandle(step.event, lambda: (self.notes.append(("result", number)), step.result())[1])
+
+        monkeypatch.setattr(runner, "launch", noting)
+
+
+def test_rows_that_ask_for_logprobs_hold_up_no_launch(monkeypatch):
+    """With two steps in flight the third is launched before the first is asked for."""
+    runner = _device_runner(4)
+    notes = _NotingRunner(runner, monkeypatch).notes
+    drive(runner, chunk_len=64, lag=2, num_steps=4, options=[replace(GREEDY, num_top_logprobs=n) for n in (0, 5)])
+    first = next(number for kind, number in notes if kind == "result")
+    for number in range(first, max(number for _, number in notes) - 1):
+        assert notes.index(("launch", number + 2)) < notes.index(("result", number)), number
 
 
 def test_a_slot_with_all_pages_that_it_may_hold_leaves_its_neighbours_tables_alone():
@@ -151,7 +178,7 @@ def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(load, "CudaDevice", lambda: SimpleNamespace(torch_device=where))
-    monkeypatch.setattr(load, "load_device_runner", stop)
+    monkeypatch.setattr(load, "load_on_device", stop)
     settings = replace(
         TINY_SETTINGS,
         dtype="auto",

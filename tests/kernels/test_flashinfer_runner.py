@@ -29,10 +29,9 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
-from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
 from radixmesh.daemons.worker.cuda.device import Device, HostDevice
 from radixmesh.daemons.worker.cuda.flashinfer import plan as flashinfer_plan
-from radixmesh.daemons.worker.cuda.load import load_device_runner
+from radixmesh.daemons.worker.cuda.load import create_runner, load_device_runner, load_on_device
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
 from radixmesh.daemons.worker.runner import ModelRunner
 
@@ -181,22 +180,21 @@ def test_the_pools_dtype_follows_the_flags(monkeypatch, caplog, changes, expecte
 def test_what_plans_take_is_counted_ahead(monkeypatch):
     """All plans are made after the pages are sized; `allocate_workspace` makes the tensors that were counted."""
     use_torch_modules(monkeypatch)
-    counted, made = [], []
-    work_bytes, allocate = AttentionChoice.work_bytes, flashinfer_plan.allocate_workspace
-
-    def count(*args):
-        counted.append(work_bytes(*args))
-        return counted[-1]
+    made: list[int] = []
+    allocate = flashinfer_plan.allocate_workspace
 
     def make(*args, **sizes):
         workspace = allocate(*args, **sizes)
         made.append(len(workspace.floats) + len(workspace.ints))
         return workspace
 
-    monkeypatch.setattr(AttentionChoice, "work_bytes", count)
     monkeypatch.setattr(flashinfer_plan, "allocate_workspace", make)
-    _runner(TINY)
-    assert len(made) == 4 and counted == [sum(made)]
+    loaded = load_on_device(TINY, SETTINGS, HostDevice())
+    model = loaded.model
+    counted = loaded.attention.work_bytes(SETTINGS, model.attention_shape, model.windows, torch.device("cpu"))
+    assert not made
+    create_runner(loaded)
+    assert len(made) == 4 and counted == sum(made)
 
 
 def test_heads_larger_than_all_of_flashinfers_are_refused(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import grpc
 import numpy as np
@@ -180,6 +181,35 @@ async def test_a_slow_reader_gets_bigger_deltas_and_one_that_never_reads_is_abor
         assert raised.value.code() is grpc.StatusCode.ABORTED
         done = await client.complete(PROMPT, **options)  # type: ignore[arg-type]
         assert [len(output.ids) for output in done.outputs] == [500] * 64
+        await mesh.settle()
+
+
+async def test_answers_that_nobody_reads_do_not_grow_beyond_the_journal() -> None:
+    """Each is more than flow control lets through unread; a client that reads gets its own whole meanwhile."""
+    max_bytes = 6 << 20
+    async with router_mesh(journal_bytes=max_bytes, client_stall_s=600.0) as mesh, mesh.stub() as stub:
+        mesh.fakes[0].per_step = 20
+        request = router_pb2.GenerateRequest(
+            prompt_ids=pack_ints(PROMPT),
+            n=32,
+            sampling=common_pb2.SamplingParams(num_top_logprobs=64, seed=2),
+            stop=common_pb2.StopParams(max_tokens=400, ignore_eos=True),
+        )
+        calls = [stub.Generate(request) for _ in range(4)]
+        for call in calls:
+            await call.read()
+        journal = mesh.router().journal
+        await _until(lambda: mesh.fakes[0].num_running == 0 and journal.num_bytes > 0)
+        await _until(lambda: journal.num_bytes <= max_bytes)
+        async with mesh.client() as client:
+            assert len((await client.complete(PROMPT, max_tokens=20, ignore_eos=True)).outputs[0].ids) == 20
+        codes = []
+        for call in calls:
+            with suppress(grpc.aio.AioRpcError):
+                while await call.read() is not grpc.aio.EOF:
+                    pass
+            codes.append(await call.code())
+        assert codes.count(grpc.StatusCode.ABORTED) >= 1 and codes.count(grpc.StatusCode.OK) >= 1, codes
         await mesh.settle()
 
 

@@ -172,11 +172,13 @@ def family_folder(model: PreTrainedModel, folder: Path) -> Path:
 
 def _randomise(model: PreTrainedModel) -> None:
     """Weights by which every part of the model matters in the logits."""
+    # Gemma's norms multiply by 1 + weight.
+    centre = 0.0 if type(model).__name__.startswith("Gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_norm = parameter.dim() == 1 and name.endswith("weight")
             if is_norm:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(centre - 0.5, centre + 0.5)
             elif parameter.dim() == 1 or "bias" in name:
                 parameter.normal_(0, 0.3)
             elif parameter is model.get_input_embeddings().weight or "wpe" in name:

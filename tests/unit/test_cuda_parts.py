@@ -13,7 +13,7 @@ from radixmesh.daemons.worker.cuda import device as device_module
 from radixmesh.daemons.worker.cuda import memory
 from radixmesh.daemons.worker.cuda.device import DeviceClock, HostDevice, HostEvent, TimedEvent
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
+from radixmesh.daemons.worker.cuda.step.token_ring import Asking, TokenRing
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.daemons.worker.profile import TorchProfiler
 
@@ -38,9 +38,11 @@ def test_tokens_are_kept_when_their_turn_comes_again():
     fetched = []
     for step in range(8):
         turn = ring.take()
-        ring.rows[turn] = step
-        fetched.append(ring.fetch(1 + step % 2, HostEvent()))
-    assert [one.result().tolist() for one in fetched] == [[step] * (1 + step % 2) for step in range(8)]
+        ring.rows[turn] = ring.logprobs[turn] = step
+        fetched.append(ring.fetch(1 + step % 2, HostEvent(), Asking([0], [step])))
+    results = [one.result() for one in fetched]
+    assert [got.tokens.tolist() for got in results] == [[step] * (1 + step % 2) for step in range(8)]
+    assert [got.logprobs[0].top_ids.tolist() for got in results] == [[[step] * step] for step in range(8)]
 
 
 class _Event(TimedEvent):

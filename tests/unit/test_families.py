@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import family_table
 from support.family_folders import FAMILIES, family_folder, family_model
 from support.segments import Stream, generate, scattered_pages
 from transformers import PreTrainedModel
 
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.models.registry import model_families
 
 _LENGTH = 90
 _PAGE_SIZE = 8
 # In float32; what the table in docs/models.md promises.
 _TOLERANCE = 1e-4
+_REWRITE = "the table in docs/models.md is old: PYTHONPATH=tests python -m support.family_table"
 
 
 class Loaded(NamedTuple):
@@ -125,3 +128,21 @@ def test_gpt2_loads_without_the_prefix_that_its_first_checkpoint_lacks(
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     ids = _prompt(runner, 20)
     assert np.array_equal(_logits(_runner(tmp_path, num_pages=64), ids, 20), _logits(runner, ids, 20))
+
+
+def test_the_table_of_families_names_all_and_counts_their_lines() -> None:
+    rows, known = family_table.rows_of_page(), model_families().names
+    generating = {name for name in known if not name.endswith("ForSequenceClassification")}
+    assert set(rows) == generating == set(family_table.examples()), "a family has no example or no row"
+    for row in rows.values():
+        assert row.lines == family_table.num_lines(row.folder), f"{row}: {_REWRITE}"
+        assert row.folder == family_table.folders()[row.architecture] and row.difference <= _TOLERANCE
+        assert row.lines < 150 or row.folder == "deepseek", f"{row}: a family is a config and a mapping"
+
+
+@pytest.mark.parametrize("architecture", family_table.examples())
+def test_the_table_of_families_says_where_each_runs(architecture: str, tmp_path: Path) -> None:
+    row = family_table.rows_of_page()[architecture]
+    family_table.examples()[architecture]().save_pretrained(tmp_path)
+    assert row.gpu == family_table.runs_on_gpu(tmp_path), _REWRITE
+    assert row.fallback == family_table.runs_by_transformers(tmp_path), _REWRITE

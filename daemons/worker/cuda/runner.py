@@ -4,9 +4,8 @@
     result   event is done -> tokens, times; logprobs from hidden states that were kept
 
 Tokens never pass through the host on their way to the next step: a decode row reads the last token of its slot on the
-device. Logprobs are computed on the host: the hidden states of a segment that asks for them are kept, and its token is
-sampled on the host when the step's output is asked for. The executor launches nothing that builds on such a token
-before.
+device. Logprobs of sampled tokens are computed there too, in steps with a row that asks, and come with the tokens.
+Those of prompt tokens are computed when the step's result is asked for, from hidden states that were kept.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
+from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
@@ -26,18 +25,17 @@ from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
-from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, HostSampledSegment
+from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
-from radixmesh.daemons.worker.cuda.step.token_ring import TokenRing
+from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
     ModelRunner,
-    SampleInput,
     Segment,
     SegmentOutput,
     StepOutput,
@@ -49,7 +47,7 @@ from radixmesh.kernels.scatter_embed import scatter_embed
 
 # Decode steps of the warm-up: the first ones of a device that was just started are slow.
 _WARM_UP_DECODES = 100
-_NOTHING: Mapping[int, HostSampledSegment] = {}
+_NO_PROMPTS: Mapping[int, KeptPrompt] = {}
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 """Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
@@ -128,7 +126,7 @@ class DeviceRunner(ModelRunner):
         self._host_logits = HostLogits(device, model)
 
     def can_batch(self, sampling: Sampling) -> bool:
-        return not sampling.wants_logprobs
+        return True
 
     def admitted(self, admit: Admit) -> None:
         self._admissions += 1
@@ -182,10 +180,12 @@ class DeviceRunner(ModelRunner):
         replay = self._decode if bucket is None else self._graphs.replay
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
-        self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, self._target(views.ring_index_1))
+        target, asking = self._target(views.ring_index_1), self._sampler.asking(rows.slots)
+        self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, target)
+        self._sampler.logprobs(logits_TV, views.slots, target, self._tokens.logprobs, asking)
         end = self._clock.end(self.device)
         self._decodes.fence(end)
-        return self._handle(start, end, self._tokens.fetch(num_rows, end), num_rows)
+        return self._handle(start, end, self._tokens.fetch(num_rows, end, asking), num_rows)
 
     def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
@@ -255,57 +255,62 @@ class DeviceRunner(ModelRunner):
             self.pool.clear()
 
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
-        """Launches a step with chunks, and samples all rows but the host-sampled ones."""
+        """Launches a step with chunks, and samples all rows whose token is wanted."""
         start = self._clock.begin(self.device)
-        sampled = [i for i, s in enumerate(segments) if s.sample is not None and not _is_host_sampled(s.sample)]
+        sampled = [i for i, s in enumerate(segments) if s.sample is not None]
         slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in sampled], np.int32)])
-        ring_index = self._tokens.take() if len(slots) else 0
+        ring_index, asking = self._tokens.take() if len(slots) else 0, self._sampler.asking(slots)
         forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=self._admissions)
         if len(slots):
             to = forward.sampled
+            target = self._target(to.ring_index_1)
             logits_TV = self.model.logits(forward.hidden_TD.index_select(0, to.rows))
-            self._sampler.sample(logits_TV, to.slots, to.positions, slots, self._target(to.ring_index_1))
-        host_sampled = {}
+            self._sampler.sample(logits_TV, to.slots, to.positions, slots, target)
+            self._sampler.logprobs(logits_TV, to.slots, target, self._tokens.logprobs, asking)
+        kept = {}
         for index, segment in enumerate(segments):
-            if segment.prompt_logprobs is not None or (segment.sample is not None and _is_host_sampled(segment.sample)):
+            if segment.prompt_logprobs is not None:
                 last = int(forward.chunk_ends[index])
                 hidden_TD = forward.hidden_TD[last - len(segment.ids) : last]
                 # It is asked for when other steps have been launched.
                 own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
-                host_sampled[index] = HostSampledSegment.of(segment, own_TD)
+                kept[index] = KeptPrompt.of(segment, own_TD)
         done = self._clock.end(self.device)
-        fetched = self._tokens.fetch(len(slots), done) if len(slots) else None
-        return self._handle(start, done, fetched, len(rows.slots), len(segments), sampled, host_sampled)
+        fetched = self._tokens.fetch(len(slots), done, asking) if len(slots) else None
+        return self._handle(start, done, fetched, len(rows.slots), len(segments), sampled, kept)
 
     def _handle(
         self,
         start: TimedEvent,
         end: TimedEvent,
-        fetched: StepHandle[IntArray] | None = None,
+        fetched: StepHandle[Fetched] | None = None,
         num_decodes: int = 0,
         num_segments: int = 0,
         sampled: Sequence[int] = (),
-        host_sampled: Mapping[int, HostSampledSegment] = _NOTHING,
+        kept: Mapping[int, KeptPrompt] = _NO_PROMPTS,
     ) -> StepHandle[StepOutput]:
-        """A step on the device. `sampled`: indexes of the segments whose tokens follow the decode rows' in `fetched`.
-        The clock places steps in the order in which their results are asked for."""
+        """A step on the device. `sampled`: indexes of the segments whose tokens follow the decode rows' in `fetched`;
+        kept: prompts whose logprobs are wanted. The clock places steps in the order in which results are asked for."""
 
         def collect() -> StepOutput:
             end.wait()
             start_ns, end_ns = self._clock.place(start, end)
-            all_tokens = empty_ints() if fetched is None else fetched.result()
-            of_segment = dict(zip(sampled, all_tokens[num_decodes:].tolist(), strict=True))
+            tokens, logprobs = NOTHING if fetched is None else fetched.result()
+            row_of = {segment: num_decodes + number for number, segment in enumerate(sampled)}
             segments = [
-                self._host_logits.output_of(host_sampled[index], of_segment.get(index))
-                if index in host_sampled
-                else SegmentOutput(token=of_segment.get(index))
+                SegmentOutput(
+                    token=int(tokens[row_of[index]]) if index in row_of else None,
+                    logprobs=logprobs.get(row_of[index]) if index in row_of else None,
+                    prompt_logprobs=self._host_logits.prompt_logprobs(kept[index]) if index in kept else None,
+                )
                 for index in range(num_segments)
             ]
-            return StepOutput(tokens=all_tokens[:num_decodes], segments=segments, start_ns=start_ns, end_ns=end_ns)
+            return StepOutput(
+                tokens=tokens[:num_decodes],
+                segments=segments,
+                logprobs={row: of_row for row, of_row in logprobs.items() if row < num_decodes},
+                start_ns=start_ns,
+                end_ns=end_ns,
+            )
 
         return StepHandle(end, collect)
-
-
-def _is_host_sampled(sample: SampleInput) -> bool:
-    """True if the token's logprobs are wanted: it is then sampled on the host, from logits that are copied there."""
-    return sample.sampling.num_top_logprobs is not None

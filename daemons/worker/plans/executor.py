@@ -33,14 +33,13 @@ from radixmesh.daemons.worker.step_handle import DONE, StepHandle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """Places where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. Also tells if slots and pages
+    """Places where a step wrote KV, int32 [tokens] each: segments' tokens, then rows'. Also tells if pages
     are still those of the launch. segment_ids: copies of the segments' ids; None where the step is done by now."""
 
     pages: IntArray
     page_generations: IntArray
     offsets: IntArray
     segment_ids: list[IntArray] | None
-    row_generations: IntArray
     row_ids: IntArray
     is_known: BoolArray
     """Of each row: whether its token was known at the launch, and row_ids holds it."""
@@ -213,7 +212,6 @@ class StepExecutor:
             page_generations=self.records.generations[all_pages],
             offsets=np.concatenate(positions) % np.int32(size),
             segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
-            row_generations=self.table.generations[rows.slots],
             # Read anew: the rows' own ids are older than what was finished since.
             row_ids=self.table.tokens[rows.slots, rows.positions],
             is_known=self.table.known_len[rows.slots] > rows.positions,
@@ -253,7 +251,7 @@ class StepExecutor:
             written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
         )
         self._last_sampled[rows.slots] = output.tokens
-        is_same = table.generations[rows.slots] == written.row_generations
+        is_same = table.generations[rows.slots] == batch.row_generations
         slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
         table.tokens[slots, positions] = output.tokens[is_same]
         table.known_len[slots] = positions + 1

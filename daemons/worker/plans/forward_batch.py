@@ -30,11 +30,13 @@ class Row:
 class ForwardBatch:
     """`num_results` result rows: `row_indexes` int32 are those of `rows`, `segment_rows` stand beside `segments`.
 
-    A result row that appears in neither had no room.
+    row_generations, row_logprobs_starts: int32 [rows] of their slots. A result row that appears in neither had no room.
     """
 
     rows: DecodeRows
     row_indexes: IntArray
+    row_generations: IntArray
+    row_logprobs_starts: IntArray
     segments: Sequence[Segment]
     segment_rows: Sequence[Row]
     num_results: int
@@ -63,9 +65,12 @@ class ForwardBatch:
             segments.append(_segment(table, chunk.slot, chunk.length, page_size))
             segment_rows.append(_row(table, chunk.slot, index))
         row_indexes = np.flatnonzero(is_batched).astype(np.int32)
+        slots = decode_set[row_indexes]
         return cls(
-            rows=_decode_rows(table, decode_set[row_indexes], None if room is None else room[row_indexes]),
+            rows=_decode_rows(table, slots, None if room is None else room[row_indexes]),
             row_indexes=row_indexes,
+            row_generations=table.generations[slots],
+            row_logprobs_starts=table.logprobs_start[slots],
             segments=segments,
             segment_rows=segment_rows,
             num_results=num_results,

@@ -129,6 +129,12 @@ def _logprobs(batch: ForwardBatch, output: StepOutput) -> tuple[tuple[SlotLogpro
     """Of output tokens and of prompt tokens; those before logprobs_start were delivered by an earlier attempt."""
     of_output: list[SlotLogprobs] = []
     of_prompt: list[SlotLogprobs] = []
+    starts, generations = batch.row_logprobs_starts, batch.row_generations
+    for index, logprobs in output.logprobs.items():
+        slot, position = int(batch.rows.slots[index]), int(batch.rows.positions[index]) + 1
+        if position >= starts[index]:
+            generation = int(generations[index])
+            of_output.append(SlotLogprobs(slot=slot, generation=generation, first_position=position, logprobs=logprobs))
     for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
         sample = segment.sample
         is_wanted = sample is not None and sample.sampling.num_top_logprobs is not None

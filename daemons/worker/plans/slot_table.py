@@ -64,6 +64,8 @@ class SlotTable:
         self.seeds = np.zeros(num, np.uint64)
         self.is_sampled = np.zeros(num, np.bool_)
         self.is_generating = np.zeros(num, np.bool_)
+        self.logprobs_start = np.zeros(num, np.int32)
+        """First position whose logprobs the slot's request has not got yet."""
         self.batch_from_len = np.zeros(num, np.int32)
         """Total length from which decodes of the slot may go as DecodeRows; the maximum if never."""
         self.is_bounded = np.zeros(num, np.bool_)
@@ -104,6 +106,7 @@ class SlotTable:
         self.is_sampled[slot] = not sampling.is_greedy
         self.is_generating[slot] = admit.task is Task.GENERATE
         self.is_bounded[slot] = False
+        self.logprobs_start[slot] = admit.logprobs_start
         is_suppressed = len(admit.suppressed_ids) and not is_suppressed_by_runner
         suppressed_len = prompt_len + admit.min_tokens if is_suppressed else 0
         self.batch_from_len[slot] = min(suppressed_len, 2**31 - 1) if can_batch else 2**31 - 1

@@ -5,9 +5,11 @@ Legend: T rows, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -24,13 +26,21 @@ from radixmesh.daemons.worker.cuda.model.device_model import (
     TunableMatrices,
     create_linear,
 )
+from radixmesh.daemons.worker.cuda.model.general import (
+    GeneralAttention,
+    GeneralMlp,
+    needs_general_attention,
+    needs_general_mlp,
+)
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
-from radixmesh.daemons.worker.cuda.weights.fold import fold_norms
+from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, reorder, reordered, row_order
+from radixmesh.daemons.worker.cuda.weights.fold import fold_norm
+from radixmesh.daemons.worker.models.activations import ACTIVATIONS
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
+from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
-from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
 
@@ -43,7 +53,7 @@ class LoadedDecoder(LoadedModel):
 
     def __init__(self, model: DecoderModel, quantized: QuantizedLayers | None = None) -> None:
         config, weights = model.config, model.weights
-        check_decoder(config)
+        check_decoder(config, is_quantized=quantized is not None)
         self.config = config
         self.weights = weights
         self.vocab_size, self.hidden_size = config.vocab_size, config.hidden_size
@@ -54,20 +64,46 @@ class LoadedDecoder(LoadedModel):
         self.windows = config.windows
         self.quantization = "none" if quantized is None else str(quantized.form)
         self.num_plain = None if quantized is None else quantized.num_plain
-        # A deferred-norm GEMM can overflow in float16.
-        self.is_folded = quantized is None and self.dtype != torch.float16
-        if self.is_folded:
-            fold_norms(weights)
-        self.matrices = [_matrices(layer) for layer in weights.layers] if quantized is None else quantized.layers
+        self.matrices = [_matrices(layer) for layer in weights.layers] if quantized is None else list(quantized.layers)
         assert len(self.matrices) == config.num_layers, (len(self.matrices), config.num_layers)
+        # A deferred-norm GEMM can overflow in float16.
+        can_fold = quantized is None and self.dtype != torch.float16
+        self.is_qkv_folded = can_fold and not needs_general_attention(config)
+        self.is_gate_up_folded = can_fold and not needs_general_mlp(config)
+        self.ropes = {config.rope_of(layer): None for layer in range(config.num_layers)}
+        for index in range(config.num_layers):
+            self._prepare(index)
+
+    def _prepare(self, index: int) -> None:
+        """Puts a layer's weights as the kernels take them."""
+        config, layer, matrices = self.config, self.weights.layers[index], self.matrices[index]
+        if self.is_qkv_folded and isinstance(matrices.qkv, torch.Tensor):
+            fold_norm(layer.attention.norm_D, matrices.qkv)
+        if self.is_gate_up_folded and isinstance(matrices.gate_up, torch.Tensor):
+            fold_norm(layer.mlp_norm_D, matrices.gate_up)
+        rope, device = config.rope_of(index), self.weights.final_norm_D.device
+        order = row_order(config, rope, device)
+        if order is None:
+            return
+        if isinstance(matrices.qkv, torch.Tensor):
+            reorder(matrices.qkv, order)
+        else:
+            self.matrices[index] = replace(matrices, qkv=reordered(matrices.qkv, order))
+        if layer.attention.b_qkv_X is not None:
+            reorder(layer.attention.b_qkv_X, order)
+        of_heads = order % config.head_dim if config.head_norm is HeadNorm.EACH else order
+        for norm in (layer.attention.q_norm_d, layer.attention.k_norm_d):
+            if norm is not None:
+                # Over all heads the order of the first ones is that of fewer heads too.
+                reorder(norm, of_heads[: len(norm)])
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
         has_bias = any(mlp_of(layer).b_gate_up_F2 is not None for layer in self.weights.layers)
-        gated = GemmEpilogue.GATED if self.is_folded and not has_bias else GemmEpilogue.PLAIN
+        gated = GemmEpilogue.GATED if self.is_gate_up_folded and not has_bias else GemmEpilogue.PLAIN
         groups = (
-            TunableMatrices(tuple(of.gate_up for of in self.matrices), gated, self.is_folded),
+            TunableMatrices(tuple(of.gate_up for of in self.matrices), gated, self.is_gate_up_folded),
             TunableMatrices(tuple(of.down for of in self.matrices), GemmEpilogue.ADDED),
-            TunableMatrices(tuple(of.qkv for of in self.matrices), GemmEpilogue.PLAIN, self.is_folded),
+            TunableMatrices(tuple(of.qkv for of in self.matrices), GemmEpilogue.PLAIN, self.is_qkv_folded),
             TunableMatrices(tuple(of.o for of in self.matrices), GemmEpilogue.ADDED),
             TunableMatrices((self.weights.head_DO.t(),), GemmEpilogue.PLAIN),
         )
@@ -81,7 +117,7 @@ class LoadedDecoder(LoadedModel):
 
     def position_bytes(self) -> int:
         # cos and sin of half a head each, float32.
-        return 4 * self.config.head_dim
+        return 4 * self.config.head_dim * len(self.ropes)
 
     def create(self, kernels: Kernels, kv: KvPlanes, max_total_len: int) -> DeviceDecoder:
         return DeviceDecoder(self, kernels, kv, max_total_len)
@@ -99,60 +135,78 @@ class DeviceDecoder(DeviceModel):
         self.num_layers, self.dtype, self.tasks = loaded.num_layers, loaded.dtype, loaded.tasks
         self.embedding_VD = weights.embedding_VD
         self.kernels = kernels
-        self._final_norm = Norm(weights.final_norm_D, config.norm_eps)
+        self._config = config
+        self._positions_PD = weights.positions_PD
+        # Rounded as the embedding is, which transformers does.
+        self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
+        self._final_norm = create_norm(config, weights.final_norm_D, weights.final_norm_bias_D)
+        self._fused_final_norm = (
+            Norm(weights.final_norm_D, config.norm_eps) if config.norm_kind is NormKind.RMS else None
+        )
         self._head = PlainLinear(kernels.plain, weights.head_DO.t())
-        assert config.rope is not None
-        rope = RopeTable(config.head_dim, config.rope, weights.final_norm_D.device)
-        angles = RopeAngles(*rope.all(max_total_len))
-        self._layers = [_create_layer(loaded, index, kernels, kv, angles) for index in range(config.num_layers)]
+        device = weights.final_norm_D.device
+        angles = {rope: angle_table(config.head_dim, rope, max_total_len, device) for rope in loaded.ropes}
+        self._layers = [
+            _Layer(
+                _create_attention(loaded, index, kernels, kv, angles[config.rope_of(index)]),
+                _create_mlp(loaded, index, kernels),
+            )
+            for index in range(config.num_layers)
+        ]
 
     def layers(self, x_TD: torch.Tensor, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        if self._embedding_scale != 1.0:
+            x_TD *= self._embedding_scale
+        if self._positions_PD is not None:
+            x_TD += functional.embedding(target.positions_T, self._positions_PD)
         residual = Residual(x_TD)
+        if self._config.is_parallel:
+            return self._parallel_layers(residual, target, attention)
         for layer in self._layers:
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
         return residual.rows()
 
+    def _parallel_layers(self, residual: Residual, target: KvTarget, attention: StepAttention) -> torch.Tensor:
+        """Attention and MLP both read the input of the layer, which the attention overwrites."""
+        for layer in self._layers:
+            source_TD = residual.rows().clone()
+            layer.attention.run(residual, target, attention)
+            layer.mlp.run(residual, source_TD)
+        return residual.rows()
+
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return self._head.normed(Residual(hidden_TD), self._final_norm).out_TN
+        if self._fused_final_norm is not None:
+            logits_TV = self._head.normed(Residual(hidden_TD), self._fused_final_norm).out_TN
+        else:
+            logits_TV = self._head.multiplied(self._final_norm(hidden_TD)).out_TN
+        config = self._config
+        if config.logits_divisor != 1.0:
+            logits_TV.div_(config.logits_divisor)
+        if config.logit_softcap is not None:
+            logits_TV.div_(config.logit_softcap).tanh_().mul_(config.logit_softcap)
+        return logits_TV
 
     def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        norm_D, eps = self._final_norm
-        assert norm_D is not None
-        return self.kernels.plain.rms_norm(hidden_TD, norm_D, eps).float()
+        return self._final_norm(hidden_TD).float()
 
     def scores(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         assert Task.SCORE in self.tasks, "a model that generates has no scores"
         return self.logits(hidden_TD)[:, 0].float()
 
 
-def check_decoder(config: DecoderConfig) -> None:
+def check_decoder(config: DecoderConfig, *, is_quantized: bool) -> None:
     """Raises MeshError UNSUPPORTED for what only the CPU backend computes."""
-    rope = config.rope
     missing = {
         "routed experts": config.experts is not None,
         "a score head": config.is_scoring,
-        "layers with different RoPE": config.layer_ropes is not None,
-        "no RoPE": rope is None,
-        "partial RoPE": rope is not None and rope.rotary_dim is not None,
-        "interleaved RoPE": rope is not None and rope.is_interleaved,
-        "position embeddings": config.has_position_embedding,
-        f"{config.norm_kind.value} norms": config.norm_kind is not NormKind.RMS,
-        "norms over all heads": config.head_norm is HeadNorm.ALL,
         "norms of heads after RoPE": config.head_norm is HeadNorm.AFTER_ROPE,
         "chunked attention": config.chunks is not None,
         "query temperatures": config.query_temperature is not None,
-        "no norms before attention and MLP": not config.has_input_norms,
-        "norms behind attention and MLP": config.has_output_norms,
-        "parallel attention and MLP": config.is_parallel,
         "soft-capped scores": config.attention_softcap is not None,
-        "soft-capped logits": config.logit_softcap is not None,
-        "scaled embeddings": config.embedding_scale != 1.0,
-        "scaled residuals": config.residual_scale != 1.0,
-        "divided logits": config.logits_divisor != 1.0,
         "attention sinks": config.has_sinks,
-        f"the activation {config.activation}": config.activation not in ("silu", "swish"),
-        "an MLP without a gate": not config.is_gated,
+        "FP8 weights that lie [in, out]": is_quantized and config.names.is_in_first,
+        "FP8 queries, keys and values by head": is_quantized and config.names.is_qkv_by_head,
     }
     what = ", ".join(name for name, is_there in missing.items() if is_there)
     if what:
@@ -168,28 +222,63 @@ def mlp_of(layer: DecoderLayer) -> MlpWeights:
     return layer.mlp
 
 
-def _create_layer(loaded: LoadedDecoder, index: int, kernels: Kernels, kv: KvPlanes, angles: RopeAngles) -> _Layer:
-    config, layer, matrices = loaded.config, loaded.weights.layers[index], loaded.matrices[index]
-    weights, mlp, eps = layer.attention, mlp_of(layer), config.norm_eps
-    attention = GroupedQueryAttention(
-        norm=Norm(None if loaded.is_folded else weights.norm_D, eps),
-        qkv=create_linear(kernels, matrices.qkv, weights.b_qkv_X),
-        o=create_linear(kernels, matrices.o, weights.b_o_D),
-        heads=HeadShape(config.num_heads, config.num_kv_heads, config.head_dim),
-        head_norms=HeadNorms(weights.q_norm_d, weights.k_norm_d, eps),
+def _create_attention(
+    loaded: LoadedDecoder, index: int, kernels: Kernels, kv: KvPlanes, angles: RopeAngles
+) -> Attention:
+    """Fused where kernels have the layer's shape."""
+    config, weights, eps = loaded.config, loaded.weights.layers[index].attention, loaded.config.norm_eps
+    qkv = create_linear(kernels, loaded.matrices[index].qkv, weights.b_qkv_X)
+    o = create_linear(kernels, loaded.matrices[index].o, weights.b_o_D)
+    heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
+    keys_SKd, values_SKd = kv.tokens("keys", index), kv.tokens("values", index)
+    if not needs_general_attention(config):
+        return GroupedQueryAttention(
+            norm=Norm(None if loaded.is_qkv_folded else weights.norm_D, eps),
+            qkv=qkv,
+            o=o,
+            heads=heads,
+            head_norms=HeadNorms(weights.q_norm_d, weights.k_norm_d, eps),
+            angles=angles,
+            keys_SKd=keys_SKd,
+            values_SKd=values_SKd,
+            window=config.windows[index],
+            ops=kernels.plain,
+        )
+    return GeneralAttention(
+        norm=create_norm(config, weights.norm_D, weights.norm_bias_D),
+        qkv=qkv,
+        o=o,
+        output_norm=create_norm(config, weights.output_norm_D),
+        scale=config.residual_scale,
+        heads=heads,
+        head_norm=config.head_norm,
+        q_norm=create_norm(config, weights.q_norm_d),
+        k_norm=create_norm(config, weights.k_norm_d),
         angles=angles,
-        keys_SKd=kv.tokens("keys", index),
-        values_SKd=kv.tokens("values", index),
+        keys_SKd=keys_SKd,
+        values_SKd=values_SKd,
         window=config.windows[index],
         ops=kernels.plain,
     )
-    return _Layer(
-        attention,
-        GatedMlp(
-            norm=Norm(None if loaded.is_folded else layer.mlp_norm_D, eps),
-            gate_up=create_linear(kernels, matrices.gate_up, mlp.b_gate_up_F2),
-            down=create_linear(kernels, matrices.down, mlp.b_down_D),
-        ),
+
+
+def _create_mlp(loaded: LoadedDecoder, index: int, kernels: Kernels) -> Mlp:
+    """Fused where kernels have the layer's shape."""
+    config, layer, matrices = loaded.config, loaded.weights.layers[index], loaded.matrices[index]
+    weights = mlp_of(layer)
+    gate_up = create_linear(kernels, matrices.gate_up, weights.b_gate_up_F2)
+    down = create_linear(kernels, matrices.down, weights.b_down_D)
+    if not needs_general_mlp(config):
+        norm_D = None if loaded.is_gate_up_folded else layer.mlp_norm_D
+        return GatedMlp(norm=Norm(norm_D, config.norm_eps), gate_up=gate_up, down=down)
+    return GeneralMlp(
+        norm=create_norm(config, layer.mlp_norm_D, layer.mlp_norm_bias_D),
+        gate_up=gate_up,
+        down=down,
+        output_norm=create_norm(config, layer.mlp_output_norm_D),
+        scale=config.residual_scale,
+        activation=ACTIVATIONS[config.activation],
+        is_gated=config.is_gated,
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import torch
+
 from radixmesh.daemons.worker.cuda.linear import Linear, Norm, Residual
 
 
@@ -12,8 +14,8 @@ class Mlp(ABC):
     """One layer's: dense, or routed to experts."""
 
     @abstractmethod
-    def run(self, residual: Residual) -> None:
-        """Adds what it makes of the residual's rows to them."""
+    def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
+        """Adds what it makes of rows to the residual: of the residual's own, or of `source_TD`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,5 +26,6 @@ class GatedMlp(Mlp):
     gate_up: Linear
     down: Linear
 
-    def run(self, residual: Residual) -> None:
+    def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
+        assert source_TD is None, "the norm is fused with the residual"
         self.down.add_gated_to(residual, self.gate_up.gated(residual, self.norm), self.norm.eps)

@@ -9,9 +9,11 @@ import numpy.typing as npt
 import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES
+from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
+from radixmesh.kernels.sampling.logprobs import LogprobScratch, compile_logprobs, token_logprobs
 from radixmesh.kernels.sampling.sample import (
     SampleScratch,
     SlotRows,
@@ -45,14 +47,19 @@ class SlotSampler:
         self._scratch = SampleScratch(max_rows, vocab_size, device, has_penalties=False)
         self._penalty_scratch: SampleScratch | None = None
         self._admitted: dict[int, Admit] = {}
+        self._logprob_scratch = LogprobScratch(max_rows, MAX_TOP_LOGPROBS, device)
+        self._num_top = np.full(num_slots + 1, -1, np.int32)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
         compile_sampling(self._params, self._vocab_size, dtype)
+        compile_logprobs(self._params, self._vocab_size, dtype)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot. What it asks for is sent with the next step."""
         self._needs[admit.slot] = needs_of(admit)
+        num_top = admit.sampling.num_top_logprobs
+        self._num_top[admit.slot] = -1 if num_top is None else min(num_top, self._vocab_size)
         self._admitted[admit.slot] = admit
 
     def send(self) -> None:
@@ -95,7 +102,7 @@ class SlotSampler:
         target: TokenTarget,
     ) -> None:
         """Samples again from the logits of the `sample_greedily` just before, if one of the rows is not greedy."""
-        if self._needs_of(host_slots):
+        if self._needs_of(host_slots) & ~Needs.LOGPROBS:
             self.sample(logits_TV, slots, positions, host_slots, target, has_highest=True)
 
     def sample(
@@ -116,6 +123,29 @@ class SlotSampler:
         scratch = self._with_penalties() if Needs.PENALTIES in needs else self._scratch
         rows = SlotRows(self._params, slots, positions)
         sample_rows(logits_TV, rows, scratch, target, needs, has_highest=has_highest)
+
+    def asking(self, host_slots: IntArray) -> Asking:
+        """The rows of `host_slots` whose requests ask for logprobs."""
+        if not self._needs_of(host_slots) & Needs.LOGPROBS:
+            return NOBODY
+        num_top = self._num_top[host_slots]
+        rows = np.flatnonzero(num_top >= 0)
+        return Asking(rows.tolist(), num_top[rows].tolist())
+
+    def logprobs(
+        self, logits_TV: torch.Tensor, slots: torch.Tensor, target: TokenTarget, ring_RTL: torch.Tensor, asking: Asking
+    ) -> None:
+        """Writes the logprobs of the tokens in `target`, and of alternatives, into `ring_RTL`, of the rows that ask."""
+        if asking.rows:
+            token_logprobs(
+                logits_TV,
+                slots,
+                self._params.num_top_S,
+                target.ring_RT,
+                target.ring_index_1,
+                self._logprob_scratch,
+                ring_RTL,
+            )
 
     def _needs_of(self, host_slots: IntArray) -> Needs:
         return Needs(int(np.bitwise_or.reduce(self._needs[host_slots], initial=0)))
@@ -145,6 +175,7 @@ class SlotSampler:
             (params.prompt_len_S, np.array([len(admit.prompt_ids) for admit in admits], np.int32)),
             (params.num_biases_S, np.array([len(admit.sampling.logit_bias) for admit in admits], np.int32)),
             (params.num_suppressed_S, np.array([len(admit.suppressed_ids) for admit in admits], np.int32)),
+            (params.num_top_S, self._num_top[[admit.slot for admit in admits]]),
             (params.min_tokens_S, np.array([min(admit.min_tokens, _INT32_MAX) for admit in admits], np.int32)),
         ]
 
@@ -176,4 +207,6 @@ def needs_of(admit: Admit) -> Needs:
     is_penalised = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) != (1, 0, 0)
     if is_penalised or sampling.logit_bias or (admit.min_tokens and len(admit.suppressed_ids)):
         needs |= Needs.PENALTIES
+    if sampling.num_top_logprobs is not None:
+        needs |= Needs.LOGPROBS
     return needs

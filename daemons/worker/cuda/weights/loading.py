@@ -51,7 +51,7 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
                 f"the cuda backend does not compute {architecture} yet: use --backend cpu",
                 {"feature": architecture},
             )
-        check_decoder(built.model.config)
+        check_decoder(built.model.config, is_quantized=form is not None)
         if form is not None:
             with _source(folder, built.targets, stored, placement.device, is_dummy=is_dummy) as source:
                 quantized = _load_quantized(built, built.model, source, form, placement, is_dummy or stored is None)
