@@ -50,9 +50,9 @@ class ExpertsConfig:
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
-    x_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, F, A: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_GDC: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride, F,
+    A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_GDC: tl.constexpr,
 ):  # fmt: skip
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -66,7 +66,7 @@ def _gate_up_kernel(
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < F)[None, :]
         x_at = x_ptr + (pairs // A).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        gate_at = w_ptr + (expert * 2 * F + columns)[None, :] * K + depth[:, None]
+        gate_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         gate_sums = tl.zeros((R, BLOCK_N), tl.float32)
         up_sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
@@ -84,9 +84,9 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    h_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, D, K: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    HAS_GDC: tl.constexpr,
+    h_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, D, K: tl.constexpr, R: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_GDC: tl.constexpr,
 ):  # fmt: skip
     if HAS_GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -100,7 +100,7 @@ def _down_kernel(
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
         h_at = h_ptr + (tile * R + places)[:, None] * K + depth[None, :]
-        w_at = w_ptr + (expert * D + columns)[None, :] * K + depth[:, None]
+        w_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
             in_row = depth < K - start
@@ -144,9 +144,9 @@ def routed_experts(
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
 
-    All of one dtype (float32, float16, bfloat16), weights contiguous, rows of x contiguous; gate's rows are the first F
-    of an expert's matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind down
-    and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`.
+    All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
+    are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
+    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`.
     """
     (num_rows, hidden), num_experts = x_TD.shape, len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -181,7 +181,8 @@ def gate_up_silu(
     gated_NRF = x_TD.new_empty(num_tiles, tile_rows, mlp)
     # Columns are the fast axis: programs that run at once share the rows of a few tiles.
     _gate_up_kernel[(triton.cdiv(mlp, config.columns), num_tiles)](
-        x_TD, w_gate_up_E2FD, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, x_TD.stride(0), mlp,
+        x_TD, w_gate_up_E2FD, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, x_TD.stride(0),
+        w_gate_up_E2FD.stride(0), mlp,
         A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
         PRECISION=_precision(x_TD), HAS_GDC=has_gdc(x_TD.device), num_warps=config.num_warps,
         num_stages=config.num_stages, launch_pdl=use_pdl,
@@ -203,7 +204,8 @@ def down(
     hidden = w_down_EDF.shape[1]
     results_PD = gated_NRF.new_empty(num_pairs, hidden)
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
-        gated_NRF, w_down_EDF, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, hidden, K=mlp,
+        gated_NRF, w_down_EDF, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
+        w_down_EDF.stride(0), hidden, K=mlp,
         R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(gated_NRF),
         HAS_GDC=has_gdc(gated_NRF.device), num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=use_pdl,
     )  # fmt: skip
@@ -217,12 +219,13 @@ def routed_experts_reference(
     w_down_EDF: torch.Tensor,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as `routed_experts`, in torch, pair by pair, in float32 until the end."""
+    """The same as `routed_experts`, in torch: each expert computes all rows, in float32 until the end."""
     total_TD = torch.zeros_like(x_TD, dtype=torch.float32) if residual_TD is None else residual_TD.float()
-    for row, (experts, weights) in enumerate(zip(routes.expert_ids_TA.tolist(), routes.weights_TA, strict=True)):
-        for expert, weight in zip(experts, weights, strict=True):
-            gate_F, up_F = (w_gate_up_E2FD[expert].float() @ x_TD[row].float()).chunk(2)
-            total_TD[row] += weight * (w_down_EDF[expert].float() @ (torch.nn.functional.silu(gate_F) * up_F))
+    rows_TD = x_TD.float()
+    for expert, (w_gate_up_2FD, w_down_DF) in enumerate(zip(w_gate_up_E2FD, w_down_EDF, strict=True)):
+        weights_T1 = (routes.weights_TA * (routes.expert_ids_TA == expert)).sum(dim=1, keepdim=True)
+        gate_TF, up_TF = (rows_TD @ w_gate_up_2FD.float().t()).chunk(2, dim=1)
+        total_TD += weights_T1 * ((torch.nn.functional.silu(gate_TF) * up_TF) @ w_down_DF.float().t())
     return total_TD.to(x_TD.dtype)
 
 
@@ -245,6 +248,7 @@ def _check(x_TD: torch.Tensor, routes: Routes, w_gate_up_E2FD: torch.Tensor, w_d
     assert w_gate_up_E2FD.shape == (num_experts, 2 * mlp, hidden), (w_gate_up_E2FD.shape, w_down_EDF.shape)
     assert x_TD.shape[1] == hidden and x_TD.stride(1) == 1, (x_TD.shape, x_TD.stride())
     assert x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype, (x_TD.dtype, w_down_EDF.dtype)
-    assert w_gate_up_E2FD.is_contiguous() and w_down_EDF.is_contiguous(), w_down_EDF.stride()
+    for w in (w_gate_up_E2FD, w_down_EDF):
+        assert w.stride()[1:] == (w.shape[2], 1), w.stride()
     assert routes.expert_ids_TA.shape == routes.weights_TA.shape and len(routes.weights_TA) == len(x_TD)
     assert routes.weights_TA.dtype == torch.float32 and routes.weights_TA.is_contiguous()
