@@ -72,8 +72,8 @@ class _Layer:
 
     def whole(self, config: ExpertsConfig) -> Callable[[int], object]:
         def run(turn: int) -> object:
-            routes = route(self.logits[turn], self.shape.rule, use_pdl=True)
-            return routed_experts(self.x[turn], routes, self.w_gate_up, self.w_down, config=config, use_pdl=True)
+            routes = route(self.logits[turn], self.shape.rule)
+            return routed_experts(self.x[turn], routes, self.w_gate_up, self.w_down, config=config)
 
         return run
 
@@ -85,12 +85,12 @@ class _Layer:
             for x, of in zip(self.x, tiles, strict=True)
         ]
         return {
-            "route": lambda turn: route(self.logits[turn], self.shape.rule, use_pdl=True),
-            "group": lambda turn: group_rows(self.routes[turn].expert_ids_TA, experts, tile_rows, use_pdl=True),
+            "route": lambda turn: route(self.logits[turn], self.shape.rule),
+            "group": lambda turn: group_rows(self.routes[turn].expert_ids_TA, experts, tile_rows),
             "gate_up": lambda turn: gate_up_silu(
-                self.x[turn], tiles[turn], self.num_pairs, self.w_gate_up, config.gate_up, use_pdl=True
+                self.x[turn], tiles[turn], self.num_pairs, self.w_gate_up, config.gate_up
             ),
-            "down": lambda turn: down(gated[turn], tiles[turn], self.num_pairs, self.w_down, config.down, use_pdl=True),
+            "down": lambda turn: down(gated[turn], tiles[turn], self.num_pairs, self.w_down, config.down),
         }
 
     def figures(self, us: float) -> dict[str, float]:

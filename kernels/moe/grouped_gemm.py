@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
 from radixmesh.kernels.moe.route import Routes
 
@@ -52,11 +51,8 @@ class ExpertsConfig:
 def _gate_up_kernel(
     x_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride, F,
     A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_GDC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if HAS_GDC:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
@@ -85,12 +81,8 @@ def _gate_up_kernel(
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
     h_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, D, K: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_GDC: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    if HAS_GDC:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
@@ -114,11 +106,8 @@ def _down_kernel(
 @triton.jit
 def _combine_kernel(
     results_ptr, weights_ptr, residual_ptr, out_ptr, D, A: tl.constexpr, BLOCK: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, HAS_GDC: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    if HAS_GDC:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < D
@@ -140,13 +129,12 @@ def routed_experts(
     residual_TD: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: ExpertsConfig | None = None,
-    use_pdl: bool = False,
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
 
     All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
-    down and at the end. `config` overrides the one for so many rows. `use_pdl` as in `rms_norm`.
+    down and at the end. `config` overrides the one for so many rows.
     """
     (num_rows, hidden), num_experts = x_TD.shape, len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -154,14 +142,13 @@ def routed_experts(
     out = torch.empty_like(x_TD) if out is None else out
     if num_rows == 0:
         return out
-    config = config or default_config(num_rows * num_picks, num_experts)
-    tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows, use_pdl=use_pdl)
-    gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up, use_pdl=use_pdl)
-    results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down, use_pdl=use_pdl)
+    config = config or default_config(num_rows * num_picks, num_experts, x_TD.element_size())
+    tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows)
+    gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up)
+    results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down)
     _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
         results, routes.weights_TA, results if residual_TD is None else residual_TD, out, hidden, A=num_picks,
-        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)), HAS_RESIDUAL=residual_TD is not None,
-        HAS_GDC=has_gdc(x_TD.device), num_warps=4, launch_pdl=use_pdl,
+        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)), HAS_RESIDUAL=residual_TD is not None, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -172,8 +159,6 @@ def gate_up_silu(
     num_pairs: int,
     w_gate_up_E2FD: torch.Tensor,
     config: GroupedConfig,
-    *,
-    use_pdl: bool = False,
 ) -> torch.Tensor:
     """silu(gate) x up of each pair's row by its expert, [N, R, F]; places without a pair hold anything."""
     num_tiles, tile_rows = tiles.pairs_NR.shape
@@ -182,10 +167,8 @@ def gate_up_silu(
     # Columns are the fast axis: programs that run at once share the rows of a few tiles.
     _gate_up_kernel[(triton.cdiv(mlp, config.columns), num_tiles)](
         x_TD, w_gate_up_E2FD, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, x_TD.stride(0),
-        w_gate_up_E2FD.stride(0), mlp,
-        A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
-        PRECISION=_precision(x_TD), HAS_GDC=has_gdc(x_TD.device), num_warps=config.num_warps,
-        num_stages=config.num_stages, launch_pdl=use_pdl,
+        w_gate_up_E2FD.stride(0), mlp, A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns,
+        BLOCK_K=config.depth, PRECISION=_precision(x_TD), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return gated_NRF
 
@@ -196,8 +179,6 @@ def down(
     num_pairs: int,
     w_down_EDF: torch.Tensor,
     config: GroupedConfig,
-    *,
-    use_pdl: bool = False,
 ) -> torch.Tensor:
     """The down projection of `gate_up_silu`'s result, [pairs, D], not weighted, in the order of the pairs."""
     num_tiles, tile_rows, mlp = gated_NRF.shape
@@ -205,9 +186,8 @@ def down(
     results_PD = gated_NRF.new_empty(num_pairs, hidden)
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
         gated_NRF, w_down_EDF, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
-        w_down_EDF.stride(0), hidden, K=mlp,
-        R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(gated_NRF),
-        HAS_GDC=has_gdc(gated_NRF.device), num_warps=config.num_warps, num_stages=config.num_stages, launch_pdl=use_pdl,
+        w_down_EDF.stride(0), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
+        PRECISION=_precision(gated_NRF), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return results_PD
 
@@ -229,14 +209,19 @@ def routed_experts_reference(
     return total_TD.to(x_TD.dtype)
 
 
-def default_config(num_pairs: int, num_experts: int) -> ExpertsConfig:
+def default_config(num_pairs: int, num_experts: int, itemsize: int = 2) -> ExpertsConfig:
     """By the pairs that an expert gets on average: weights are read once a tile, empty places cost arithmetic alone.
 
-    Measured on one H200 with the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
+    Measured on one H200 with the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite in bf16; blocks of float32 have half the
+    depth, since shared memory holds as many bytes.
     """
     average = num_pairs / num_experts
     _, tile_rows, gate_up_block, down_block = next(row for row in _MEASURED if average <= row[0])
-    return ExpertsConfig(tile_rows=tile_rows, gate_up=GroupedConfig(*gate_up_block), down=GroupedConfig(*down_block))
+    gate_up, down_ = (
+        GroupedConfig(columns, depth * 2 // itemsize, num_warps, num_stages)
+        for columns, depth, num_warps, num_stages in (gate_up_block, down_block)
+    )
+    return ExpertsConfig(tile_rows=tile_rows, gate_up=gate_up, down=down_)
 
 
 def _precision(x: torch.Tensor) -> str:

@@ -30,8 +30,8 @@ def test_captured_experts_are_torchs_for_any_choice(shape: str, dtype: torch.dty
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            routes = route(logits_TE, rule, use_pdl=True)
-            out_TD = routed_experts(x_TD, routes, w_gate_up, w_down, use_pdl=True)
+            routes = route(logits_TE, rule)
+            out_TD = routed_experts(x_TD, routes, w_gate_up, w_down)
         for bias in (0.0, 4.0):
             # With a bias most rows pick the same experts.
             logits_TE.copy_(_random(num_rows, num_experts, dtype=dtype))

@@ -161,7 +161,7 @@ class TritonOps(Ops):
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
 
     def route(self, logits_TE: torch.Tensor, rule: RouterRule) -> Routes:
-        return route(logits_TE, rule, use_pdl=self._use_pdl)
+        return route(logits_TE, rule)
 
     def add_experts(
         self,
@@ -179,7 +179,6 @@ class TritonOps(Ops):
             residual_TD=residual_TD,
             out=residual_TD,
             config=self._experts_config,
-            use_pdl=self._use_pdl,
         )
         self.gemm.changed()
 
