@@ -174,11 +174,11 @@ def _said(error: grpc.RpcError) -> str:
 
 
 async def measured(mesh: Mesh, name: str) -> dict[str, object]:
-    """One attack by a process of its own, and two quiet seconds before and behind it."""
+    """One attack by a process of its own, and two seconds without it before and after."""
     pids = dict(mesh.cluster.pids)
     async with watched(mesh) as seen:
         await asyncio.sleep(2)
-        quiet = Seen(ttfts_s=list(seen.ttfts_s), stall_s=seen.stall_s)
+        baseline = Seen(ttfts_s=list(seen.ttfts_s), stall_s=seen.stall_s)
         since_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -193,12 +193,12 @@ async def measured(mesh: Mesh, name: str) -> dict[str, object]:
         took_s = time.monotonic() - since_s
         await asyncio.sleep(2)
     await mesh.cluster.wait_healthy(120)
-    during = seen.ttfts_s[len(quiet.ttfts_s) :]
+    during = seen.ttfts_s[len(baseline.ttfts_s) :]
     return {
         "attack": (ATTACKS[name].__doc__ or "").strip(),
         "answers": sorted(json.loads(said or b"[]")),
         "attack_s": round(took_s, 2),
-        "quiet_ttft_ms": round(1000 * statistics.median(quiet.ttfts_s), 1) if quiet.ttfts_s else None,
+        "baseline_ttft_ms": round(1000 * statistics.median(baseline.ttfts_s), 1) if baseline.ttfts_s else None,
         "ttft_p50_ms": round(1000 * statistics.median(during), 1) if during else None,
         "ttft_max_ms": round(1000 * max(during), 1) if during else None,
         "longest_stall_s": round(seen.stall_s, 2),

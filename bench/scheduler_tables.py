@@ -3,7 +3,7 @@
     python bench/scheduler_tables.py step-cost hit-rates orders ageing --out bench/results
 
 Each suite is a list of `radixmesh bench scheduler` runs, each in a process of its own, and becomes one JSON file
-scheduler-SUITE.json with the machine, its load and a yardstick: the CPU time of a fixed piece of Python and numpy,
+scheduler-SUITE.json with the machine, its load and a calibration: the CPU time of a fixed piece of Python and numpy,
 taken before every run. Step costs are CPU time; on a machine that is busy with other things both grow alike.
 """
 
@@ -110,7 +110,7 @@ def _closed(running: int, requests: int) -> list[object]:
 
 
 def _run(arguments: Sequence[object]) -> dict[str, object]:
-    yardstick, load = _yardstick_us(), os.getloadavg()[0]
+    calibration, load = _calibration_us(), os.getloadavg()[0]
     words = [str(argument) for argument in arguments]
     done = subprocess.run(
         [sys.executable, "-m", "radixmesh.cli", "bench", "scheduler", *words, "--json"],
@@ -122,10 +122,10 @@ def _run(arguments: Sequence[object]) -> dict[str, object]:
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}")
     report: dict[str, object] = json.loads(done.stdout)
-    return {"arguments": " ".join(words), "yardstick_us": yardstick, "load_average": round(load, 2), **report}
+    return {"arguments": " ".join(words), "yardstick_us": calibration, "load_average": round(load, 2), **report}
 
 
-def _yardstick_us() -> float:
+def _calibration_us() -> float:
     """CPU time of a fixed piece of work, microseconds, the median of many."""
     values = np.random.default_rng(0).integers(0, 1 << 30, 4096)
     taken = []

@@ -278,9 +278,9 @@ def main() -> None:
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for mutant in (mutant for found in mutants.values() for mutant in found):
         by_line.setdefault((mutant.path, mutant.line), []).append(mutant)
-    draw = random.Random(options.seed)
-    lines = draw.sample(sorted(by_line), min(options.num, len(by_line)))
-    chosen = [draw.choice(by_line[line]) for line in lines]
+    rng = random.Random(options.seed)
+    lines = rng.sample(sorted(by_line), min(options.num, len(by_line)))
+    chosen = [rng.choice(by_line[line]) for line in lines]
     folder = Path(tempfile.mkdtemp())
     try:
         _report(Copy(folder, options.max_file_s), chosen, options.json)

@@ -71,7 +71,7 @@ class RequestMaker:
 
     def __init__(self, mix: LoadMix, number: int) -> None:
         self._mix = mix
-        self._draw = random.Random(mix.seed * 1009 + number + 1)
+        self._rng = random.Random(mix.seed * 1009 + number + 1)
         self._ids = np.random.default_rng([mix.seed, number + 1])
         common, ids = random.Random(mix.seed), np.random.default_rng([mix.seed, 0])
         self._prefixes = [
@@ -83,19 +83,19 @@ class RequestMaker:
 
     def next(self) -> Job:
         """The next request; every call gives another."""
-        mix, draw = self._mix, self._draw
-        if draw.random() < mix.probe_share:
-            return draw.choice(self._probes)
+        mix, rng = self._mix, self._rng
+        if rng.random() < mix.probe_share:
+            return rng.choice(self._probes)
         kind, prompt = self._prompt()
-        out_len = draw.randint(1, mix.longest_out)
-        num_outputs = 2 if draw.random() < mix.twin_share else 1
+        out_len = rng.randint(1, mix.longest_out)
+        num_outputs = 2 if rng.random() < mix.twin_share else 1
         options = Options(
             max_tokens=out_len,
             ignore_eos=True,
             n=num_outputs,
-            ids_only=draw.random() < 0.2,
-            tenant=draw.choice(("", "", "a", "b")),
-            **_sampling(draw),
+            ids_only=rng.random() < 0.2,
+            tenant=rng.choice(("", "", "a", "b")),
+            **_sampling(rng),
         )
         ending, leave_after = self._ending(out_len)
         return Job(
@@ -114,35 +114,35 @@ class RequestMaker:
             self._talks.append([*prompt_ids, *output_ids])
 
     def _prompt(self) -> tuple[str, str | list[int]]:
-        mix, draw = self._mix, self._draw
-        drawn = draw.random()
-        if drawn < mix.text_share:
+        mix, rng = self._mix, self._rng
+        share = rng.random()
+        if share < mix.text_share:
             # A word may be some tokens; so few that no vocabulary makes too many of them.
-            num_words = draw.randint(1, max(1, mix.longest_prompt // 8))
-            return "text", " ".join(f"w{draw.randint(0, 999)}" for _ in range(num_words))
-        drawn -= mix.text_share
-        if drawn < mix.talk_share and self._talks:
+            num_words = rng.randint(1, max(1, mix.longest_prompt // 8))
+            return "text", " ".join(f"w{rng.randint(0, 999)}" for _ in range(num_words))
+        share -= mix.text_share
+        if share < mix.talk_share and self._talks:
             talk = self._talks.popleft()
-            return "talk", talk + self._random_ids(draw.randint(1, mix.longest_prompt - len(talk)))
-        drawn -= mix.talk_share
-        if drawn < mix.prefix_share:
-            prefix = draw.choice(self._prefixes)
-            return "prefix", prefix + self._random_ids(draw.randint(1, mix.longest_prompt - len(prefix)))
-        return "alone", self._random_ids(draw.randint(1, mix.longest_prompt))
+            return "talk", talk + self._random_ids(rng.randint(1, mix.longest_prompt - len(talk)))
+        share -= mix.talk_share
+        if share < mix.prefix_share:
+            prefix = rng.choice(self._prefixes)
+            return "prefix", prefix + self._random_ids(rng.randint(1, mix.longest_prompt - len(prefix)))
+        return "alone", self._random_ids(rng.randint(1, mix.longest_prompt))
 
     def _ending(self, out_len: int) -> tuple[Ending, float]:
-        draw = self._draw
-        if draw.random() >= self._mix.abort_share:
+        rng = self._rng
+        if rng.random() >= self._mix.abort_share:
             return Ending.LENGTH, 0.0
-        ending = draw.choice((Ending.CANCEL, Ending.CANCEL, Ending.HANG_UP, Ending.ABORT))
+        ending = rng.choice((Ending.CANCEL, Ending.CANCEL, Ending.HANG_UP, Ending.ABORT))
         if ending is Ending.HANG_UP:
-            return ending, draw.expovariate(4.0)
-        return ending, draw.randint(1, out_len)
+            return ending, rng.expovariate(4.0)
+        return ending, rng.randint(1, out_len)
 
-    def _make_probe(self, number: int, draw: random.Random, ids: np.random.Generator) -> Job:
-        """Half of them greedy, half drawn with a seed: both are functions of the request alone."""
-        prompt = self._random_ids(draw.randint(1, self._mix.longest_prompt // 2), ids)
-        out_len = draw.randint(1, max(1, self._mix.longest_out // 2))
+    def _make_probe(self, number: int, rng: random.Random, ids: np.random.Generator) -> Job:
+        """Half of them greedy, half sampled with a seed: both are functions of the request alone."""
+        prompt = self._random_ids(rng.randint(1, self._mix.longest_prompt // 2), ids)
+        out_len = rng.randint(1, max(1, self._mix.longest_out // 2))
         sampling = Options(temperature=0.0) if number % 2 else Options(temperature=1.0, seed=number)
         return Job(
             kind="probe",
@@ -154,18 +154,18 @@ class RequestMaker:
         )
 
     def _random_ids(self, length: int, ids: np.random.Generator | None = None) -> list[int]:
-        drawn: list[int] = (ids or self._ids).integers(_FIRST_ID, self._mix.vocab_size, length).tolist()
-        return drawn
+        sampled: list[int] = (ids or self._ids).integers(_FIRST_ID, self._mix.vocab_size, length).tolist()
+        return sampled
 
 
-def _sampling(draw: random.Random) -> Options:
-    if draw.random() < 0.4:
+def _sampling(rng: random.Random) -> Options:
+    if rng.random() < 0.4:
         return Options(temperature=0.0)
-    options = Options(temperature=draw.uniform(0.3, 1.5), seed=draw.getrandbits(32))
-    if draw.random() < 0.4:
-        options["top_p"] = draw.uniform(0.5, 1.0)
-    if draw.random() < 0.3:
-        options["top_k"] = draw.randint(1, 100)
-    if draw.random() < 0.2:
-        options["frequency_penalty"] = draw.uniform(0.0, 1.0)
+    options = Options(temperature=rng.uniform(0.3, 1.5), seed=rng.getrandbits(32))
+    if rng.random() < 0.4:
+        options["top_p"] = rng.uniform(0.5, 1.0)
+    if rng.random() < 0.3:
+        options["top_k"] = rng.randint(1, 100)
+    if rng.random() < 0.2:
+        options["frequency_penalty"] = rng.uniform(0.0, 1.0)
     return options

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from endurance.baseline import BaselineDecode
 from endurance.mesh import EnduranceMesh, Kill
-from endurance.quiet import QuietDecode
 from endurance.samples import Drift, Life
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -122,13 +122,13 @@ def growth_faults(lives: Sequence[Life], gpu: Mapping[str, float] | None, bounds
     return faults
 
 
-def drift_faults(drift: Drift | None, quiet: Sequence[QuietDecode], bounds: Bounds) -> list[str]:
+def drift_faults(drift: Drift | None, baseline: Sequence[BaselineDecode], bounds: Bounds) -> list[str]:
     """Steps that became slower, and slots that nobody gets any more."""
     faults = []
     if drift is not None and drift.normalised_ratio > 1 + bounds.drift:
         faults.append(f"steps of the last third took {drift.normalised_ratio} times those of the first")
-    before, after = quiet[0].ms_per_step, quiet[-1].ms_per_step
+    before, after = baseline[0].ms_per_step, baseline[-1].ms_per_step
     if before and after and after > (1 + bounds.drift) * before:
         faults.append(f"decode steps of all rows took {before} ms before and {after} ms after")
-    few = (run for run in quiet if run.peak_running != run.rows)
+    few = (run for run in baseline if run.peak_running != run.rows)
     return faults + [f"{run.peak_running} of {run.rows} slots were in use when all were asked for" for run in few]

@@ -313,7 +313,7 @@ def _repeated(
         for turn in range(150):
             at = (turn * turn + turn // 7) % len(inputs)
             chain.input_TD.copy_(inputs[at])
-            # Back to back, too: a replay behind another begins beside it as layers do.
+            # Back to back, too: a replay overlaps the end of the one before it, as layers do.
             for _ in range(1 + turn % 3):
                 graph.replay()
                 num_replays += 1

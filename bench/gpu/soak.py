@@ -3,7 +3,7 @@
     python bench/gpu/soak.py > soak.json                                          # 3B shape on a GPU, 10 minutes
     python bench/gpu/soak.py --worker deterministic=true                          # answers are compared, too
     python bench/gpu/soak.py --minutes 2 --kill-s 25 --streams 12 --longest-prompt 192 --longest-out 64 --drift 1 \\
-        --worker backend=cpu model=compose/models/tiny-llama cpu_threads=1 num_slots=16 num_pages=4000 --quiet-out 64
+        --worker backend=cpu model=compose/models/tiny-llama cpu_threads=1 num_slots=16 num_pages=4000 --baseline-out 64
 
 Clients in processes of their own keep --streams requests open: prompts of all lengths, alone, with shared prefixes, as
 turns of conversations, as texts; greedy and sampled; a tenth of them aborted, in three ways. Every request that is not
@@ -39,10 +39,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from endurance.crowd import Crowd
+from endurance.baseline import BaselineDecode, baseline_decode
+from endurance.client_processes import ClientProcesses
 from endurance.load import LoadMix
 from endurance.mesh import EnduranceMesh, Kill
-from endurance.quiet import QuietDecode, quiet_decode
 from endurance.samples import Sample, drift_of, gpu_growth, lives_of, take_sample
 from endurance.verdict import (
     AtRest,
@@ -97,7 +97,7 @@ class Soak:
             seed=args.seed,
         )
         self._samples: list[Sample] = []
-        self._quiet: list[QuietDecode] = []
+        self._baseline: list[BaselineDecode] = []
         self._page_violations = 0
         self._problems: list[str] = []
         self._began = 0.0
@@ -105,11 +105,11 @@ class Soak:
     async def run(self) -> dict[str, object]:
         async with self.mesh:
             for name in ("first", "before"):  # The first of all pays for what is compiled at its first use.
-                self._quiet.append(await self._decode_quietly(name))
-            self._quiet.pop(0)
+                self._baseline.append(await self._decode_baseline(name))
+            self._baseline.pop(0)
             self._began = time.monotonic()
             until = self._began + 60 * self._args.minutes
-            crowd = Crowd(
+            clients = ClientProcesses(
                 self._folder,
                 self.mesh.router,
                 self._mix,
@@ -117,24 +117,24 @@ class Soak:
                 num_processes=self._args.processes,
                 until=until,
             )
-            async with crowd, asyncio.TaskGroup() as group:
-                sampling = group.create_task(self._sample(crowd))
+            async with clients, asyncio.TaskGroup() as group:
+                sampling = group.create_task(self._sample(clients))
                 await self._kill_all(until)
-                has_ended = await crowd.ended(until - time.monotonic() + self._args.drain_s)
+                has_ended = await clients.ended(until - time.monotonic() + self._args.drain_s)
                 sampling.cancel()
             if has_ended:
-                self._quiet.append(await self._decode_quietly("after"))
+                self._baseline.append(await self._decode_baseline("after"))
             at_rest = await self._come_to_rest()
-        return self._document(crowd, at_rest)
+        return self._document(clients, at_rest)
 
-    async def _decode_quietly(self, name: str) -> QuietDecode:
+    async def _decode_baseline(self, name: str) -> BaselineDecode:
         """Long enough that the first request still runs when the last one has come."""
         factor = 1
         while True:
-            run = await quiet_decode(
+            run = await baseline_decode(
                 self.mesh,
                 rows=self._num_slots,
-                out_len=factor * self._args.quiet_out,
+                out_len=factor * self._args.baseline_out,
                 vocab_size=self._mix.vocab_size,
                 name=f"{name} {factor}",
             )
@@ -162,18 +162,18 @@ class Soak:
                 back = time.monotonic()
             self._tell({"killed": kill["service"], "back_s": kill["back_s"], "adopted": kill["adopted_tokens"]})
 
-    async def _sample(self, crowd: Crowd) -> None:
+    async def _sample(self, clients: ClientProcesses) -> None:
         next_progress = self._began + _PROGRESS_S
         while True:
             is_due = time.monotonic() >= next_progress
             self._samples.append(await take_sample(self.mesh, with_gpu=is_due or not self._samples))
             if is_due:
                 next_progress += _PROGRESS_S
-                self._tell(self._progress(crowd))
+                self._tell(self._progress(clients))
             await asyncio.sleep(self._args.sample_s)
 
-    def _progress(self, crowd: Crowd) -> dict[str, object]:
-        sample, counts = self._samples[-1], crowd.counts
+    def _progress(self, clients: ClientProcesses) -> dict[str, object]:
+        sample, counts = self._samples[-1], clients.counts
         earlier = [s.steps for s in self._samples[:-1] if s.steps and s.at > sample.at - _PROGRESS_S]
         step_ms = None
         if sample.steps and earlier and sample.steps.steps > earlier[0].steps:
@@ -181,7 +181,7 @@ class Soak:
             step_ms = round(1e3 * busy_s / (sample.steps.steps - earlier[0].steps), 3)
         return {
             **{name: counts[name] for name in ("begun", "finished", "aborted", "failed", "tokens")},
-            "open": crowd.num_open,
+            "open": clients.num_open,
             "running": sample.num_running,
             "waiting": sample.num_waiting,
             "ms_per_step": step_ms,
@@ -215,20 +215,20 @@ class Soak:
             detokenizer_entries=detokenizer["radixmesh_detokenizer_entries"],
         )
 
-    def _document(self, crowd: Crowd, at_rest: AtRest) -> dict[str, object]:
-        args, mesh, counts = self._args, self.mesh, crowd.counts
+    def _document(self, clients: ClientProcesses, at_rest: AtRest) -> dict[str, object]:
+        args, mesh, counts = self._args, self.mesh, clients.counts
         lives, gpu = lives_of(self._samples), gpu_growth(self._samples)
         warm = [sample for sample in self._samples if sample.at > self._began + args.warm_s]
         drift = drift_of(warm, self._began, _PROGRESS_S)
         bounds = Bounds(mb_min=args.growth_mb_min, gpu_mb=args.growth_gpu_mb, drift=args.drift)
-        mismatches = sum(seen.total() - max(seen.values()) for seen in crowd.answers.values())
-        problems = self._problems + request_faults(counts, crowd.failures, crowd.num_open, crowd.oldest)
+        mismatches = sum(seen.total() - max(seen.values()) for seen in clients.answers.values())
+        problems = self._problems + request_faults(counts, clients.failures, clients.num_open, clients.oldest)
         if mismatches and self._is_deterministic:
             problems.append(f"{mismatches} answers to probes differ from others to the same")
         if self._page_violations:
             problems.append(f"{self._page_violations} violations of the page invariant before kills")
         problems += kill_faults(mesh.kills) + mesh_faults(mesh) + at_rest.faults()
-        problems += growth_faults(lives, gpu, bounds) + drift_faults(drift, self._quiet, bounds)
+        problems += growth_faults(lives, gpu, bounds) + drift_faults(drift, self._baseline, bounds)
         return {
             "command": " ".join(["python", *sys.argv]),
             "machine": f"{os.cpu_count()} cores, {platform.processor() or platform.machine()}",
@@ -236,13 +236,13 @@ class Soak:
             "minutes": args.minutes,
             "problems": problems,
             "requests": dict(sorted(counts.items())),
-            "lost": crowd.num_open,
+            "lost": clients.num_open,
             "out_tok_s": round(counts["tokens"] / (60 * args.minutes), 1),
-            "probe_answers": sum(seen.total() for seen in crowd.answers.values()),
+            "probe_answers": sum(seen.total() for seen in clients.answers.values()),
             "probe_mismatches": mismatches,
-            "kills": self._kills(crowd),
+            "kills": self._kills(clients),
             "at_rest": at_rest.fields(),
-            "quiet": [asdict(run) for run in self._quiet],
+            "quiet": [asdict(run) for run in self._baseline],
             "drift": asdict(drift) if drift is not None else None,
             "lives": [asdict(life) for life in lives],
             "gpu": gpu,
@@ -255,13 +255,13 @@ class Soak:
             "started": mesh.logs.started,
         }
 
-    def _kills(self, crowd: Crowd) -> list[dict[str, object]]:
+    def _kills(self, clients: ClientProcesses) -> list[dict[str, object]]:
         def row(kill: Kill, until: float) -> dict[str, object]:
             return {
                 **asdict(kill),
                 "at": round(kill.at - self._began, 1),
-                "stall_s": crowd.longest_pause(kill.at, until, before_first=False),
-                "first_token_s": crowd.longest_pause(kill.at, until, before_first=True),
+                "stall_s": clients.longest_pause(kill.at, until, before_first=False),
+                "first_token_s": clients.longest_pause(kill.at, until, before_first=True),
             }
 
         ends = [*(kill.at for kill in self.mesh.kills[1:]), float("inf")]
@@ -271,9 +271,9 @@ class Soak:
 def _kill_moments(seconds: float, period: float, seed: int, *, with_worker: bool) -> list[tuple[float, str]]:
     """(seconds since the start, service), in order: the scheduler every `period`, a little later or earlier; the worker
     once, at about half time, between two of those."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     numbers = range(1, int(seconds / period) + 1)
-    moments = [(period * (number + draw.uniform(-0.05, 0.05)), "scheduler") for number in numbers]
+    moments = [(period * (number + rng.uniform(-0.05, 0.05)), "scheduler") for number in numbers]
     if with_worker:
         moments.append((period * (round(seconds / 2 / period - 0.5) + 0.5), "worker"))
     return sorted(moments)
@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--abort-share", type=float, default=0.1)
     parser.add_argument("--kill-s", type=float, default=60.0, help="between two kills of the scheduler")
     parser.add_argument("--no-kill-worker", dest="kill_worker", action="store_false")
-    parser.add_argument("--quiet-out", type=int, default=384, help="tokens of the requests that run alone")
+    parser.add_argument("--baseline-out", type=int, default=384, help="tokens of the requests that run alone")
     parser.add_argument("--sample-s", type=float, default=3.0)
     parser.add_argument("--warm-s", type=float, default=20.0, help="not part of the drift")
     parser.add_argument("--drain-s", type=float, default=60.0)

@@ -97,6 +97,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             kernels=settings.kernels,
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,
+            embed_pooling=settings.embed_pooling,
         ),
     )
     if settings.load_format == "dummy":

@@ -15,8 +15,8 @@ import pytest
 import pytest_asyncio
 from hostile.http_bodies import EDGES, ROUTES, HostileBody, bodies, fields_of
 from support.http import events_of, http_address, http_client
+from support.invariants import known_job, observed_mesh
 from support.mesh import Mesh
-from support.unharmed import known_job, observed_mesh
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # A quiet machine needs a tenth of it; before bodies were counted, bodies of 1 MiB alone took 5 s.

@@ -64,7 +64,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def quiet(mesh: Mesh) -> Seen:
+async def baseline(mesh: Mesh) -> Seen:
     async with watched(mesh) as seen:
         async with asyncio.timeout(60):
             while len(seen.ttfts_s) < 10:
@@ -152,42 +152,42 @@ async def test_the_containers_are_as_small_as_is_said() -> None:
     assert {name: mib for name, mib in container_mib().items() if mib != 512} == {"worker": 2048}
 
 
-def unharmed(mesh: Mesh, pids: dict[str, int], quiet: Seen, seen: Seen, *, factor: float) -> None:
+def check_invariants(mesh: Mesh, pids: dict[str, int], baseline: Seen, seen: Seen, *, factor: float) -> None:
     assert mesh.cluster.pids == pids, "a daemon died"
     assert not seen.errors
     # Memory before stalls: of the two it is the one that ends a daemon.
     limits = container_mib()
     too_large = {name: mib for name, mib in seen.rss_mib.items() if mib > limits[name.rpartition("-")[0]]}
     assert not too_large, limits
-    slack_s = seen.lag_s + _BUSY * max(quiet.stall_s, quiet.lag_s, *quiet.silence_s.values())
+    slack_s = seen.lag_s + _BUSY * max(baseline.stall_s, baseline.lag_s, *baseline.silence_s.values())
     assert seen.stall_s <= factor * MAX_STALL_S + slack_s, seen
     for name, silence_s in seen.silence_s.items():
         assert silence_s <= factor * MAX_SILENCE_S + slack_s, (name, seen)
 
 
-async def test_each_field_at_its_bound_and_beyond_it(mesh: Mesh, quiet: Seen) -> None:
+async def test_each_field_at_its_bound_and_beyond_it(mesh: Mesh, baseline: Seen) -> None:
     """One place of each field, alone."""
     by_field = {place.field.full_name: place for place in reversed(PLACES)}
     pids = dict(mesh.cluster.pids)
     async with watched(mesh) as seen:
         wrong = await attack(mesh, list(by_field.values()), at_once=1)
     assert not wrong, "\n".join(wrong)
-    unharmed(mesh, pids, quiet, seen, factor=DAILY_FACTOR)
+    check_invariants(mesh, pids, baseline, seen, factor=DAILY_FACTOR)
     assert len(by_field) == len(BOUNDS)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("daemon", ["router", "tokenizer", "detokenizer", "scheduler", "worker"])
-async def test_each_place_of_each_rpc_thirty_two_at_once(mesh: Mesh, quiet: Seen, daemon: str) -> None:
+async def test_each_place_of_each_rpc_thirty_two_at_once(mesh: Mesh, baseline: Seen, daemon: str) -> None:
     pids = dict(mesh.cluster.pids)
     async with watched(mesh) as seen:
         wrong = await attack(mesh, [place for place in PLACES if daemon_of(place) == daemon], at_once=32)
     assert not wrong, "\n".join(wrong)
-    unharmed(mesh, pids, quiet, seen, factor=1.0)
+    check_invariants(mesh, pids, baseline, seen, factor=1.0)
 
 
-async def test_long_texts_are_told_so_and_hold_nobody_up(mesh: Mesh, quiet: Seen) -> None:
+async def test_long_texts_are_told_so_and_hold_nobody_up(mesh: Mesh, baseline: Seen) -> None:
     """Six valid texts of 4 MiB that no context holds, and two calls that encode 8 MiB to the end."""
     text = "It was the best of times, it was the worst of times. " * ((4 << 20) // 54)
     whole = router_pb2.TokenizeRequest(items=[tokenizer_pb2.EncodeItem(text=text)] * 2)
@@ -206,4 +206,4 @@ async def test_long_texts_are_told_so_and_hold_nobody_up(mesh: Mesh, quiet: Seen
         for answer in await asyncio.gather(*(tokenize(whole.SerializeToString(), timeout=_CALL_S) for _ in range(2))):
             items = router_pb2.TokenizeResponse.FromString(answer).items
             assert items[0].ids == items[1].ids and len(items[0].ids) > 4_000_000
-    unharmed(mesh, pids, quiet, seen, factor=DAILY_FACTOR)
+    check_invariants(mesh, pids, baseline, seen, factor=DAILY_FACTOR)

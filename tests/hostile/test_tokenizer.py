@@ -96,7 +96,7 @@ async def attack(tokenizer: tuple[str, int], verb: str, raw: bytes, seen: Seen, 
     assert all(isinstance(end, asyncio.CancelledError) for end in ended), ended
 
 
-def unharmed(seen: Seen) -> None:
+def check_bystander(seen: Seen) -> None:
     assert seen.rss_mib < MAX_RSS_MIB, seen
     assert seen.wait_s < MAX_WAIT_S and seen.num_served, seen
     assert seen.answers.keys() <= {"OK", "OVERLOADED"} and seen.answers["OK"], seen
@@ -106,7 +106,7 @@ async def test_largest_texts_at_once_stay_within_the_container(tokenizer: tuple[
     """Their items are told that they do not fit: what is left is what arriving costs. It was 1.3 GiB."""
     seen = Seen()
     await attack(tokenizer, "Encode", large_encode(max_tokens=1000), seen)
-    unharmed(seen)
+    check_bystander(seen)
 
 
 async def test_messages_beyond_the_largest_are_not_received(tokenizer: tuple[str, int]) -> None:
@@ -127,4 +127,4 @@ async def test_largest_calls_at_once_to_their_ends(tokenizer: tuple[str, int]) -
     await attack(tokenizer, "GetVocabulary", b"", seen)
     await attack(tokenizer, "Encode", encode, seen, is_read=False)
     await attack(tokenizer, "Encode", encode, seen)
-    unharmed(seen)
+    check_bystander(seen)

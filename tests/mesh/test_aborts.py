@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 import pytest_asyncio
+from support.invariants import known_job, observed_mesh, settled
 from support.jobs import Job, recitations, simulated_alphabet
 from support.mesh import Mesh
-from support.unharmed import known_job, observed_mesh, settled
 from support.wire import refusal_from
 
 from radixmesh.common.v1 import common_pb2

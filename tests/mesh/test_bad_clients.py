@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+from support.invariants import METRICS_PORT, known_job, left_behind, observed_mesh, serves_on, settled
 from support.mesh import Mesh
-from support.unharmed import METRICS_PORT, known_job, left_behind, observed_mesh, serves_on, settled
 from support.wire import Proxy, metrics_of, raw_channel, refusal_from, refusal_of
 
 from radixmesh.common.v1.common_pb2 import SamplingParams, StopParams
@@ -42,7 +42,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def unharmed(mesh: Mesh) -> AsyncIterator[None]:
+async def invariants_hold(mesh: Mesh) -> AsyncIterator[None]:
     """After every test the mesh gives a known answer, nothing is left behind and nobody has died."""
     pids = mesh.cluster.pids
     yield

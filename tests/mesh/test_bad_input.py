@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 import pytest_asyncio
+from support.invariants import known_job, observed_mesh, serves_on, settled
 from support.jobs import simulated_alphabet
 from support.mesh import Mesh
-from support.unharmed import known_job, observed_mesh, serves_on, settled
 from support.wire import Refusal, methods, raw_channel, refusal_from, refusal_of, send_raw
 
 from radixmesh.common.v1 import common_pb2
@@ -42,7 +42,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def unharmed(mesh: Mesh) -> AsyncIterator[None]:
+async def invariants_hold(mesh: Mesh) -> AsyncIterator[None]:
     """After every test the mesh gives a known answer, nothing is left behind and nobody has died."""
     pids = mesh.cluster.pids
     yield

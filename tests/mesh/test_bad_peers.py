@@ -12,10 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 import pytest_asyncio
+from support.invariants import known_job, observed_mesh, serves_on, settled
 from support.jobs import MODEL, simulated_alphabet
 from support.mesh import Mesh
 from support.serve_client import Seen, serve_client
-from support.unharmed import known_job, observed_mesh, serves_on, settled
 from support.wire import Method, Refusal, methods, raw_channel, refusal_from, refusal_of, send_raw
 from support.worker_client import WorkerClient
 
@@ -49,7 +49,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def unharmed(mesh: Mesh) -> AsyncIterator[None]:
+async def invariants_hold(mesh: Mesh) -> AsyncIterator[None]:
     """After every test the mesh gives a known answer, nothing is left behind and nobody has died."""
     pids = mesh.cluster.pids
     yield

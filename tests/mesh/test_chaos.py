@@ -20,7 +20,7 @@ from support.hostile_clients import HostileClients
 from support.jobs import simulated_jobs
 from support.leaks import all_left, footprint
 from support.mesh import BUGS, COMPOSE
-from support.storm import Storm
+from support.stream_load import StreamLoad
 
 from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
@@ -80,8 +80,8 @@ async def _run_chaos(form: _Form) -> None:
             hostile = HostileClients(cluster, random.Random(-_SEED))
             until = time.monotonic() + form.seconds
             async with (
-                Storm(client, jobs, num_streams=form.num_streams) as quick,
-                Storm(client, jobs, num_streams=max(2, form.num_streams // 4), pause_s=form.pause_s) as slow,
+                StreamLoad(client, jobs, num_streams=form.num_streams) as quick,
+                StreamLoad(client, jobs, num_streams=max(2, form.num_streams // 4), pause_s=form.pause_s) as slow,
             ):
                 await asyncio.gather(chaos.run(form.seconds), *(hostile.run(until) for _ in range(form.num_hostile)))
                 await cluster.wait_healthy(120)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from support.jobs import simulated_jobs
 from support.mesh import SERVICES, Mesh, running_mesh
-from support.storm import Storm
+from support.stream_load import StreamLoad
 
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 
@@ -58,17 +58,17 @@ async def run_rounds(names: Sequence[str]) -> None:
     pick = random.Random(SEED)
     async with running_mesh("simulated", worker={"simulated_base_us": 6000}) as mesh:
         jobs = [job.learned(await job.run(mesh.client)) for job in simulated_jobs(NUM_STREAMS, num_tokens=400)]
-        async with Storm(mesh.client, jobs, num_streams=NUM_STREAMS) as storm:
-            await storm.all_progressed(0.0)
+        async with StreamLoad(mesh.client, jobs, num_streams=NUM_STREAMS) as load:
+            await load.all_progressed(0.0)
             for name in names:
                 start = time.monotonic()
                 await die(mesh, ROUNDS[name], pick)
-                await storm.all_progressed(time.monotonic(), RECOVERY_S)
-                print(f"{name}: longest stall {storm.longest_gap(start):.2f} s")
-                assert storm.failures == [], (name, storm.failures[:3])
+                await load.all_progressed(time.monotonic(), RECOVERY_S)
+                print(f"{name}: longest stall {load.longest_gap(start):.2f} s")
+                assert load.failures == [], (name, load.failures[:3])
                 await asyncio.sleep(pick.uniform(0.1, 0.5))
-        assert storm.failures == []
-        assert storm.num_completed >= NUM_STREAMS
+        assert load.failures == []
+        assert load.num_completed >= NUM_STREAMS
         state = await mesh.scheduler_state()
         assert state.num_page_violations == 0
         assert (state.owned_pages, state.load.num_running, state.load.num_waiting) == (0, 0, 0)

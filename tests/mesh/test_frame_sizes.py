@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.invariants import known_job, serves_on
 from support.jobs import simulated_alphabet
 from support.mesh import Mesh, running_mesh
 from support.router_mesh import oracle_ids, router_mesh
-from support.unharmed import known_job, serves_on
 
 from radixmesh.client import UnavailableError
 from radixmesh.common.v1 import common_pb2

@@ -13,9 +13,9 @@ import openai
 import pytest
 import pytest_asyncio
 from support.http import events_of, http_address, http_client, iterate_events, openai_client, post, raw_connection
+from support.invariants import observed_mesh, settled
 from support.jobs import simulated_jobs
 from support.mesh import Mesh
-from support.unharmed import observed_mesh, settled
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 STALL_S = 1.5
@@ -48,7 +48,7 @@ async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
-async def unharmed(mesh: Mesh) -> AsyncIterator[None]:
+async def invariants_hold(mesh: Mesh) -> AsyncIterator[None]:
     """After each test: nothing runs, waits or is kept, and the next answer is right."""
     yield
     await settled(mesh)

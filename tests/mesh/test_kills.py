@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.fault_injection import Kill, kill_once, summary
 from support.jobs import Job, recitations, simulated_jobs
-from support.killing import Kill, kill_once, summary
 from support.mesh import SERVICES, Mesh, running_mesh
-from support.storm import Storm
+from support.stream_load import StreamLoad
 
 NUM_STREAMS = 16
 SEED = 20
@@ -20,7 +20,7 @@ UNEVEN = {"simulated_max_tokens_per_row": 4, "simulated_base_us": 12_000}
 MESHES = [("cpu", "tiny-llama"), ("cpu", "tiny-deepseek"), ("simulated", "tiny-llama")]
 
 
-def storm_jobs(backend: str, model: str) -> list[Job]:
+def load_jobs(backend: str, model: str) -> list[Job]:
     """Sixteen requests that last some seconds; n = 2 on a quarter of them."""
     if backend == "simulated":
         return simulated_jobs(NUM_STREAMS, num_tokens=400)
@@ -62,15 +62,15 @@ async def kill_all(
     # Steps of the tiny model are quick: at least two simulated milliseconds keep streams open over several kills.
     worker = ({"simulated_base_us": 6000} if backend == "simulated" else {}) | dict(worker or {})
     async with running_mesh(backend, model=model, worker=worker) as mesh:
-        jobs = await with_answers(mesh, storm_jobs(backend, model))
+        jobs = await with_answers(mesh, load_jobs(backend, model))
         kills = []
-        async with Storm(mesh.client, jobs, num_streams=NUM_STREAMS) as storm:
-            await storm.all_progressed(0.0)
+        async with StreamLoad(mesh.client, jobs, num_streams=NUM_STREAMS) as load:
+            await load.all_progressed(0.0)
             for service, number in plan:
-                kills.append(await kill_once(mesh, storm, service, number, pick))
-                assert storm.failures == [], (kills[-1], storm.failures[:3])
-        assert storm.failures == []
-        assert storm.num_completed >= NUM_STREAMS
+                kills.append(await kill_once(mesh, load, service, number, pick))
+                assert load.failures == [], (kills[-1], load.failures[:3])
+        assert load.failures == []
+        assert load.num_completed >= NUM_STREAMS
         state = await mesh.scheduler_state()
         assert state.num_page_violations == 0
         assert mesh.bugs == []
@@ -78,8 +78,8 @@ async def kill_all(
         report = {
             "backend": backend,
             "model": model,
-            "completed": storm.num_completed,
-            "resumed": storm.num_resumptions,
+            "completed": load.num_completed,
+            "resumed": load.num_resumptions,
         }
         report |= summary(kills)
         print(json.dumps(report, indent=1))

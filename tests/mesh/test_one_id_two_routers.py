@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 import pytest_asyncio
+from support.invariants import observed_mesh, settled
 from support.jobs import simulated_alphabet
 from support.mesh import Mesh
-from support.unharmed import observed_mesh, settled
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import pack_ints, unpack_ints

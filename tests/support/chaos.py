@@ -30,9 +30,9 @@ class Chaos:
     every_s: mean time between two of them. failures: processes that did not come back.
     """
 
-    def __init__(self, cluster: LocalCluster, draw: random.Random, *, every_s: float) -> None:
+    def __init__(self, cluster: LocalCluster, rng: random.Random, *, every_s: float) -> None:
         self._cluster = cluster
-        self._draw = draw
+        self._rng = rng
         self._every_s = every_s
         self._busy: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -48,7 +48,7 @@ class Chaos:
                 task = asyncio.create_task(self._fault(target))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            await asyncio.sleep(self._draw.expovariate(1 / self._every_s))
+            await asyncio.sleep(self._rng.expovariate(1 / self._every_s))
         await asyncio.gather(*self._tasks)
 
     def _target(self) -> ProcessStatus | None:
@@ -61,12 +61,12 @@ class Chaos:
             return None
         # Whoever had few is likelier: a short run reaches all of them.
         weights = [(1 + self._num_faults[status.name]) ** -3 for status in choices]
-        (chosen,) = self._draw.choices(choices, weights)
+        (chosen,) = self._rng.choices(choices, weights)
         return chosen
 
     async def _fault(self, status: ProcessStatus) -> None:
         kinds = [kind for kind in _FAULTS if kind != "drain" or status.service.startswith("scheduler")]
-        (kind,) = self._draw.choices(kinds, [_FAULTS[kind] for kind in kinds])
+        (kind,) = self._rng.choices(kinds, [_FAULTS[kind] for kind in kinds])
         self._busy.add(status.name)
         self._num_faults[status.name] += 1
         self.counts[f"{status.service} {kind}"] += 1
@@ -89,7 +89,7 @@ class Chaos:
         """Nothing of it runs for a while; it goes on where it was, unless its supervisor has replaced it."""
         if not self._cluster.kill(status.service, status.replica, signal.SIGSTOP):
             return
-        await asyncio.sleep(self._draw.uniform(*_STOP_S))
+        await asyncio.sleep(self._rng.uniform(*_STOP_S))
         # To whatever process is there now: one that was not stopped does not mind.
         self._cluster.kill(status.service, status.replica, signal.SIGCONT)
         await self._wait_for(status, lambda now: True)

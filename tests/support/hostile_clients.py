@@ -28,9 +28,9 @@ _REFUSED = (grpc.RpcError, OSError, TimeoutError, asyncio.IncompleteReadError)
 class HostileClients:
     """`run` visits one daemon after the other. counts: visits by kind. Whatever answers they get is right."""
 
-    def __init__(self, cluster: LocalCluster, draw: random.Random) -> None:
+    def __init__(self, cluster: LocalCluster, rng: random.Random) -> None:
         self._cluster = cluster
-        self._draw = draw
+        self._rng = rng
         self._daemons = [status for status in cluster.processes if status.service != "front"]
         self._methods = list(methods())
         self._visits: tuple[Callable[[], Awaitable[None]], ...] = (
@@ -47,18 +47,18 @@ class HostileClients:
     async def run(self, until: float) -> None:
         """until: monotonic."""
         while time.monotonic() < until:
-            visit = self._draw.choice(self._visits)
+            visit = self._rng.choice(self._visits)
             self.counts[visit.__name__.strip("_")] += 1
             with suppress(*_REFUSED):
                 async with asyncio.timeout(15):
                     await visit()
-            await asyncio.sleep(self._draw.uniform(0, 0.3))
+            await asyncio.sleep(self._rng.uniform(0, 0.3))
 
     async def _vanish(self) -> None:
         """Closes the connection somewhere in a stream."""
         async with open_channel(self._router()) as channel:
             call = router_pb2_grpc.RouterServiceStub(channel).Generate(self._long(n=2))
-            for _ in range(self._draw.randrange(6)):
+            for _ in range(self._rng.randrange(6)):
                 if await call.read() is grpc.aio.EOF:
                     return
 
@@ -68,14 +68,14 @@ class HostileClients:
             request.sampling.CopyFrom(SamplingParams(num_top_logprobs=64))
             call = channel.unary_stream(_GENERATE)(request.SerializeToString())
             await call.read()
-            await asyncio.sleep(self._draw.uniform(0.5, 4))
+            await asyncio.sleep(self._rng.uniform(0.5, 4))
 
     async def _send_garbage(self) -> None:
         """Bytes that are no message, to any method of any daemon."""
-        status = self._draw.choice(self._daemons)
+        status = self._rng.choice(self._daemons)
         kind = status.service.split("-")[0]
-        method = self._draw.choice([method for method in self._methods if method.daemon == kind])
-        await self._send(self._cluster.address(status.service, status.replica), method, self._draw.randrange(1, 65_536))
+        method = self._rng.choice([method for method in self._methods if method.daemon == kind])
+        await self._send(self._cluster.address(status.service, status.replica), method, self._rng.randrange(1, 65_536))
 
     async def _send_too_much(self) -> None:
         method = next(method for method in self._methods if method.path == _GENERATE)
@@ -89,8 +89,8 @@ class HostileClients:
         _, writer = await self._http()
         try:
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Long: ")
-            for _ in range(self._draw.randrange(8)):
-                writer.write(b"a" * self._draw.randrange(20_000))
+            for _ in range(self._rng.randrange(8)):
+                writer.write(b"a" * self._rng.randrange(20_000))
                 await writer.drain()
                 await asyncio.sleep(0.2)
         finally:
@@ -104,12 +104,12 @@ class HostileClients:
             b"\x00" * 1000,
             b'{"prompt": "abc", "max_tokens": 500, "stream": true}',
         ]
-        body = self._draw.choice(bodies)
+        body = self._rng.choice(bodies)
         reader, writer = await self._http()
         try:
             head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
             writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
-            await reader.readexactly(self._draw.randrange(1, 400))
+            await reader.readexactly(self._rng.randrange(1, 400))
         finally:
             writer.transport.abort()
 
@@ -117,16 +117,16 @@ class HostileClients:
         async with open_channel(self._router()) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
             for _ in range(20):
-                await stub.Abort(router_pb2.AbortRequest(request_id=f"stranger-{self._draw.random()}"), timeout=10)
+                await stub.Abort(router_pb2.AbortRequest(request_id=f"stranger-{self._rng.random()}"), timeout=10)
 
     def _long(self, *, n: int) -> router_pb2.GenerateRequest:
-        ids = pack_ints([self._draw.randrange(10, 200) for _ in range(self._draw.randrange(1, 300))])
+        ids = pack_ints([self._rng.randrange(10, 200) for _ in range(self._rng.randrange(1, 300))])
         return router_pb2.GenerateRequest(prompt_ids=ids, n=n, stop=StopParams(max_tokens=800, ignore_eos=True))
 
     def _router(self) -> str:
-        return self._cluster.address("router", self._draw.choice((1, 2)))
+        return self._cluster.address("router", self._rng.choice((1, 2)))
 
     async def _http(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        address = self._cluster.address("router", self._draw.choice((1, 2)), _HTTP_PORT)
+        address = self._cluster.address("router", self._rng.choice((1, 2)), _HTTP_PORT)
         host, _, port = address.rpartition(":")
         return await asyncio.open_connection(host, int(port))

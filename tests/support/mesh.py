@@ -69,7 +69,7 @@ async def running_mesh(
     `model`: a folder of compose/models/, or with `folder` what clients call that one; simulated meshes have the
     vocabulary of the tiny Llama only.
     api_key, tls: how the mesh's client gets in, where daemons are told to ask.
-    The scheduler checks the page invariant after every step; a breach ends its epoch, and is among the mesh's bugs.
+    The scheduler checks the page invariant after every step; a violation ends its epoch, and is among the mesh's bugs.
     """
     environment = {
         "worker": _variables({"cpu_threads": 1, **(worker or {})}),

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.chaos_hour import ChaosConfig, ChaosHour
 from support.lagging import LaggingRunner, LaggingWorld
 from support.planner_world import VOCAB_SIZE
 from support.plans import admit, chunk, grant
-from support.stormy_hour import Storm, StormyHour
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.arrays import as_ints
@@ -20,7 +20,7 @@ from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 
-def _storm(world: LaggingWorld, rng: np.random.Generator, num_requests: int) -> list:
+def _submit_load(world: LaggingWorld, rng: np.random.Generator, num_requests: int) -> list:
     """Requests that share prefixes, some with logprobs, which the runner takes as segments."""
     stems = [rng.integers(2, VOCAB_SIZE, 12).tolist() for _ in range(4)]
     wanted = []
@@ -44,7 +44,7 @@ def test_tokens_and_records_are_those_of_a_worker_that_waits(lag, page_size):
     # Little memory: requests are retracted, pages change hands while steps that wrote them still run.
     world = LaggingWorld(lag=lag, page_size=page_size, num_pages=160 // page_size, num_slots=6)
     for _ in range(4):
-        records = _storm(world, rng, 24)
+        records = _submit_load(world, rng, 24)
         world.run(depth=lag + 1)
         for record in records:
             assert record.rejected is None and record.finished is not None
@@ -85,9 +85,9 @@ def test_a_lagging_result_is_refused_nothing_by_its_successors():
 
 
 @pytest.mark.parametrize("lag", [1, 3])
-def test_a_storm_over_steps_in_flight(lag):
+def test_load_over_steps_in_flight(lag):
     """Refusals, lost streams, flushes, aborts and retractions while tokens are not known yet."""
-    hour = StormyHour(Storm(seconds=60.0, seed=lag, fault_rate=0.01, lag=lag))
+    hour = ChaosHour(ChaosConfig(seconds=60.0, seed=lag, fault_rate=0.01, lag=lag))
     hour.run()
     assert hour.num_steps > 400 and hour.world.planner.counters.num_page_violations == 0
     assert hour.counts["refuse"] and hour.counts["diverged"] and hour.counts["adopted_tokens"], hour.counts

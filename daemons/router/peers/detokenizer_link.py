@@ -104,14 +104,15 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         return not ours or not theirs or ours == theirs
 
     def open(self, output: Output) -> None:
-        """Takes an output; all of its ids are (re)played."""
+        """Takes an output; all of its ids are (re)played. Without any it goes out with its first ones, in one frame."""
         # A handle is never used twice on a link: what is still on its way for an old entry finds nobody.
         self._last_handle += 1
         entry = Entry(output, self, self._last_handle)
         output.entry = entry
         self._entries[entry.handle] = entry
         self._opens[entry.handle] = entry
-        self.wake()
+        if output.ids:
+            self.wake()
 
     def mark(self, entry: Entry) -> None:
         """The output has new ids, or no more will come. The hot path: once per output and frame."""
@@ -119,9 +120,13 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         self._has_news.set()
 
     def close_entry(self, entry: Entry) -> None:
-        """The output needs no more text."""
+        """The output needs no more text. The replica is told with the next frame, or by flush_closes()."""
         if self._forget(entry):
             self._closes.append(entry.handle)
+
+    def flush_closes(self) -> None:
+        """Call every 0.1 s or so: a frame of its own for every entry that ends would cost as much as its tokens."""
+        if self._closes:
             self.wake()
 
     def _forget(self, entry: Entry) -> bool:

@@ -97,6 +97,8 @@ class DetokenizerPool(PeerPool):
 
     def tick(self, now: float) -> list[tuple[Output, MeshError]]:
         """Outputs that have waited too long, with the errors to end them with. Call every 0.1 s or so."""
+        for link in self.links:
+            link.flush_closes()
         if not self._waiting:
             return []
         self.place_waiting()

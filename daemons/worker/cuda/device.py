@@ -41,6 +41,10 @@ class Device(ABC):
         """Copies int32 `values` to the first of `target`, behind all work so far. `values` may change afterwards."""
 
     @abstractmethod
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, behind all work so far; filled when an event behind it is done."""
+
+    @abstractmethod
     def host_ints(self, *shape: int) -> torch.Tensor:
         """int32 zeros on the host, which kernels read and write where they lie.
 
@@ -89,6 +93,9 @@ class HostDevice(Device):
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         target[: len(values)] = torch.from_numpy(values)
 
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
@@ -135,6 +142,10 @@ class CudaDevice(Device):
     def upload(self, values: IntArray, target: torch.Tensor) -> None:
         # Pinned blocks come from torch's cache, which gives one out again only after the copy from it is over.
         target[: len(values)].copy_(torch.from_numpy(values).pin_memory(), non_blocking=True)
+
+    def fetch(self, values: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return host.copy_(values, non_blocking=True)
 
     def host_ints(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, pin_memory=True)

@@ -57,6 +57,7 @@ class DeviceSettings:
     kernels: str = "triton"
     kv_dtype: str = "auto"
     quantization: str = "auto"
+    embed_pooling: str = "mean"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,7 @@ def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
             limits,
             is_deterministic=settings.deterministic,
             use_pdl=settings.use_pdl and where.type == "cuda",
+            embed_pooling=settings.embed_pooling,
         )
 
 

@@ -28,6 +28,7 @@ from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
+from radixmesh.daemons.worker.cuda.step.prompt_vectors import Collect, PromptVectors
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, TokenRing
@@ -48,6 +49,7 @@ from radixmesh.kernels.scatter_embed import scatter_embed
 # Decode steps of the warm-up: the first ones of a device that was just started are slow.
 _WARM_UP_DECODES = 100
 _NO_PROMPTS: Mapping[int, KeptPrompt] = {}
+_NO_VECTORS: Mapping[int, Collect] = {}
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 """Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
@@ -70,7 +72,6 @@ class DeviceRunner(ModelRunner):
 
     is_asynchronous = True
     suppresses_rows = True
-    tasks = frozenset({Task.GENERATE})
 
     def __init__(
         self,
@@ -82,12 +83,14 @@ class DeviceRunner(ModelRunner):
         *,
         is_deterministic: bool,
         use_pdl: bool,
+        embed_pooling: str = "mean",
     ) -> None:
         """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
+        self.tasks = model.tasks
         self.max_total_len = limits.max_total_len
         self.is_deterministic = is_deterministic
         self._limits = limits
@@ -124,6 +127,7 @@ class DeviceRunner(ModelRunner):
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, model)
+        self._vectors = PromptVectors(device, model, embed_pooling)
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True
@@ -139,6 +143,10 @@ class DeviceRunner(ModelRunner):
         rows = no_rows()
         with self.device.in_order(), torch.inference_mode():
             self._prompts.capture()
+            if Task.GENERATE not in self.tasks:
+                self._prompts.warm_up()
+                self.device.record_event().wait()
+                return
             for num_rows in sorted(self._graphs.sizes, reverse=True):
                 step = host_step(rows, (), num_rows)
                 self._attention.plan(step)
@@ -267,17 +275,20 @@ class DeviceRunner(ModelRunner):
             logits_TV = self.model.logits(forward.hidden_TD.index_select(0, to.rows))
             self._sampler.sample(logits_TV, to.slots, to.positions, slots, target)
             self._sampler.logprobs(logits_TV, to.slots, target, self._tokens.logprobs, asking)
-        kept = {}
+        kept, vectors = {}, {}
         for index, segment in enumerate(segments):
+            last = int(forward.chunk_ends[index])
+            hidden_TD = forward.hidden_TD[last - len(segment.ids) : last]
+            vector = self._vectors.launch(segment, hidden_TD)
+            if vector is not None:
+                vectors[index] = vector
             if segment.prompt_logprobs is not None:
-                last = int(forward.chunk_ends[index])
-                hidden_TD = forward.hidden_TD[last - len(segment.ids) : last]
                 # It is asked for when other steps have been launched.
                 own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
                 kept[index] = KeptPrompt.of(segment, own_TD)
         done = self._clock.end(self.device)
         fetched = self._tokens.fetch(len(slots), done, asking) if len(slots) else None
-        return self._handle(start, done, fetched, len(rows.slots), len(segments), sampled, kept)
+        return self._handle(start, done, fetched, len(rows.slots), len(segments), sampled, kept, vectors)
 
     def _handle(
         self,
@@ -288,9 +299,11 @@ class DeviceRunner(ModelRunner):
         num_segments: int = 0,
         sampled: Sequence[int] = (),
         kept: Mapping[int, KeptPrompt] = _NO_PROMPTS,
+        vectors: Mapping[int, Collect] = _NO_VECTORS,
     ) -> StepHandle[StepOutput]:
         """A step on the device. `sampled`: indexes of the segments whose tokens follow the decode rows' in `fetched`;
-        kept: prompts whose logprobs are wanted. The clock places steps in the order in which results are asked for."""
+        kept: prompts whose logprobs are wanted; vectors: those of tasks, by segment. The clock places steps in the
+        order in which results are asked for."""
 
         def collect() -> StepOutput:
             end.wait()
@@ -302,6 +315,7 @@ class DeviceRunner(ModelRunner):
                     token=int(tokens[row_of[index]]) if index in row_of else None,
                     logprobs=logprobs.get(row_of[index]) if index in row_of else None,
                     prompt_logprobs=self._host_logits.prompt_logprobs(kept[index]) if index in kept else None,
+                    vector=vectors[index]() if index in vectors else None,
                 )
                 for index in range(num_segments)
             ]

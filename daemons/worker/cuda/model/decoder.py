@@ -151,7 +151,7 @@ class DeviceDecoder(DeviceModel):
         self._head = PlainLinear(kernels.plain, weights.head_DO.t())
         device = weights.final_norm_D.device
         angles = {rope: angle_table(config.head_dim, rope, max_total_len, device) for rope in loaded.ropes}
-        self._layers = [
+        self.parts = [
             _Layer(
                 _create_attention(loaded, index, kernels, kv, angles[config.rope_of(index)]),
                 _create_mlp(loaded, index, kernels),
@@ -167,14 +167,14 @@ class DeviceDecoder(DeviceModel):
         residual = Residual(x_TD)
         if self._config.is_parallel:
             return self._parallel_layers(residual, target, attention)
-        for layer in self._layers:
+        for layer in self.parts:
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual)
         return residual.rows()
 
     def _parallel_layers(self, residual: Residual, target: KvTarget, attention: StepAttention) -> torch.Tensor:
         """Attention and MLP both read the input of the layer, which the attention overwrites."""
-        for layer in self._layers:
+        for layer in self.parts:
             source_TD = residual.rows().clone()
             layer.attention.run(residual, target, attention)
             layer.mlp.run(residual, source_TD)
@@ -205,7 +205,6 @@ def check_decoder(config: DecoderConfig, *, is_quantized: bool) -> None:
     missing = {
         **missing_of_experts(config, is_quantized=is_quantized),
         "routed experts between other norms": config.experts is not None and needs_general_attention(config),
-        "a score head": config.is_scoring,
         "norms of heads after RoPE": config.head_norm is HeadNorm.AFTER_ROPE,
         "chunked attention": config.chunks is not None,
         "query temperatures": config.query_temperature is not None,

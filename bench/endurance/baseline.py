@@ -17,7 +17,7 @@ _PROMPT_LEN = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuietDecode:
+class BaselineDecode:
     """ms_per_step: median over the 50 ms in which nothing but decode steps of all rows ran; None if there were none.
     peak_running: slots in use at a time. seconds: of all."""
 
@@ -28,7 +28,9 @@ class QuietDecode:
     seconds: float
 
 
-async def quiet_decode(mesh: EnduranceMesh, *, rows: int, out_len: int, vocab_size: int, name: str) -> QuietDecode:
+async def baseline_decode(
+    mesh: EnduranceMesh, *, rows: int, out_len: int, vocab_size: int, name: str
+) -> BaselineDecode:
     """Runs `rows` requests at a time with nothing else in the mesh. name: their cache salt; a new one each time."""
     ids = np.random.default_rng(rows).integers(300, vocab_size, (rows, _PROMPT_LEN))
     points: list[tuple[float, float, float]] = []
@@ -57,7 +59,7 @@ async def quiet_decode(mesh: EnduranceMesh, *, rows: int, out_len: int, vocab_si
     seconds = time.monotonic() - started
     assert all(len(answer.outputs[0].ids) == out_len for answer in answers)
     full = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(points) if b[2] - a[2] == rows * (b[1] - a[1]) > 0]
-    return QuietDecode(
+    return BaselineDecode(
         rows=rows,
         peak_running=peak,
         steps=int(sum(steps for _, steps in full)),

@@ -22,7 +22,7 @@ _CLIENT = Path(__file__).with_name("client.py")
 _MAX_LINE_BYTES = 1 << 26
 
 
-class Crowd:
+class ClientProcesses:
     """An async context manager: starts the processes, and kills what is left of them.
 
     failures: what went wrong, in words. until: monotonic time after which no request begins.
@@ -46,7 +46,7 @@ class Crowd:
         self.pauses: list[tuple[float, float, int]] = []
         """(from, to, 1 if before the first token), on the monotonic clock."""
 
-    async def __aenter__(self) -> Crowd:
+    async def __aenter__(self) -> ClientProcesses:
         for number, share in enumerate(self._shares):
             self._processes.append(await self._spawn(number, share))
         self._reading = [

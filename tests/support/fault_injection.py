@@ -1,4 +1,4 @@
-"""Kills daemons of a mesh under a storm of streams, and measures what clients saw of it."""
+"""Kills daemons of a mesh under a load of streams, and measures what clients saw of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.scheduler.v1 import scheduler_pb2
 from support.mesh import Mesh
-from support.storm import Storm
+from support.stream_load import StreamLoad
 
 _RECOVERY_S = 60.0
 
@@ -34,7 +34,7 @@ class Kill:
     cached_tokens: int = 0
 
 
-async def kill_once(mesh: Mesh, storm: Storm, service: str, number: signal.Signals, pick: random.Random) -> Kill:
+async def kill_once(mesh: Mesh, load: StreamLoad, service: str, number: signal.Signals, pick: random.Random) -> Kill:
     """Sends a signal at a random moment and waits until the daemon is back and every stream has gone on."""
     await asyncio.sleep(pick.uniform(0.1, 0.9))
     replicas = [status for status in mesh.cluster.processes if status.service == service]
@@ -49,8 +49,8 @@ async def kill_once(mesh: Mesh, storm: Storm, service: str, number: signal.Signa
     async with asyncio.timeout(_RECOVERY_S):
         await mesh.cluster.wait_until(service, is_back, replica=replica)
     back = time.monotonic()
-    await storm.all_progressed(back, _RECOVERY_S)
-    stall_s = storm.longest_gap(killed)
+    await load.all_progressed(back, _RECOVERY_S)
+    stall_s = load.longest_gap(killed)
     state = await _scheduler_state(mesh) if service == "scheduler" else None
     return Kill(
         service=service,

@@ -28,7 +28,7 @@ FAULTS = ("refuse", "duplicate", "reorder", "delay", "vanish", "lose_worker")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Storm:
+class ChaosConfig:
     """fault_rate: probability of each kind of fault, a step. arrivals_s: requests a second, while it bursts twice as
     many, while it is calm a tenth. abort_rate: share of requests that somebody gives up on. lag: steps that the
     worker launches before it tells the tokens of one."""
@@ -42,14 +42,14 @@ class Storm:
     lag: int = 0
 
 
-class StormyHour:
-    """run() raises AssertionError for a lost or repeated token, a leak, a breach, or a request without an end."""
+class ChaosHour:
+    """run() raises AssertionError for lost or repeated tokens, leaks, broken invariants and requests without an end."""
 
-    def __init__(self, storm: Storm) -> None:
-        self.storm = storm
-        self.random = random.Random(storm.seed)
+    def __init__(self, config: ChaosConfig) -> None:
+        self.config = config
+        self.random = random.Random(config.seed)
         self.world = LaggingWorld(
-            lag=storm.lag,
+            lag=config.lag,
             num_pages=NUM_PAGES,
             num_slots=NUM_SLOTS,
             max_tokens_per_step=STEP_TOKENS,
@@ -57,7 +57,7 @@ class StormyHour:
             max_total_len=LONGEST,
             decode_reserve_tokens=1,
             max_queue=60,
-            queue_policy=storm.policy,
+            queue_policy=config.policy,
         )
         self.world.executor = self._new_executor()
         self.world.begin_epoch()
@@ -71,8 +71,8 @@ class StormyHour:
         self._held: StepResult | None = None
 
     def run(self) -> None:
-        world, storm = self.world, self.storm
-        while world.now < storm.seconds:
+        world, config = self.world, self.config
+        while world.now < config.seconds:
             self._arrive()
             self._meddle()
             self._plan()
@@ -87,7 +87,7 @@ class StormyHour:
     def _arrive(self) -> None:
         while self._next_arrival_s <= self.world.now:
             is_burst = int(self.world.now // 20) % 2 == 0
-            rate = self.storm.arrivals_s * (2.0 if is_burst else 0.1)
+            rate = self.config.arrivals_s * (2.0 if is_burst else 0.1)
             self._next_arrival_s += self.random.expovariate(rate)
             self._submit()
 
@@ -114,7 +114,7 @@ class StormyHour:
     def _meddle(self) -> None:
         """Somebody gives up; now and then the lookahead changes, or an operator empties the cache."""
         draw, world = self.random, self.world
-        share = self.storm.abort_rate * self.storm.arrivals_s * STEP_US / 1e6
+        share = self.config.abort_rate * self.config.arrivals_s * STEP_US / 1e6
         if world.records and draw.random() < share:
             record = draw.choice(list(world.records.values()))
             world.planner.abort(record.submission.key.request_id)
@@ -136,7 +136,7 @@ class StormyHour:
         world = self.world
         if not world.plans:
             return self._execute(None)
-        fault = next((kind for kind in FAULTS if self.random.random() < self.storm.fault_rate), None)
+        fault = next((kind for kind in FAULTS if self.random.random() < self.config.fault_rate), None)
         if fault is not None:
             self.counts[fault] += 1
         if fault == "refuse":
@@ -216,7 +216,7 @@ class StormyHour:
         self._begin_epoch()
 
     def _new_executor(self) -> StepExecutor:
-        runner_class = LaggingRunner if self.storm.lag else SimulatedRunner
+        runner_class = LaggingRunner if self.config.lag else SimulatedRunner
         return new_executor(self.world, step_us=STEP_US, runner_class=runner_class)
 
     def _idle(self) -> None:

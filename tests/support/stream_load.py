@@ -28,7 +28,7 @@ class StreamLog:
         return max((b - a for a, b in itertools.pairwise(points)), default=until - points[0])
 
 
-class Storm:
+class StreamLoad:
     """`num_streams` streams at a time, each running `jobs` one after the other, from enter to exit.
 
     failures: what went wrong, in words; empty is what a test asserts. pause_s: a slow reader's, after each chunk.
@@ -37,7 +37,7 @@ class Storm:
     def __init__(
         self, client: AsyncClient, jobs: Sequence[Job], *, num_streams: int = 16, pause_s: float = 0.0
     ) -> None:
-        assert all(job.answers for job in jobs), "a storm needs to know every answer"
+        assert all(job.answers for job in jobs), "a load needs to know every answer"
         self._client = client
         self._jobs = jobs
         self._logs = [StreamLog() for _ in range(num_streams)]
@@ -48,7 +48,7 @@ class Storm:
         self.num_completed = 0
         self.num_resumptions = 0
 
-    async def __aenter__(self) -> Storm:
+    async def __aenter__(self) -> StreamLoad:
         self._tasks = [asyncio.create_task(self._run(number)) for number in range(len(self._logs))]
         return self
 
