@@ -76,11 +76,17 @@ def ageing() -> list[list[object]]:
     ]
 
 
+def ranks() -> list[list[object]]:
+    """Data-parallel ranks of 128 rows each behind one scheduler, which has no workers."""
+    return [["scheduler_ranks.py", "--ranks", num, "--steps", 700] for num in (1, 2, 8, 64)]
+
+
 SUITES: dict[str, Callable[[], list[list[object]]]] = {
     "step-cost": step_cost,
     "hit-rates": hit_rates,
     "orders": orders,
     "ageing": ageing,
+    "ranks": ranks,
 }
 
 
@@ -112,8 +118,11 @@ def _closed(running: int, requests: int) -> list[object]:
 def _run(arguments: Sequence[object]) -> dict[str, object]:
     calibration, load = _calibration_us(), os.getloadavg()[0]
     words = [str(argument) for argument in arguments]
+    command = ["-m", "radixmesh.cli", "bench", "scheduler", *words, "--json"]
+    if words[0].endswith(".py"):
+        command = [str(ROOT / "bench" / words[0]), *words[1:]]
     done = subprocess.run(
-        [sys.executable, "-m", "radixmesh.cli", "bench", "scheduler", *words, "--json"],
+        [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -154,7 +163,7 @@ def _line(run: dict[str, object]) -> str:
         "ttft_ms",
         "step_ms",
     )
-    return f"{run['arguments']}: " + "  ".join(f"{name} {run[name]}" for name in names)
+    return f"{run['arguments']}: " + "  ".join(f"{name} {run[name]}" for name in names if name in run)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class ExecuteLink(StepLink):
     async def open(self, on_result: Callable[[StepResult | Exception], None]) -> Held:
         claimed = self._claimed = await self._client.claim()
         self._reading = asyncio.create_task(_read(claimed, on_result))
-        return Held(epoch=claimed.stream.epoch, info=claimed.info, snapshot=claimed.snapshot)
+        return Held(epoch=claimed.stream.epoch, info=claimed.info, snapshot=claimed.snapshots[0])
 
     async def send(self, plan: StepPlan) -> None:
         assert self._claimed is not None, "open the link first"
@@ -116,7 +116,7 @@ class ExecuteLink(StepLink):
 
 async def _read(claimed: ClaimedGroup, on_result: Callable[[StepResult | Exception], None]) -> None:
     try:
-        async for result in claimed.stream.results():
+        async for (result,) in claimed.stream.results():
             on_result(result)
     except Exception as error:  # Whatever ended the stream ends the epoch.
         on_result(error)

@@ -24,16 +24,17 @@ class ModelCheckError(Exception):
 class CheckedModel:
     """architecture: the first entry of config.json's `architectures`. weights_bytes: as stored.
 
-    runs_by_transformers: there is no family of it, but a CPU worker may run transformers' modules.
+    is_cpu_only: an encoder, or a model without a family that a CPU worker may run by transformers' modules.
     """
 
     architecture: str
     weights_bytes: int
-    runs_by_transformers: bool = False
+    is_cpu_only: bool = False
 
 
 def check_model(folder: Path) -> CheckedModel:
     """Raises ModelCheckError for what no worker could load: no config, tokenizer or safetensors, an unknown family."""
+    from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
     from radixmesh.daemons.worker.models.registry import model_families
     from radixmesh.daemons.worker.models.transformers_fallback import is_causal_model
 
@@ -43,7 +44,7 @@ def check_model(folder: Path) -> CheckedModel:
         raise ModelCheckError(str(error)) from error
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    known = model_families().names
+    known = (*model_families().names, *ENCODER_ARCHITECTURES)
     runs_by_transformers = architecture not in known and is_causal_model(architecture)
     if architecture not in known and not runs_by_transformers:
         raise ModelCheckError(_unknown_architecture(architecture, known))
@@ -62,7 +63,7 @@ def check_model(folder: Path) -> CheckedModel:
     return CheckedModel(
         architecture=architecture,
         weights_bytes=sum(file.stat().st_size for file in weights),
-        runs_by_transformers=runs_by_transformers,
+        is_cpu_only=runs_by_transformers or architecture in ENCODER_ARCHITECTURES,
     )
 
 

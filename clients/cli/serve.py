@@ -89,11 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 def _worker_flags(options: argparse.Namespace, folder: Path, name: str, model: CheckedModel) -> list[str]:
     if options.tp != 1:
         raise ModelCheckError(f"--tp {options.tp}: one model on several GPUs is not supported yet; leave it at 1")
-    if options.gpu == "cuda" and model.runs_by_transformers:
-        raise ModelCheckError(
-            f"--gpu cuda: {model.architecture} runs by transformers' modules, on a CPU only; leave it out"
-        )
-    gpus = count_gpus() if options.gpu != "cpu" and not model.runs_by_transformers else 0
+    if options.gpu == "cuda" and model.is_cpu_only:
+        raise ModelCheckError(f"--gpu cuda: {model.architecture} runs on a CPU only; leave it out")
+    gpus = count_gpus() if options.gpu != "cpu" and not model.is_cpu_only else 0
     if options.gpu == "cuda" and gpus == 0:
         raise ModelCheckError("--gpu cuda: the driver shows no NVIDIA GPU here; leave it out, or say --gpu cpu")
     flags = ["--model", str(folder), "--served-model-name", name, "--backend", "cuda" if gpus else "cpu"]

@@ -140,7 +140,7 @@ def _plan_process(
     environment = {
         name: translation.text(value, f"{where}.environment.{name}") for name, value in service.environment.items()
     }
-    _refuse_two_workers(where, words, environment)
+    _refuse_scaled_workers(where, words, environment, service.environment)
     return ProcessSpec(
         service=service.name,
         replica=replica,
@@ -158,14 +158,18 @@ def _plan_process(
     )
 
 
-def _refuse_two_workers(where: str, words: list[str], environment: Mapping[str, str]) -> None:
+def _refuse_scaled_workers(
+    where: str, words: list[str], environment: Mapping[str, str], written: Mapping[str, str]
+) -> None:
     # The scheduler would say so too, but only as it starts, and of addresses that nobody has written.
     num_workers = environment.get(_WORKERS, "").count(",") + 1
-    if words[:2] == ["radixmesh", "scheduler"] and num_workers > 1:
+    num_named = written.get(_WORKERS, "").count(",") + 1
+    if words[:2] == ["radixmesh", "scheduler"] and num_workers > num_named:
         raise ComposeError(
             f"{where}.environment.{_WORKERS}",
-            f"it names {num_workers} workers, and a scheduler drives one: leave that service at one replica, and give"
-            " further workers services and schedulers of their own, as worker-a and worker-b of compose/scale.yml have",
+            f"it names {num_workers} workers by {num_named} names, and replicas of one service are no ranks of a group:"
+            " leave that service at one replica, and give further workers services and schedulers of their own, as"
+            " worker-a and worker-b of compose/scale.yml have, or a service for each rank (--tp-rank, --dp-rank)",
         )
 
 

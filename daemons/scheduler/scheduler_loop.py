@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
+from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
@@ -67,7 +68,7 @@ class SchedulerLoop:
         self._metrics = metrics
         self._step_metrics = SchedulerMetrics(metrics) if metrics is not None else None
         self._wake = asyncio.Event()
-        self._results: deque[StepResult] = deque()
+        self._results: deque[Sequence[StepResult]] = deque()
         self._loss: BaseException | None = None
         self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
         self._last_heard_s = self._last_sent_s = self._last_load_s = self._last_export_s = self._clock()
@@ -108,8 +109,9 @@ class SchedulerLoop:
         planner = self.planner
         if planner.state is None:
             return (planner.num_running, planner.num_waiting)
-        pool = planner.state.pages.pool
-        pages = (64 * num // pool.num_pages for num in (pool.num_free, pool.num_cached))
+        counts = planner.state.page_counts()
+        num_pages = planner.state.num_pages
+        pages = (64 * counts[kind] // num_pages for kind in (PageState.FREE, PageState.CACHED))
         return (planner.num_running, planner.num_waiting, *pages)
 
     async def until(self, is_true: Callable[[], bool]) -> None:
@@ -180,7 +182,7 @@ class SchedulerLoop:
         self.epoch = claimed.stream.epoch
         start = self._clock()
         self._check_identity()
-        adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshot)
+        adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshots)
         self._results.clear()
         self._loss = None
         self._was_idle_at_send.clear()
@@ -196,8 +198,8 @@ class SchedulerLoop:
 
     async def _read(self, claimed: ClaimedGroup) -> None:
         try:
-            async for result in claimed.stream.results():
-                self._results.append(result)
+            async for results in claimed.stream.results():
+                self._results.append(results)
                 self._wake.set()
         except Exception as loss:
             self._loss = loss
@@ -221,7 +223,9 @@ class SchedulerLoop:
             is_computing = any(step.plan.has_forward for step in steps)
             self._progress.work_pending(num_pending, patience_s=self._limit_s() if is_computing else 0.0)
 
-    def _take(self, result: StepResult) -> None:
+    def _take(self, results: Sequence[StepResult]) -> None:
+        """One result of each data-parallel rank."""
+        result = self.planner.joined(results)
         now = self._clock()
         self._last_heard_s = now
         self._patience_s = self._settings.step_timeout_s

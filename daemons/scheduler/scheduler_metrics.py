@@ -79,10 +79,10 @@ class SchedulerMetrics:
         state = planner.state
         evicted = planner.counters.evicted_pages
         if state is not None:
-            evicted += state.pages.num_evicted
-            for page_state, num in state.pages.pool.counts().items():
+            evicted += state.num_evicted
+            for page_state, num in state.page_counts().items():
                 self._metrics.pages.labels(page_state.name.lower()).set(num)
-            self._metrics.kv_usage_ratio.set(1.0 - state.pages.num_available / state.pages.pool.num_pages)
+            self._metrics.kv_usage_ratio.set(1.0 - state.num_available / state.num_pages)
         self._add("evicted", self._metrics.page_evictions, evicted)
 
     def _add(self, name: str, counter: Counter, total: float) -> None:

@@ -67,7 +67,7 @@ class WorkerSettings(CommonSettings):
         "when loaded), or CUDA: fp8 (a scale an output channel), fp8-block (a scale for 128 x 128)")  # fmt: skip
     model_impl: str = setting("auto", "code of the model: radixmesh (a family of this engine), transformers (its "
         "modules with our attention; CPU, slower) or auto (the first that there is)")  # fmt: skip
-    embed_pooling: str = setting("mean", "what embed tasks give of hidden states: their mean, or last")
+    embed_pooling: str = setting("mean", "what embed tasks give of hidden states: mean, last or cls (the first)")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
     simulated_base_us: float = setting(2000.0, "microseconds of any step")
     simulated_decode_row_us: float = setting(10.0, "microseconds a decode row adds")

@@ -247,7 +247,9 @@ async def _check_taken_over(group: RankGroup, successor: Hand, data: bytes, monk
     monkeypatch.setattr(core, "submit", seen)
     claimed = await successor.claim()
     assert [worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in taken] == [data], "byte for byte"
-    assert claimed.snapshot.records.ids.tolist() == [5, 6, 7, 8, *expected([5, 6, 7, 8], 1)], "both ranks ran step 2"
+    assert claimed.snapshots[0].records.ids.tolist() == [5, 6, 7, 8, *expected([5, 6, 7, 8], 1)], (
+        "both ranks ran step 2"
+    )
     assert group.member(0).generations == group.member(1).generations == [1], "no new group: the KV is kept"
 
 

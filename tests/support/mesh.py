@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,11 +63,14 @@ async def running_mesh(
     api_key: str = "",
     tls: TlsFiles | None = None,
     timeout_s: float = 150.0,
+    overlays: Sequence[Path] = (),
+    services: Mapping[str, Mapping[str, object]] | None = None,
 ) -> AsyncIterator[Mesh]:
     """Starts the compose file of `backend` ("cpu" or "simulated") with settings added per daemon.
 
     `model`: a folder of compose/models/, or with `folder` what clients call that one; simulated meshes have the
     vocabulary of the tiny Llama only.
+    overlays: compose files after the backend's own. services: settings of other services than the five.
     api_key, tls: how the mesh's client gets in, where daemons are told to ask.
     The scheduler checks the page invariant after every step; a violation ends its epoch, and is among the mesh's bugs.
     """
@@ -78,6 +81,8 @@ async def running_mesh(
         "tokenizer": _variables(tokenizer or {}),
         "detokenizer": _variables(detokenizer or {}),
     }
+    for name, values in (services or {}).items():
+        environment[name] = {**environment.get(name, {}), **_variables(values)}
     bugs: list[str] = []
 
     def on_line(name: str, line: str) -> None:
@@ -88,7 +93,9 @@ async def running_mesh(
         shell.setenv("RADIXMESH_MODEL_NAME", model)
         if folder is not None:
             shell.setenv("RADIXMESH_MODEL_FOLDER", str(folder))
-        cluster = LocalCluster(FILES[backend], scale=scale, environment=environment, publish=False, on_line=on_line)
+        cluster = LocalCluster(
+            (FILES[backend], *overlays), scale=scale, environment=environment, publish=False, on_line=on_line
+        )
     async with cluster:
         await cluster.wait_healthy(timeout_s)
         routers = [cluster.address("router", replica + 1) for replica in range((scale or {}).get("router", 1))]

@@ -116,6 +116,41 @@ KINDS = {
 }
 
 
+def sentencepiece_bpe() -> Tokenizer:
+    """Like Gemma's: trained merges, bytes for what they lack, added tokens of white space."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.train_from_iterator(TEXTS[:1] * 4, trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    vocab = _vocab([*_BYTES, *model["vocab"]])
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<bos>", "<start_of_turn>"])
+    tokenizer.add_tokens([AddedToken("\n\n", normalized=False), AddedToken("▁▁▁", normalized=False), "unused99"])
+    return tokenizer
+
+
+def sentencepiece_unigram() -> Tokenizer:
+    """Like XLM-R's and T5's: a unigram model, a space put before each text, unknown characters as bytes."""
+    trainer = trainers.UnigramTrainer(vocab_size=60, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+    trained = Tokenizer(models.Unigram())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(TEXTS[:1] * 4, trainer)
+    pieces = [tuple(piece) for piece in json.loads(trained.to_str())["model"]["vocab"]]
+    pieces += [(byte, -20.0) for byte in _BYTES]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<mask>", lstrip=True, normalized=False), "<extra_id_0>"])
+    return tokenizer
+
+
+SENTENCEPIECE_KINDS = {"bpe": sentencepiece_bpe, "unigram": sentencepiece_unigram}
+
+
 def vocabulary_of(tokenizer: Tokenizer, *, num_padding: int = 3, max_total_len: int = 0) -> Vocabulary:
     """As loaded from a folder. num_padding: ids of the model that its tokenizer does not know."""
     size = max(tokenizer.get_vocab().values()) + 1 + num_padding

@@ -41,7 +41,7 @@ class Watcher:
     def __init__(self, feed: CacheFeed, page_size: int) -> None:
         self._feed = feed
         self.mirror = TreeMirror(page_size)
-        content = feed.open()
+        (content,) = feed.open() or (None,)
         assert content is not None
         self.revision = feed.revision
         content.order()
@@ -67,7 +67,7 @@ def test_watchers_rebuild_the_exact_content_whenever_they_begin(page_size: int, 
         rng = np.random.default_rng(seed)
         cache = RadixCache(page_size=page_size, num_pages=40, policy=make_eviction_policy(eviction))
         driver, feed = CacheDriver(cache, eviction), CacheFeed(first_revision=1000)
-        feed.follow(cache)
+        feed.follow((cache,))
         run_random(driver, rng, 100)
         watchers = []
         for _ in range(4):
@@ -84,9 +84,9 @@ def test_watchers_rebuild_the_exact_content_whenever_they_begin(page_size: int, 
 def test_content_stays_as_it_was_while_the_tree_goes_on() -> None:
     cache = RadixCache(page_size=1, num_pages=60)
     driver, rng, feed = CacheDriver(cache), np.random.default_rng(3), CacheFeed()
-    feed.follow(cache)
+    feed.follow((cache,))
     run_random(driver, rng, 200)
-    content, then = feed.open(), set(driver.oracle.entries)
+    (content,), then = feed.open(), set(driver.oracle.entries)
     run_random(driver, rng, 300)
     mirror = TreeMirror(1)
     assert content is not None
@@ -104,7 +104,7 @@ def test_who_falls_behind_is_told_and_never_gets_half_the_truth(
     cache = RadixCache(page_size=1, num_pages=40)
     driver, rng = CacheDriver(cache), np.random.default_rng(seed)
     feed = CacheFeed(first_revision=7, max_events=max_events, max_tokens=max_tokens)
-    feed.follow(cache)
+    feed.follow((cache,))
     watcher, num_behind = Watcher(feed, 1), 0
     for _ in range(6):
         run_random(driver, rng, pause)
@@ -121,17 +121,17 @@ def test_revisions_that_never_were_and_other_epochs_are_gaps() -> None:
     feed = CacheFeed(first_revision=500)
     assert feed.events_after(500, 9, 9) is None, "nobody watched: nothing was noted"
     cache = RadixCache(page_size=1, num_pages=8)
-    feed.follow(cache)
+    feed.follow((cache,))
     assert feed.open() is not None
     revision = feed.revision
     cache.insert(Namespace("", 1), np.array([1, 2], np.int32), np.array([0, 1], np.int32))
     assert len(feed.events_after(revision, 9, 9) or ()) == 1
     assert feed.events_after(revision + 1, 9, 9) == []
     assert feed.events_after(revision + 2, 9, 9) is None and feed.events_after(0, 9, 9) is None
-    feed.follow(None)
+    feed.follow(())
     assert feed.events_after(revision + 1, 9, 9) is None
     assert feed.open() is None
-    feed.follow(TrieCache(page_size=1, num_pages=8))
+    feed.follow((TrieCache(page_size=1, num_pages=8),))
     assert feed.open() is None, "the trie tells nobody"
 
 

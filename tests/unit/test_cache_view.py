@@ -35,7 +35,7 @@ class Replica:
     def __init__(self, row: int, index: PrefixIndex, keys: PromptKeys, *, page_size: int = 1, num_pages: int = 600):
         self.cache = RadixCache(page_size=page_size, num_pages=num_pages)
         self.feed = CacheFeed(max_events=50)
-        self.feed.follow(self.cache)
+        self.feed.follow((self.cache,))
         self.view = CacheView(row, index, keys, max_bytes=1 << 30)
         self.free = list(range(num_pages))
         self.watch()
@@ -45,7 +45,7 @@ class Replica:
         self.view.clear()
         for _ in self.view.clear_index():
             pass
-        content = self.feed.open()
+        (content,) = self.feed.open() or (None,)
         assert content is not None
         self.revision = self.feed.revision
         content.order()

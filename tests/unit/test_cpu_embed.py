@@ -113,7 +113,7 @@ def test_the_last_state_equals_that_of_transformers(folders: dict[str, Path], ch
 
 
 def test_another_pooling_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(MeshError, match="last, mean") as caught:
+    with pytest.raises(MeshError, match="cls, last, mean") as caught:
         load_cpu_runner(TINY_LLAMA, num_pages=8, threads=1, embed_pooling="max")
     assert caught.value.reason_name == "UNSUPPORTED"
 

@@ -163,9 +163,6 @@ def test_workers_that_are_no_group_are_told_apart() -> None:
     ours.hello.model.model_fingerprint, other_model.hello.model.model_fingerprint = "a", "b"
     loading, counting = ready(1), ready(1, group_generation=2**64 - 1)
     loading.capabilities.state = worker_pb2.WORKER_STATE_LOADING
-    data_parallel = [ready(0), ready(1)]
-    for dp_rank, each in enumerate(data_parallel):
-        each.capabilities.layout.CopyFrom(RankLayout(dp_size=2, dp_rank=dp_rank).to_proto())
     for hellos, reason in (
         ([ready(1), ready(0)], "INVALID_ARGUMENT"),
         ([ready(0)], "INVALID_ARGUMENT"),
@@ -173,11 +170,18 @@ def test_workers_that_are_no_group_are_told_apart() -> None:
         ([ours, other_model], "MODEL_MISMATCH"),
         ([ready(0), loading], "NOT_SERVING"),
         ([ready(0), counting], "INVALID_ARGUMENT"),
-        (data_parallel, "UNSUPPORTED"),
     ):
         with pytest.raises(MeshError) as caught:
             group_of(hellos)
         assert caught.value.reason_name == reason
+
+
+def test_data_parallel_ranks_have_slots_and_pages_each() -> None:
+    hellos = [ready(0), ready(1)]
+    for dp_rank, each in enumerate(hellos):
+        each.capabilities.layout.CopyFrom(RankLayout(dp_size=2, dp_rank=dp_rank).to_proto())
+    group = group_of(hellos)
+    assert (group.dp_size, group.num_pages, group.num_slots) == (2, 99, 8)
 
 
 def test_any_rank_that_was_killed_from_outside_explains_the_loss() -> None:

@@ -25,9 +25,9 @@ function recitation(name) {
   return recitations.find((entry) => entry.name === name);
 }
 
-test("every recitation but the longest, several at a time", options, async () => {
+test("every recitation but the long ones, several at a time", options, async () => {
   const greedy = { temperature: 0 };
-  const queue = recitations.filter((entry) => entry.expected_ids.length < 600);
+  const queue = recitations.filter((entry) => entry.expected_ids.length < 320);
   assert.ok(queue.length > 20);
   async function work() {
     for (let entry = queue.shift(); entry; entry = queue.shift()) {
@@ -112,7 +112,7 @@ test("a deadline ends the request, a mesh that is not there ends it too", option
 });
 
 test("kill -9 of the router in the middle of a stream: another one goes on", options, async () => {
-  await survive(mesh, recitation("genesis-1"));
+  await survive(mesh, recitation("gettysburg-address"));
 });
 
 test("kill -9 of the only router: it goes on when the router is back", options, async () => {

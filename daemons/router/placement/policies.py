@@ -9,11 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.placement.replicas import IntColumn
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.placement_cost import placement_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,24 +143,19 @@ class CacheThreshold(PlacementPolicy):
 
 
 class CacheAware(PlacementPolicy):
-    """The replica where the output costs least time, its own and that of others, counted in tokens to prefill.
-
-    Its own wait: the tokens queued there, and those of the prompt that are not cached. The cost to others: the tokens
-    computed again by those whose cached prefixes the prompt's KV evicts, and a little for every output that runs there.
-    A prefix whose replica has a long queue so spreads to a second one, as soon as waiting costs more than computing.
-    """
+    """The replica where the output costs least time, its own and that of others: see placement_cost.py."""
 
     needs_matches = True
-    # Of an evicted token: some of what is evicted is never asked for again.
-    _EVICTED = 0.5
-    # A running output takes a row of every step; among equals the replica with fewer of them is faster.
-    _OUTPUT = 16.0
 
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
-        uncached = num_tokens - candidates.matched_tokens
-        evicted = np.maximum(uncached - candidates.free_tokens, 0)
-        cost = uncached + candidates.queued_tokens + self._EVICTED * evicted + self._OUTPUT * candidates.num_outputs
-        return int(cost.argmin())
+        costs = placement_costs(
+            num_tokens,
+            matched_tokens=candidates.matched_tokens,
+            queued_tokens=candidates.queued_tokens,
+            free_tokens=candidates.free_tokens,
+            num_outputs=candidates.num_outputs,
+        )
+        return int(costs.argmin())
 
 
 POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {

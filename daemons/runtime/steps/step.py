@@ -165,6 +165,10 @@ class StepPlan:
     decode_set: IntArray | None = None
     drafts: tuple[Draft, ...] = ()
     has_forward: bool = True
+    max_tokens_per_rank: int = 0
+    """Most tokens that a rank computes; 0 = not said, as with one data-parallel rank."""
+    idle_ranks: tuple[int, ...] = ()
+    """Data-parallel ranks without tokens, which take part in collectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

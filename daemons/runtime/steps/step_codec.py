@@ -15,6 +15,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
+from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Draft, Grant, Grants, PageCopy, Release, StepPlan, Task
 from radixmesh.worker.v1 import worker_pb2
 
@@ -27,18 +28,25 @@ TASK_TO_PROTO = {
 _UINT32_FIELDS = ("cached_len", "max_total_len", "min_tokens", "logprobs_start")
 
 
-def encode_plan(plan: StepPlan, group_completed_step: int = 0) -> bytes:
-    """Bytes of the `ExecuteRequest` that carries `plan` to every rank of a group with one DP rank.
+def encode_plan(plan: StepPlan, group_completed_step: int = 0, num_ranks: int = 1, slots_per_rank: int = 0) -> bytes:
+    """Bytes of the `ExecuteRequest` that carries `plan` to every rank of a group. Encoded once, the same for all.
 
-    Encoded once, they are the same for all ranks.
-
-    group_completed_step: the last step of which the results of all ranks are there.
+    group_completed_step: the last step of which the results of all ranks are there. num_ranks: data-parallel ranks;
+    where there are several, those of `slots_per_rank` slots each, the plan's slots count through all of them.
     """
     message = worker_pb2.ExecuteRequest()
     _fill_header(message.plan.header, plan)
     if group_completed_step:
         message.plan.header.group_completed_step = group_completed_step
-    _fill_rank(message.plan.ranks.add(), plan)
+    if num_ranks == 1:
+        _fill_rank(message.plan.ranks.add(), plan)
+        return message.SerializeToString()
+    for section in sections_of(plan, num_ranks, slots_per_rank):
+        rank = message.plan.ranks.add()
+        if section is None:
+            rank.SetInParent()
+        else:
+            _fill_rank(rank, section)
     return message.SerializeToString()
 
 
@@ -125,6 +133,8 @@ def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
     if plan.has_forward:
         # An earlier plan tells whether slots decode: with chunks, MIXED holds in either case.
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
+        header.shape.max_tokens_per_rank = plan.max_tokens_per_rank
+        header.shape.idle_ranks = pack_ints(plan.idle_ranks)
         if plan.drafts:
             header.shape.max_draft_tokens = max(len(draft.ids) for draft in plan.drafts)
 

@@ -6,6 +6,7 @@ that asks for what the ring has lost is told so and starts over with the content
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from radixmesh.daemons.runtime.arrays import IntArray
@@ -20,6 +21,7 @@ class Inserted(NamedTuple):
     parent: int
     ids: IntArray
     namespace: Namespace
+    rank: int = 0
 
 
 class Split(NamedTuple):
@@ -45,7 +47,8 @@ CacheEvent = Inserted | Split | Evicted | Reset
 
 
 class CacheFeed:
-    """A CacheObserver with a memory of `max_events` events and about `max_tokens` tokens in them.
+    """The changes of a cache, or of one a data-parallel rank, with a memory of `max_events` events and about
+    `max_tokens` tokens in them. Node n of rank r is told as n x ranks + r.
 
     first_revision: must be higher than any that an earlier scheduler's watchers may know: its own clock will do.
     Nothing is noted before the first open().
@@ -59,24 +62,30 @@ class CacheFeed:
         """Events after this revision are kept."""
         self.num_tokens = 0
         self._max_tokens = max_tokens
-        self._cache: PrefixCache | None = None
+        self._caches: Sequence[PrefixCache] = ()
         self._is_open = False
 
-    def open(self) -> CacheContent | None:
-        """The content at this revision, changes noted from now on. None: there is no cache now, or it tells nobody."""
+    def open(self) -> list[CacheContent] | None:
+        """The content of each cache at this revision, changes noted from now on. None: there is no cache now, or it
+        tells nobody."""
         if not self._is_open:
             self._is_open = True
-            if self._cache is not None:
-                self._cache.watch(self, replay=False)
+            self._watch()
             self._forget()
-        return self._cache.content() if self._cache is not None else None
+        contents = [cache.content() for cache in self._caches]
+        known = [content for content in contents if content is not None]
+        return known if known and len(known) == len(contents) else None
 
-    def follow(self, cache: PrefixCache | None) -> None:
-        """Another cache from now on (a new epoch), or none: what is known of the last one is worth nothing."""
-        self._cache = cache
-        if self._is_open and cache is not None:
-            cache.watch(self, replay=False)
+    def follow(self, caches: Sequence[PrefixCache]) -> None:
+        """Other caches from now on (a new epoch), or none: what is known of the last ones is worth nothing."""
+        self._caches = caches
+        if self._is_open:
+            self._watch()
         self._forget()
+
+    def _watch(self) -> None:
+        for rank, cache in enumerate(self._caches):
+            cache.watch(_RankEvents(self._note, rank, len(self._caches)), replay=False)
 
     def events_after(self, revision: int, max_events: int, max_tokens: int) -> list[CacheEvent] | None:
         """Up to so many events, at least one if there is one; None: they are not kept any more, or never were."""
@@ -91,18 +100,6 @@ class CacheFeed:
             if max_tokens <= 0:
                 break
         return events
-
-    def on_insert(self, node: int, parent: int, ids: IntArray, namespace: Namespace) -> None:
-        self._note(Inserted(node, parent, ids, namespace))
-
-    def on_split(self, node: int, upper: int, num_upper: int) -> None:
-        self._note(Split(node, upper, num_upper))
-
-    def on_evict(self, node: int, num_left: int) -> None:
-        self._note(Evicted(node, num_left))
-
-    def on_reset(self) -> None:
-        self._note(Reset())
 
     def _note(self, event: CacheEvent) -> None:
         if self.revision - self._oldest == len(self._ring):
@@ -126,6 +123,34 @@ class CacheFeed:
             self._drop_oldest()
         self.revision += 1
         self._oldest = self.revision
+
+
+class _RankEvents:
+    """The CacheObserver of one rank's cache. note: takes its events."""
+
+    def __init__(self, note: Callable[[CacheEvent], None], rank: int, num_ranks: int) -> None:
+        self._note = note
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def on_insert(self, node: int, parent: int, ids: IntArray, namespace: Namespace) -> None:
+        self._note(inserted_on(self._rank, self._num_ranks, node, parent, ids, namespace))
+
+    def on_split(self, node: int, upper: int, num_upper: int) -> None:
+        ranks, rank = self._num_ranks, self._rank
+        self._note(Split(node * ranks + rank, upper * ranks + rank, num_upper))
+
+    def on_evict(self, node: int, num_left: int) -> None:
+        self._note(Evicted(node * self._num_ranks + self._rank, num_left))
+
+    def on_reset(self) -> None:
+        self._note(Reset())
+
+
+def inserted_on(rank: int, num_ranks: int, node: int, parent: int, ids: IntArray, namespace: Namespace) -> Inserted:
+    """The insert of a node in the cache of a rank. A parent below 0 is the root, of whichever rank."""
+    above = parent if parent < 0 else parent * num_ranks + rank
+    return Inserted(node * num_ranks + rank, above, ids, namespace, rank)
 
 
 def _num_tokens(event: CacheEvent) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.cache_namespace import split_cache_name
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.scheduler.cache.feed import CacheEvent, CacheFeed, Evicted, Inserted, Reset, Split
+from radixmesh.daemons.scheduler.cache.feed import CacheEvent, CacheFeed, Evicted, Inserted, Reset, Split, inserted_on
 from radixmesh.daemons.scheduler.cache.observer import CacheContent
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -35,11 +35,11 @@ async def watch_cache(
     if request.HasField("after_revision"):
         revision = request.after_revision
     else:
-        content = feed.open()
+        contents = feed.open()
         revision = feed.revision
-        if content is None:
+        if contents is None:
             raise _no_content(loop)
-        async for message in _snapshot(content, revision):
+        async for message in _snapshot(contents, revision):
             _name_weights(message, digest)
             digest = ""
             yield message
@@ -56,20 +56,21 @@ async def watch_cache(
             await loop.until(lambda seen=revision: feed.revision != seen)  # type: ignore[misc]
 
 
-async def _snapshot(content: CacheContent, revision: int) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
+async def _snapshot(contents: Sequence[CacheContent], revision: int) -> AsyncIterator[scheduler_pb2.WatchCacheResponse]:
     """The last message is the first without is_snapshot: it says that the snapshot is complete."""
-    await asyncio.to_thread(content.order)
-    for batch in _batches(content):
-        yield scheduler_pb2.WatchCacheResponse(revision=revision, is_snapshot=True, inserts=batch)
-        await asyncio.sleep(0)
+    for rank, content in enumerate(contents):
+        await asyncio.to_thread(content.order)
+        for batch in _batches(content, rank, len(contents)):
+            yield scheduler_pb2.WatchCacheResponse(revision=revision, is_snapshot=True, inserts=batch)
+            await asyncio.sleep(0)
     yield scheduler_pb2.WatchCacheResponse(revision=revision)
 
 
-def _batches(content: CacheContent) -> Iterator[list[scheduler_pb2.CacheInsert]]:
+def _batches(content: CacheContent, rank: int, num_ranks: int) -> Iterator[list[scheduler_pb2.CacheInsert]]:
     batch: list[scheduler_pb2.CacheInsert] = []
     num_tokens = 0
     for item in content.nodes():
-        batch.append(_insert(Inserted(*item)))
+        batch.append(_insert(inserted_on(rank, num_ranks, *item)))
         num_tokens += len(item.ids)
         if len(batch) >= _MAX_EVENTS or num_tokens >= _MAX_TOKENS:
             yield batch
@@ -136,6 +137,7 @@ def _insert(event: Inserted) -> scheduler_pb2.CacheInsert:
         adapter=adapter,
         salt=salt,
         weights_version=event.namespace.weights_version,
+        dp_rank=event.rank,
     )
 
 

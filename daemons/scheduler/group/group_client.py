@@ -52,11 +52,16 @@ class ClaimedGroup:
     """A group that this scheduler holds: its stream, what it is, the KV it has."""
 
     def __init__(
-        self, stream: GroupStream, info: GroupInfo, snapshot: CacheSnapshot, transports: Sequence[RankTransport]
+        self,
+        stream: GroupStream,
+        info: GroupInfo,
+        snapshots: Sequence[CacheSnapshot],
+        transports: Sequence[RankTransport],
     ) -> None:
         self.stream = stream
         self.info = info
-        self.snapshot = snapshot
+        self.snapshots = snapshots
+        """Of each data-parallel rank."""
         self._transports = tuple(transports)
 
     async def close(self) -> None:
@@ -150,6 +155,7 @@ class GroupClient:
         is_whole: bool,
     ) -> ClaimedGroup:
         """The epoch on fenced ranks. is_whole: see GroupStream.fence()."""
+        stream.shaped(info)
         generation = info.group_generation
         may_differ = not is_whole or (self._last_stream is not None and self._last_stream.must_form)
         if len(hellos) > 1 and (generation == 0 or may_differ):
@@ -168,8 +174,8 @@ class GroupClient:
         self._on_state(GroupState.ADOPTING)
         self.identity = model_identity_of(hellos[0])
         async with asyncio.timeout(_SNAPSHOT_TIMEOUT_S):
-            snapshot = await stream.snapshot([hello.capabilities.num_pages for hello in hellos])
-        return ClaimedGroup(stream, info, snapshot, ranks)
+            snapshots = await stream.snapshots([hello.capabilities.num_pages for hello in hellos])
+        return ClaimedGroup(stream, info, snapshots, ranks)
 
 
 async def _close(ranks: Sequence[RankTransport]) -> None:

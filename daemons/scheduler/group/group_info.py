@@ -16,6 +16,8 @@ class GroupInfo:
     page_size: int
     num_pages: int
     num_slots: int
+    dp_size: int = 1
+    """Data-parallel ranks: pages and slots are those of each."""
     max_tokens_per_step: int
     max_plans_in_flight: int
     max_tokens_per_row: int = 1

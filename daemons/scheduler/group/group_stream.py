@@ -18,7 +18,7 @@ from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.broadcast import missing_plans
-from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.group.rank_results import TransferReleases, merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan, WorkerStream
@@ -40,9 +40,16 @@ class GroupStream:
     def __init__(self, streams: Sequence[WorkerStream]) -> None:
         self.rank_streams = tuple(streams)
         self._completed_step = 0
-        self._releases = TransferReleases(())
+        self._releases: list[TransferReleases] = []
+        self._tp_size = len(self.rank_streams)
+        self._slots_per_rank = 0
         self.must_form = False
         """The ranks' KV may differ, or some wait in collectives: the next epoch begins with a new group."""
+
+    def shaped(self, info: GroupInfo) -> None:
+        """The ranks make so many data-parallel ones, with so many slots each."""
+        self._tp_size = len(self.rank_streams) // info.dp_size
+        self._slots_per_rank = info.num_slots
 
     @property
     def epoch(self) -> int:
@@ -105,30 +112,41 @@ class GroupStream:
         """Begins the epoch on all ranks, once their steps have ended. Raises the first refusal."""
         await together([stream.claim(epoch, group_generation) for stream in self.rank_streams])
 
-    async def snapshot(self, num_pages: Sequence[int]) -> CacheSnapshot:
-        """The page records that all ranks have alike. num_pages: by rank."""
+    async def snapshots(self, num_pages: Sequence[int]) -> list[CacheSnapshot]:
+        """The page records of each data-parallel rank that all its workers have alike. num_pages: by worker."""
         streams = zip(self.rank_streams, num_pages, strict=True)
         snapshots = await together([stream.snapshot(num) for stream, num in streams])
-        self._releases = TransferReleases([snapshot.pinned_transfers for snapshot in snapshots])
-        return common_snapshot(snapshots)
+        parts = self._by_dp_rank(snapshots)
+        self._releases = [TransferReleases([snapshot.pinned_transfers for snapshot in part]) for part in parts]
+        return [common_snapshot(part) for part in parts]
 
     async def send(self, plan: StepPlan) -> None:
         """Sends a plan to all ranks at once: the same bytes, encoded once."""
-        data = encode_plan(plan, self._completed_step if len(self.rank_streams) > 1 else 0)
+        num = len(self.rank_streams)
+        data = encode_plan(plan, self._completed_step if num > 1 else 0, num // self._tp_size, self._slots_per_rank)
         await together([stream.send(data) for stream in self.rank_streams])
 
-    async def results(self) -> AsyncIterator[StepResult]:
-        """Merged results in step order. Raises RefusedPlan, or MeshError when a rank ends the epoch or ranks differ."""
+    async def results(self) -> AsyncIterator[Sequence[StepResult]]:
+        """Merged results in step order, one of each data-parallel rank.
+
+        Raises RefusedPlan, or MeshError when a rank ends the epoch or ranks differ.
+        """
         each = [stream.results() for stream in self.rank_streams]
         while True:
             results = await self._next(each)
             try:
-                result = self._releases.take(results, merged(results))
+                parts = self._by_dp_rank(results)
+                each_rank = [
+                    releases.take(part, merged(part)) for part, releases in zip(parts, self._releases, strict=True)
+                ]
             except MeshError as error:
                 self.must_form = error.reason == ErrorReason.ERROR_REASON_RANKS_DIVERGED
                 raise
-            self._completed_step = result.step_id
-            yield result
+            self._completed_step = each_rank[0].step_id
+            yield each_rank
+
+    def _by_dp_rank(self, values: Sequence[T]) -> list[Sequence[T]]:
+        return [values[start : start + self._tp_size] for start in range(0, len(values), self._tp_size)]
 
     async def _next(self, each: Sequence[AsyncIterator[StepResult]]) -> list[StepResult]:
         """The next result of every rank."""

@@ -39,8 +39,7 @@ def is_held(hellos: Sequence[worker_pb2.WorkerHello], instance_id: str) -> bool:
 def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     """Sizes that all ranks have; group_generation 0 unless all are in the same group.
 
-    Raises NOT_SERVING if a rank is not ready, UNSUPPORTED for more than one DP rank, MODEL_MISMATCH or
-    INVALID_ARGUMENT if the ranks do not belong together.
+    Raises NOT_SERVING if a rank is not ready, MODEL_MISMATCH or INVALID_ARGUMENT if the ranks do not belong together.
     """
     for hello in hellos:
         if hello.capabilities.state != worker_pb2.WORKER_STATE_READY:
@@ -54,8 +53,9 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
     infos = [group_from_proto(hello) for hello in hellos]
     first = infos[0]
+    dp_size = 1
     if hellos[0].capabilities.world_size > 1 or len(hellos) > 1:
-        _check_layouts(hellos)
+        dp_size = _dp_size_of(hellos)
     for hello, info in zip(hellos[1:], infos[1:], strict=True):
         ours, theirs = hellos[0].hello.model.model_fingerprint, hello.hello.model.model_fingerprint
         if ours != theirs:
@@ -70,6 +70,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     return replace(
         first,
         **least,
+        dp_size=dp_size,
         tasks=frozenset.intersection(*(info.tasks for info in infos)),
         barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),
         group_generation=generations.pop() if len(generations) == 1 else 0,
@@ -77,8 +78,11 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     )
 
 
-def _check_layouts(hellos: Sequence[worker_pb2.WorkerHello]) -> None:
-    """Each worker is at its own place in a group of as many as there are; sizes are those that rank 0 has."""
+def _dp_size_of(hellos: Sequence[worker_pb2.WorkerHello]) -> int:
+    """Number of data-parallel ranks.
+
+    Raises INVALID_ARGUMENT unless each worker is at its place in a group of as many as there are, of rank 0's sizes.
+    """
     try:
         sizes = RankLayout.from_proto(hellos[0].capabilities.layout)
         if sizes.world_size != len(hellos):
@@ -97,6 +101,4 @@ def _check_layouts(hellos: Sequence[worker_pb2.WorkerHello]) -> None:
     except ValueError as error:
         details = {"field": "capabilities.layout"}
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, str(error), details) from error
-    if sizes.dp_size != 1:
-        message = f"{sizes.dp_size} data-parallel ranks in one group: not offered by this scheduler"
-        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "dp_size"})
+    return sizes.dp_size

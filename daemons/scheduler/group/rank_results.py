@@ -1,4 +1,4 @@
-"""The results of one step on all ranks of a tensor-parallel group as one."""
+"""The results of one step on all workers of a data-parallel rank (a tensor-parallel group) as one."""
 
 from __future__ import annotations
 

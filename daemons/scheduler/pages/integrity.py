@@ -16,27 +16,27 @@ from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.sequence import Sequence
 
 
-def find_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable) -> str:
-    """Describes a violation in the counts; empty = none. O(slots)."""
+def find_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable, rank: int = 0) -> str:
+    """Describes a violation in the counts of one rank; empty = none. O(slots)."""
     if not pool.is_balanced():
         return f"pages do not add up to {pool.num_pages}: {pool.recount()}"
     if pool.num_cached != cache.num_cached:
         return f"the pool counts {pool.num_cached} cached pages, the cache {cache.num_cached}"
-    owned = int(table.num_owned.sum())
+    owned = int(table.num_owned[table.slots_of(rank)].sum())
     if pool.num_owned != owned:
         return f"the pool counts {pool.num_owned} owned pages, the slots {owned}"
     return ""
 
 
-def find_deep_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable) -> str:
+def find_deep_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable, rank: int = 0) -> str:
     """As find_violation, from the pages themselves; O(pages)."""
-    violation = find_violation(pool, cache, table)
+    violation = find_violation(pool, cache, table, rank)
     if violation:
         return violation
     counted = pool.recount()
     if counted != pool.counts():
         return f"states count {counted}, the pool {pool.counts()}"
-    owned = _owned_by_slots(pool, table)
+    owned = _owned_by_slots(pool, table, rank)
     if len(np.unique(owned)) != len(owned):
         return "a page has two owners"
     if not np.array_equal(np.sort(owned), pool.pages_in(PageState.OWNED)):
@@ -44,12 +44,12 @@ def find_deep_violation(pool: PagePool, cache: PrefixCache, table: SequenceTable
     return ""
 
 
-def quarantine_doubtful(pool: PagePool, table: SequenceTable) -> IntArray:
+def quarantine_doubtful(pool: PagePool, table: SequenceTable, rank: int = 0) -> IntArray:
     """Takes pages out of use that are owned by nobody or by two, or free though a slot holds them; returns them. Slots
     count afresh."""
-    owned = _owned_by_slots(pool, table)
+    owned = _owned_by_slots(pool, table, rank)
     pages, times = np.unique(owned, return_counts=True)
-    held = _held_by_slots(table)
+    held = _held_by_slots(table, rank)
     doubtful = np.concatenate(
         [
             pages[times > 1],
@@ -58,26 +58,31 @@ def quarantine_doubtful(pool: PagePool, table: SequenceTable) -> IntArray:
         ]
     ).astype(np.int32)
     pool.quarantine(doubtful)
-    for slot in np.flatnonzero(table.live).tolist():
+    for slot in _live_slots(table, rank):
         held = table.pages_of(slot)
         table.num_owned[slot] = np.count_nonzero(pool.states_of(held) == PageState.OWNED)
     return doubtful
 
 
-def holders_of(pages: IntArray, table: SequenceTable) -> list[Sequence]:
+def holders_of(pages: IntArray, table: SequenceTable, rank: int = 0) -> list[Sequence]:
     """Requests in slots whose page tables have any of these pages."""
-    slots = np.flatnonzero(table.live).tolist()
+    slots = _live_slots(table, rank)
     found = (table.sequences[slot] for slot in slots if np.isin(table.pages_of(slot), pages).any())
     return [sequence for sequence in found if sequence is not None]
 
 
-def _held_by_slots(table: SequenceTable) -> IntArray:
-    held = [table.pages_of(slot) for slot in np.flatnonzero(table.live).tolist()]
+def _live_slots(table: SequenceTable, rank: int) -> list[int]:
+    slots: list[int] = (np.flatnonzero(table.live[table.slots_of(rank)]) + rank * table.slots_per_rank).tolist()
+    return slots
+
+
+def _held_by_slots(table: SequenceTable, rank: int) -> IntArray:
+    held = [table.pages_of(slot) for slot in _live_slots(table, rank)]
     pages: IntArray = np.concatenate(held) if held else empty_ints()
     return pages
 
 
-def _owned_by_slots(pool: PagePool, table: SequenceTable) -> IntArray:
-    pages = _held_by_slots(table)
+def _owned_by_slots(pool: PagePool, table: SequenceTable, rank: int) -> IntArray:
+    pages = _held_by_slots(table, rank)
     owned: IntArray = pages[pool.states_of(pages) == PageState.OWNED]
     return owned

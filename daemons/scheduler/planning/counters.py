@@ -86,28 +86,41 @@ def check_pages(
 
     Raises INTERNAL if the books do not balance even then: a new epoch builds them from the worker's page records.
     """
-    pages = state.pages
+    for rank in range(len(state.ranks)):
+        _check_rank(state, counters, rank, is_strict=is_strict, retract=retract)
+
+
+def _check_rank(
+    state: EpochState,
+    counters: PlannerCounters,
+    rank: int,
+    *,
+    is_strict: bool,
+    retract: Callable[[EpochState, Sequence], None] | None,
+) -> None:
+    pages = state.ranks[rank]
     if is_strict:
-        violation = find_deep_violation(pages.pool, pages.cache, state.table)
-        assert not violation and not pages.pool.num_page_violations, (violation, pages.pool.num_page_violations)
+        violation = find_deep_violation(pages.pool, pages.cache, state.table, rank)
+        assert not violation and not pages.pool.num_page_violations, (rank, violation, pages.pool.num_page_violations)
         return
-    violation = find_violation(pages.pool, pages.cache, state.table)
+    violation = find_violation(pages.pool, pages.cache, state.table, rank)
     if not violation and not pages.pool.num_page_violations:
         return
     counters.num_page_violations += 1
     pages.pool.num_page_violations = 0
-    doubtful = quarantine_doubtful(pages.pool, state.table)
+    doubtful = quarantine_doubtful(pages.pool, state.table, rank)
     log.error(
         "page_invariant_violation",
         violation=violation or "a page moved from a state that it was not in",
         quarantined=len(doubtful),
         epoch=state.epoch,
+        dp_rank=rank,
         last_plans=[_summary(step) for step in state.in_flight.last_steps()],
     )
     if retract is not None:
-        for sequence in holders_of(doubtful, state.table):
+        for sequence in holders_of(doubtful, state.table, rank):
             retract(state, sequence)
-    left = find_violation(pages.pool, pages.cache, state.table)
+    left = find_violation(pages.pool, pages.cache, state.table, rank)
     if left:
         raise MeshError(
             ErrorReason.ERROR_REASON_INTERNAL, f"the page books are beyond repair ({left}): a new epoch follows"

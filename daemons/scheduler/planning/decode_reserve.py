@@ -33,12 +33,13 @@ class DecodeReserve:
         self._has_grown = False
         self.num_tokens = max(self._least, self.num_tokens * _DECAY)
 
-    def reserved_pages(self, table: SequenceTable, page_size: int) -> int:
-        """Pages that all requests in slots are expected to ask for still."""
+    def reserved_pages(self, table: SequenceTable, page_size: int, rank: int = 0) -> int:
+        """Pages that all requests in slots of a rank are expected to ask for still."""
         # A free slot's max_total_len is 0: nothing is expected of it.
-        known = np.maximum(table.planned_len, table.target_len)
-        expected = np.minimum(table.max_total_len - 1, known + int(self.num_tokens))
-        pages = (expected + (page_size - 1)) // page_size - table.num_pages
+        slots = table.slots_of(rank)
+        known = np.maximum(table.planned_len[slots], table.target_len[slots])
+        expected = np.minimum(table.max_total_len[slots] - 1, known + int(self.num_tokens))
+        pages = (expected + (page_size - 1)) // page_size - table.num_pages[slots]
         return int(np.maximum(pages, 0).sum())
 
     def reserved_of(self, table: SequenceTable, page_size: int, slot: int) -> int:

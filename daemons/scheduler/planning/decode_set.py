@@ -17,6 +17,8 @@ class DecodeSet:
         self._joining: list[int] = []
         self._is_dirty = False
         self.rows: Rows = Rows.none()
+        self.num_by_rank: list[int] = [0] * table.num_ranks
+        """Members of each rank."""
 
     @property
     def slots(self) -> IntArray:
@@ -49,7 +51,14 @@ class DecodeSet:
         self._joining.clear()
         if stays.all() and not len(joining):
             return False
-        self.rows = Rows.of(table, np.concatenate([slots[stays], joining]))
+        slots = np.concatenate([slots[stays], joining])
+        if table.num_ranks > 1:
+            # The rows of a rank follow each other, as in its part of the result.
+            slots = slots[np.argsort(slots // table.slots_per_rank, kind="stable")]
+            self.num_by_rank = np.bincount(slots // table.slots_per_rank, minlength=table.num_ranks).tolist()
+        else:
+            self.num_by_rank = [len(slots)]
+        self.rows = Rows.of(table, slots)
         return True
 
 

@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as PySequence
+
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray, as_ints
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grants, Release
-from radixmesh.daemons.scheduler.cache.prefix_cache import PrefixCache
+from radixmesh.daemons.scheduler.cache.prefix_cache import Probe, make_prefix_cache
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
+from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.pages.slot_pages import SlotPages
 from radixmesh.daemons.scheduler.planning.decode_set import DecodeSet
+from radixmesh.daemons.scheduler.planning.rank_placement import RecentPrefixes
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import InFlight, PlannedChunk
 from radixmesh.daemons.scheduler.sequence import Sequence
 
 
 class EpochState:
-    """Slots, pages, cache and plans in flight of an epoch.
+    """Slots, pages, caches and plans in flight of an epoch.
 
-    cache: empty. snapshot None: the worker's KV is worth nothing (a new worker in tests); its page generations start
-    at 0 then.
+    Slots of all data-parallel ranks are columns of one table; pages and caches are each rank's own, in `ranks`.
+    cache, eviction: names of what each gets. snapshots: of each; None: the workers' KV is worth nothing (new ones in
+    tests), and page generations start at 0.
     """
 
-    def __init__(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None, cache: PrefixCache) -> None:
+    def __init__(
+        self,
+        epoch: int,
+        group: GroupInfo,
+        snapshots: PySequence[CacheSnapshot] | None,
+        cache: str = "radix",
+        eviction: str = "lru",
+    ) -> None:
         self.epoch = epoch
         self.group = group
-        self.table = SequenceTable(group.num_slots, group.max_tokens_per_row)
+        self.table = SequenceTable(group.num_slots * group.dp_size, group.max_tokens_per_row, group.dp_size)
         self.in_flight = InFlight()
         self.decode_set = DecodeSet(self.table)
         self.releases: list[Release] = []
@@ -38,13 +50,55 @@ class EpochState:
         self.next_step_id = 1
         self.is_decode_set_unsent = False
         self.num_adopted_tokens = 0
-        if snapshot is None:
-            pool = PagePool(group.num_pages)
-        else:
-            pool = PagePool(group.num_pages, snapshot.records.generations)
-        self.pages = SlotPages(pool, cache, self.table, group.weights_version)
-        if snapshot is not None:
-            self.num_adopted_tokens = self.pages.adopt(snapshot) * group.page_size
+        ranks: list[SlotPages] = []
+        for rank in range(group.dp_size):
+            prefixes = make_prefix_cache(cache, page_size=group.page_size, num_pages=group.num_pages, eviction=eviction)
+            generations = snapshots[rank].records.generations if snapshots is not None else None
+            pages = SlotPages(PagePool(group.num_pages, generations), prefixes, self.table, group.weights_version)
+            if snapshots is not None:
+                self.num_adopted_tokens += pages.adopt(snapshots[rank]) * group.page_size
+            ranks.append(pages)
+        self.ranks = tuple(ranks)
+        """Pages of each data-parallel rank."""
+        self.recent = RecentPrefixes(len(ranks))
+
+    @property
+    def pages(self) -> SlotPages:
+        """Pages of the only rank, or of the first."""
+        return self.ranks[0]
+
+    def pages_of(self, slot: int) -> SlotPages:
+        """Pages of the rank that has the slot."""
+        return self.ranks[slot // self.table.slots_per_rank]
+
+    def page_counts(self) -> dict[PageState, int]:
+        """Pages of all ranks by state."""
+        if len(self.ranks) == 1:
+            return self.pages.pool.counts()
+        counts = [pages.pool.counts() for pages in self.ranks]
+        return {state: sum(each[state] for each in counts) for state in PageState}
+
+    @property
+    def num_pages(self) -> int:
+        """Of all ranks."""
+        return self.group.num_pages * len(self.ranks)
+
+    @property
+    def num_available(self) -> int:
+        """Pages of all ranks that could be granted now."""
+        return sum(pages.num_available for pages in self.ranks)
+
+    @property
+    def num_evicted(self) -> int:
+        """Pages of all ranks that were evicted in this epoch."""
+        return sum(pages.num_evicted for pages in self.ranks)
+
+    def probe(self, sequence: Sequence) -> Probe:
+        """The longest cached prefix of a waiting sequence, on whichever rank."""
+        if len(self.ranks) == 1:
+            return self.pages.probe(sequence)
+        ranks = self.recent.ranks_of(sequence) or (0,)
+        return max((self.ranks[rank].probe(sequence) for rank in ranks), key=lambda probe: probe.num_pages)
 
     @property
     def last_step_id(self) -> int:
@@ -54,7 +108,7 @@ class EpochState:
     def leave(self, sequence: Sequence) -> None:
         """Takes a request out of its slot: the next plan releases it, and may give slot and pages to another."""
         self.releases.append(Release(slot=sequence.slot, generation=sequence.generation))
-        self.pages.leave(sequence)
+        self.pages_of(sequence.slot).leave(sequence)
         self.decode_set.freed()
 
     def settle(self, sequence: Sequence) -> None:
@@ -77,13 +131,16 @@ class EpochState:
 class PlanDraft:
     """A plan while it is made."""
 
-    def __init__(self, token_budget: int) -> None:
+    def __init__(self, num_ranks: int = 1) -> None:
         self.admits: list[Admit] = []
         self.chunks: list[Chunk] = []
         self.planned_chunks: list[PlannedChunk] = []
         self.finishing: list[int] = []
         """Slots whose prefill this plan finishes, in the order of their chunks."""
-        self.token_budget = token_budget
+        self.token_budgets = [0] * num_ranks
+        """Tokens that each rank may still be given."""
+        self.rank_tokens = [0] * num_ranks
+        """Tokens of the chunks of each rank."""
         self.has_retracted = False
         self.num_chunk_tokens = 0
         self.num_admit_bytes = 0
@@ -110,13 +167,20 @@ class PlanDraft:
     def granted_slots(self) -> set[int]:
         return {slot for part in self._grants for slot in part.slots.tolist()}
 
-    def add_chunk(self, slot: int, generation: int, length: int, *, is_last: bool) -> None:
+    def add_chunk(self, slot: int, generation: int, length: int, *, is_last: bool, rank: int = 0) -> None:
         self.chunks.append(Chunk(slot=slot, length=length))
         self.planned_chunks.append(PlannedChunk(slot, generation, length))
-        self.token_budget -= length
+        self.token_budgets[rank] -= length
+        self.rank_tokens[rank] += length
         self.num_chunk_tokens += length
         if is_last:
             self.finishing.append(slot)
+
+    def order_by_rank(self, slots_per_rank: int) -> None:
+        """Chunks of one rank follow each other, as in its part of the plan and of the result."""
+        self.chunks.sort(key=lambda chunk: chunk.slot // slots_per_rank)
+        self.planned_chunks.sort(key=lambda chunk: chunk.slot // slots_per_rank)
+        self.finishing.sort(key=lambda slot: slot // slots_per_rank)
 
     def finishing_slots(self) -> IntArray:
         return as_ints(self.finishing)

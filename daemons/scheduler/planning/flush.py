@@ -64,7 +64,7 @@ class CacheFlush:
         self._planned |= self._wanted
         self._wanted.clear()
         self._step_id = state.next_step_id
-        self._flushed_pages = state.pages.flush()
+        self._flushed_pages = sum(pages.flush() for pages in state.ranks)
         return StepPlan(
             epoch=state.epoch,
             step_id=state.next_step_id,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import add
+
 from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
@@ -10,10 +12,15 @@ from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
 def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
     """The plan of a finished draft. Takes the releases that wait; the bounds of decoding slots move on."""
     releases, state.releases = tuple(state.releases), []
+    if state.table.num_ranks > 1:
+        draft.order_by_rank(state.table.slots_per_rank)
     has_forward = bool(len(state.decode_set) or draft.chunks)
     decode_set = state.decode_set.slots if state.is_decode_set_unsent else None
     state.is_decode_set_unsent = False
     state.table.plan_decodes(state.decode_set.slots)
+    tokens: list[int] = []
+    if has_forward and state.table.num_ranks > 1:
+        tokens = list(map(add, state.decode_set.num_by_rank, draft.rank_tokens))
     return StepPlan(
         epoch=state.epoch,
         step_id=state.next_step_id,
@@ -25,6 +32,8 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
         chunks=tuple(draft.chunks),
         decode_set=decode_set,
         has_forward=has_forward,
+        max_tokens_per_rank=max(tokens, default=0),
+        idle_ranks=tuple(rank for rank, num in enumerate(tokens) if not num),
     )
 
 
@@ -38,8 +47,14 @@ def enter_in_flight(state: EpochState, plan: StepPlan, draft: PlanDraft, now: fl
             rows=decodes.plus(finishing),
             num_decodes=len(decodes),
             chunks=tuple(draft.planned_chunks),
-            num_tokens=len(decodes) + draft.num_chunk_tokens,
+            num_tokens=most_tokens_of_a_rank(state, draft) if plan.has_forward else 0,
             sent_s=now,
         )
     )
     state.next_step_id += 1
+
+
+def most_tokens_of_a_rank(state: EpochState, draft: PlanDraft) -> int:
+    """Tokens that the rank with the most of them computes: it sets the time of the step."""
+    most: int = max(map(add, state.decode_set.num_by_rank, draft.rank_tokens))
+    return most

@@ -8,12 +8,14 @@ beyond an end (EOS, stop id, abort, stop string) are dropped when their results 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as PySequence
+
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.cache.feed import CacheFeed
-from radixmesh.daemons.scheduler.cache.prefix_cache import check_cache_choice, make_prefix_cache
+from radixmesh.daemons.scheduler.cache.prefix_cache import check_cache_choice
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
 from radixmesh.daemons.scheduler.group.suspects import PoisonIsolation
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters, check_pages
@@ -21,7 +23,7 @@ from radixmesh.daemons.scheduler.planning.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.flush import CacheFlush
-from radixmesh.daemons.scheduler.planning.plan_writer import enter_in_flight, plan_of
+from radixmesh.daemons.scheduler.planning.plan_writer import enter_in_flight, most_tokens_of_a_rank, plan_of
 from radixmesh.daemons.scheduler.planning.preemption import Preemption
 from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.retraction import Retraction
@@ -33,6 +35,7 @@ from radixmesh.daemons.scheduler.queue.limits import QueueLimits
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome, Submissions
 from radixmesh.daemons.scheduler.queue.validation import check_submission
+from radixmesh.daemons.scheduler.results.joined_results import joined
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.results.result_reader import ResultReader
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd, StopWatch
@@ -112,16 +115,6 @@ class Planner:
         return self.queue.num_waiting_for_prefix
 
     @property
-    def cached_tokens(self) -> int:
-        """Tokens found in the cache at admission since the start."""
-        return self.counters.cached_tokens
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of tokens found in the cache at admission, recent ones weighing most; 0 = nothing was admitted."""
-        return self.counters.hit_rate
-
-    @property
     def decode_reserve_tokens(self) -> int:
         """Tokens for which admission keeps pages free, per running request."""
         return int(self._decode_reserve.num_tokens)
@@ -188,10 +181,13 @@ class Planner:
 
     # -- the worker group
 
-    def begin_epoch(self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | None) -> int:
+    def begin_epoch(
+        self, epoch: int, group: GroupInfo, snapshot: CacheSnapshot | PySequence[CacheSnapshot] | None
+    ) -> int:
         """Starts over on a claimed group with the KV that its page records describe; returns the tokens adopted.
 
-        All requests wait again, their output kept; those that the group can no longer run fail.
+        All requests wait again, their output kept; those that the group can no longer run fail. snapshot: of the only
+        data-parallel rank, or of each; None: no KV is there.
         """
         self.end_epoch()
         from_outside = self._group is not None and group.lost_from_outside(self._group)
@@ -203,10 +199,8 @@ class Planner:
                 self._stop_watch.watch(t for t in sequence.end_ids if t < group.vocab_size)
         self._group = group
         settings = self._settings
-        cache = make_prefix_cache(
-            settings.cache, page_size=group.page_size, num_pages=group.num_pages, eviction=settings.eviction
-        )
-        self._state = EpochState(epoch, group, snapshot, cache)
+        snapshots = (snapshot,) if isinstance(snapshot, CacheSnapshot) else snapshot
+        self._state = EpochState(epoch, group, snapshots, settings.cache, settings.eviction)
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         limits = settings.prefill_limits(group)
         self.prefill = Prefill(limits, self.queue, self._decode_reserve, self.counters, self._observer)
@@ -215,7 +209,7 @@ class Planner:
                 check_submission(sequence.submission, group)
             except MeshError as error:
                 self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
-        self.cache_feed.follow(cache)
+        self.cache_feed.follow([pages.cache for pages in self._state.ranks])
         self.counters.adopted_tokens += self._state.num_adopted_tokens
         return self._state.num_adopted_tokens
 
@@ -228,8 +222,8 @@ class Planner:
         if state is None:
             return
         self.flush.interrupted()
-        self.cache_feed.follow(None)
-        self.counters.evicted_pages += state.pages.num_evicted
+        self.cache_feed.follow(())
+        self.counters.evicted_pages += state.num_evicted
         self.queue.unpark_all()
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
@@ -244,9 +238,9 @@ class Planner:
         for sequence, reason in poisonous:
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), reason)
 
-    def end_lease(self, pages: IntArray) -> int:
-        """The worker says that transfers no longer use these pages, int32; returns how many can be granted again."""
-        return self._state.pages.end_lease(pages) if self._state is not None else 0
+    def end_lease(self, pages: IntArray, rank: int = 0) -> int:
+        """A worker says that transfers no longer use these pages, int32; returns how many can be granted again."""
+        return self._state.ranks[rank].end_lease(pages) if self._state is not None else 0
 
     def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
         """The next step, which the caller must send; None = there is nothing to do before the next result or submit.
@@ -257,24 +251,43 @@ class Planner:
         state, prefill = self._state, self.prefill
         if state is None or prefill is None:
             return None
-        self.queue.begin_plan(state.pages.probe)
+        self.queue.begin_plan(state.probe)
         prefill.begin_plan(state)
         if self.flush.is_wanted and self.flush.may_run(state):
-            return self._sent(state, self.flush.make_plan(state), PlanDraft(0), now)
+            return self._sent(state, self.flush.make_plan(state), PlanDraft(state.table.num_ranks), now)
         state.is_decode_set_unsent |= state.decode_set.update()
-        draft = PlanDraft(0)
+        draft = PlanDraft(state.table.num_ranks)
         grant_decodes(state, draft, self._settings.ahead_pages(state.group), self._retraction.give_way)
         probed = self._poison.probing(state)
         if self._preemption is not None and not self.flush.is_wanted and probed is None:
             self._preemption.make_room(state, draft, prefill)
-        draft.token_budget = self._settings.step_tokens(state.group) - len(state.decode_set)
+        step_tokens = self._settings.step_tokens(state.group)
+        draft.token_budgets = [step_tokens - num for num in state.decode_set.num_by_rank]
         prefill.add_chunks(state, draft, may_admit=not self.flush.is_wanted, only=probed)
         self._limits.planned(now, len(draft.admits), len(self.queue))
         if not len(state.decode_set) and not draft.chunks:
             self._retraction.unblock(state)
-            if not state.releases and not is_heartbeat:
-                return None
+        elif state.table.num_ranks > 1:
+            self._retraction.unblock_ranks(state, draft)
+        is_empty = not len(state.decode_set) and not draft.chunks
+        if is_empty and not state.releases and not is_heartbeat:
+            return None
         return self._sent(state, plan_of(state, draft, self._expected_us(state, draft)), draft, now)
+
+    def joined(self, results: PySequence[StepResult]) -> StepResult:
+        """Results of all data-parallel ranks, one each, as the one that process() takes: its slots are the table's.
+
+        Raises PROTOCOL_VIOLATION as process(). Pages whose transfers are over can be granted again.
+        """
+        state = self._state
+        if state is None or results[0].epoch != state.epoch:
+            return results[0]
+        for rank, result in enumerate(results):
+            if result.released_transfers:
+                self.end_lease(state.ranks[rank].leases.end(result.released_transfers), rank)
+        if len(results) == 1 or state.in_flight.oldest is None:
+            return results[0]
+        return joined(results, state.in_flight.oldest, state.table.slots_per_rank)
 
     def process(self, result: StepResult) -> Outputs:
         """Takes a result and returns take_outputs(). Results of other epochs are dropped.
@@ -288,8 +301,6 @@ class Planner:
             return self.take_outputs()
         step = state.in_flight.answered(result)
         self._reader.read(state, step, result, self._stop_watch, self._outputs)
-        if result.released_transfers:
-            self.end_lease(state.pages.leases.end(result.released_transfers))
         self._retraction.requeue_answered(state)
         self._decode_reserve.stepped()
         self.flush.processed(result.step_id)
@@ -335,4 +346,4 @@ class Planner:
         return plan
 
     def _expected_us(self, state: EpochState, draft: PlanDraft) -> int:
-        return self.estimate.expect_us(len(state.decode_set) + draft.num_chunk_tokens)
+        return self.estimate.expect_us(most_tokens_of_a_rank(state, draft))

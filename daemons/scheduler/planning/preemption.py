@@ -43,28 +43,39 @@ class Preemption:
         room enough.
         """
         sequence = self._queue.head()
-        if sequence is None or draft.has_retracted or prefill.has_room(state, sequence):
+        if sequence is None or draft.has_retracted:
+            return
+        ranks = range(state.table.num_ranks)
+        if any(prefill.has_room(state, sequence, rank) for rank in ranks):
             return
         # Pages granted in this very plan would go to whoever gets the slot next: their owners stay for now.
         granted = draft.granted_slots()
         victims = [victim for victim in self._victims(state, sequence) if victim.slot not in granted]
+        for rank in sorted({state.table.rank_of(victim.slot) for victim in victims}):
+            if self._make_room_on(state, prefill, sequence, victims, rank):
+                return
+
+    def _make_room_on(
+        self, state: EpochState, prefill: Prefill, sequence: Sequence, victims: list[Sequence], rank: int
+    ) -> bool:
         page_size = state.group.page_size
-        missing_pages = prefill.missing_pages(state, sequence)
+        missing_pages = prefill.missing_pages(state, sequence, rank)
         chosen: list[Sequence] = []
-        for victim in victims[:_MOST_A_PLAN]:
+        for victim in [victim for victim in victims if state.table.rank_of(victim.slot) == rank][:_MOST_A_PLAN]:
             chosen.append(victim)
             slot = victim.slot
             missing_pages -= int(state.table.num_owned[slot]) + prefill.reserved_pages(state, slot, page_size)
             if missing_pages <= 0:
                 break
         if not chosen or missing_pages > 0:
-            return
+            return False
         for victim in chosen:
             victim.num_preempted += 1
             self._counters.num_preempted += 1
             self._retraction.leave(state, victim)
         prefill.begin_plan(state)
         state.is_decode_set_unsent |= state.decode_set.update()
+        return True
 
     def _victims(self, state: EpochState, sequence: Sequence) -> list[Sequence]:
         """Running requests that may give way to this one, the first to go first."""

@@ -12,6 +12,7 @@ from radixmesh.daemons.scheduler.cache.prefix_cache import Match
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.planning.rank_placement import RankLoads, rank_order
 from radixmesh.daemons.scheduler.queue.inflight_prefixes import InflightPrefixes
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import pages_for
@@ -24,12 +25,14 @@ _MAX_WAITING = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLimits:
-    """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots. ahead_pages: granted
-    beyond the prompt when its prefill finishes. inflight_prefix_min_tokens: see InflightPrefixes."""
+    """chunk_tokens: most tokens of one request in one step. max_running: most requests in slots, max_running_of_rank:
+    in those of one data-parallel rank. ahead_pages: granted beyond the prompt when its prefill finishes.
+    inflight_prefix_min_tokens: see InflightPrefixes."""
 
     chunk_tokens: int
     max_running: int
     ahead_pages: int
+    max_running_of_rank: int = 1 << 30
     inflight_prefix_min_tokens: int = 32
 
 
@@ -55,12 +58,14 @@ class Prefill:
             min_tokens=limits.inflight_prefix_min_tokens,
             max_waiting=min(_MAX_WAITING, limits.max_running),
         )
-        self._num_reserved: int | None = None
-        """Pages that running requests are expected to ask for; None = not counted in this plan."""
+        self._num_reserved: dict[int, int] = {}
+        """Pages that running requests of a rank are expected to ask for, where counted in this plan."""
+        self._loads: RankLoads | None = None
 
     def begin_plan(self, state: EpochState) -> None:
         """Slots have changed since the last plan. Puts back into turn those who waited for what is computed by now."""
-        self._num_reserved = None
+        self._num_reserved.clear()
+        self._loads = None
         self._inflight_prefixes.release(state)
 
     def add_chunks(self, state: EpochState, draft: PlanDraft, *, may_admit: bool, only: Sequence | None = None) -> None:
@@ -71,12 +76,15 @@ class Prefill:
         if only is not None:
             may_admit &= only.lifecycle is Lifecycle.WAITING
         state.prefilling = [r for r in state.prefilling if _is_prefilling(state, r)]
-        is_blocked = False
+        blocked: set[int] = set()
         for sequence in state.prefilling:
-            if draft.token_budget <= 0:
-                return
-            is_blocked |= not self._add_chunk(state, draft, sequence)
-        while may_admit and not is_blocked and not draft.has_retracted and draft.token_budget > 0:
+            rank = state.table.rank_of(sequence.slot)
+            if draft.token_budgets[rank] > 0 and not self._add_chunk(state, draft, sequence, rank):
+                blocked.add(rank)
+        for rank in blocked:
+            # Nobody enters where a prefill waits for pages.
+            draft.token_budgets[rank] = 0
+        while may_admit and not draft.has_retracted and any(budget > 0 for budget in draft.token_budgets):
             # An admit carries its tokens, cached pages and options whole, however little of it is to be computed.
             if draft.num_admit_bytes >= MAX_FRAME_BYTES or len(draft.admits) >= MAX_FRAME_ENTRIES:
                 return
@@ -84,28 +92,31 @@ class Prefill:
             if request_or_none is None or not self._admit(state, draft, request_or_none) or only is not None:
                 return
 
-    def has_room(self, state: EpochState, sequence: Sequence) -> bool:
-        """True if a request could be admitted now."""
-        return self._has_slot(state) and self._has_pages(state, sequence, state.pages.probe(sequence).num_pages)
+    def has_room(self, state: EpochState, sequence: Sequence, rank: int) -> bool:
+        """True if a request could be admitted to that rank now."""
+        probe = state.ranks[rank].probe(sequence)
+        return self._has_slot(state, rank) and self._has_pages(state, sequence, probe.num_pages, rank)
 
-    def missing_pages(self, state: EpochState, sequence: Sequence) -> int:
-        """Pages that a request lacks for its admission; 0 or less = it lacks a slot alone."""
-        needed = self._wanted_pages(state, sequence) - state.pages.probe(sequence).num_pages
-        return needed + self._reserved(state) - state.pages.num_available
+    def missing_pages(self, state: EpochState, sequence: Sequence, rank: int) -> int:
+        """Pages that a request lacks for its admission there; 0 or less = it lacks a slot alone."""
+        pages = state.ranks[rank]
+        needed = self._wanted_pages(state, sequence) - pages.probe(sequence).num_pages
+        return needed + self._reserved(state, rank) - pages.num_available
 
     def reserved_pages(self, state: EpochState, slot: int, page_size: int) -> int:
         """Pages that are kept for a running request."""
         return self._decode_reserve.reserved_of(state.table, page_size, slot)
 
-    def _add_chunk(self, state: EpochState, draft: PlanDraft, sequence: Sequence) -> bool:
+    def _add_chunk(self, state: EpochState, draft: PlanDraft, sequence: Sequence, rank: int) -> bool:
         """Adds the next chunk of a request in a slot; False if there is no page for a single token.
 
         None is added where the logprobs of its prompt would make the result's message too long: the next plan's turn.
         """
         table, page_size, slot = state.table, state.group.page_size, sequence.slot
         planned, target = table.planned_len.item(slot), table.target_len.item(slot)
-        num_pages, available = table.num_pages.item(slot), state.pages.num_available
-        length = min(target - planned, draft.token_budget, self._limits.chunk_tokens)
+        pages = state.ranks[rank]
+        num_pages, available = table.num_pages.item(slot), pages.num_available
+        length = min(target - planned, draft.token_budgets[rank], self._limits.chunk_tokens)
         length = min(length, (num_pages + available) * page_size - planned)
         if length <= 0:
             return False
@@ -122,8 +133,8 @@ class Prefill:
             missing = max(missing, min(missing + self._limits.ahead_pages, most, available))
         if missing:
             slots, counts = as_ints([slot]), as_ints([missing])
-            draft.add_grants(slots, counts, state.pages.grant(slots, counts))
-        draft.add_chunk(slot, sequence.generation, length, is_last=is_last)
+            draft.add_grants(slots, counts, pages.grant(slots, counts))
+        draft.add_chunk(slot, sequence.generation, length, is_last=is_last, rank=rank)
         table.plan_chunk(slot, planned + length)
         if is_last and sequence.submission.task is Task.GENERATE:
             state.decode_set.join(slot)
@@ -131,69 +142,90 @@ class Prefill:
 
     def _admit(self, state: EpochState, draft: PlanDraft, sequence: Sequence) -> bool:
         """Admits a sequence with its first chunk, or parks it behind its leader; False if it and all behind it wait."""
-        if not self._has_slot(state):
+        if state.table.num_running >= self._limits.max_running:
             return False
-        pages, page_size = state.pages, state.group.page_size
+        if state.table.num_ranks == 1:
+            return self._has_slot(state, 0) and self._admit_to(state, draft, sequence, 0)
+        if self._loads is None:
+            self._loads = RankLoads(state)
+        # The cheapest one that takes it: a cached prefix is no reason to wait while others are idle.
+        ranks = rank_order(state, draft, self._loads, sequence, self._limits.max_running_of_rank)
+        return any(self._admit_to(state, draft, sequence, rank) for rank in ranks)
+
+    def _admit_to(self, state: EpochState, draft: PlanDraft, sequence: Sequence, rank: int) -> bool:
+        """The same on a rank that has a slot."""
+        pages, page_size = state.ranks[rank], state.group.page_size
         probe = pages.probe(sequence)
         ahead = self._inflight_prefixes.ahead_of(state, sequence, probe.num_pages * page_size)
-        if ahead is not None:
+        # A leader on another rank computes nothing for this one.
+        if ahead is not None and state.table.rank_of(ahead.leader.slot) == rank:
             return self._inflight_prefixes.park(sequence, ahead)
-        if not self._has_pages(state, sequence, probe.num_pages):
+        if not self._has_pages(state, sequence, probe.num_pages, rank):
             return False
         match = pages.match(sequence, probe)
         # The prefix that was found is locked now, and cannot be evicted for it any more.
-        if not self._has_pages(state, sequence, len(match.pages)):
+        if not self._has_pages(state, sequence, len(match.pages), rank):
             pages.cache.unlock(match)
             return False
-        self._enter(state, draft, sequence, match)
+        self._enter(state, draft, sequence, match, rank)
         return True
 
-    def _enter(self, state: EpochState, draft: PlanDraft, sequence: Sequence, match: Match) -> None:
+    def _enter(self, state: EpochState, draft: PlanDraft, sequence: Sequence, match: Match, rank: int) -> None:
         """A request with a locked match takes a slot."""
         self._queue.admitted(sequence)
         cached_len = len(match.pages) * state.group.page_size
-        slot = state.table.take(sequence, cached_len)
-        state.pages.attach(slot, match)
+        slot = state.table.take(sequence, cached_len, rank)
+        state.ranks[rank].attach(slot, match)
         sequence.lifecycle = Lifecycle.RUNNING
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(cached_len, sequence.prompt_len)
         self._counters.admitted(sequence.total_len, cached_len)
         self._observer.admitted(sequence)
-        admit = _admit_of(state, sequence, match, cached_len)
+        admit = _admit_of(state, sequence, match, cached_len, rank)
         draft.admits.append(admit)
         draft.num_admit_bytes += admit_bytes(admit)
         state.prefilling.append(sequence)
         self._inflight_prefixes.lead(state, sequence, cached_len)
-        self._add_chunk(state, draft, sequence)
-        self._num_reserved = self._reserved(state) + self.reserved_pages(state, slot, state.group.page_size)
+        self._add_chunk(state, draft, sequence, rank)
+        reserved = self.reserved_pages(state, slot, state.group.page_size)
+        self._num_reserved[rank] = self._reserved(state, rank) + reserved
+        if self._loads is not None:
+            self._loads.admitted(state, slot)
+            state.recent.admitted(sequence, rank)
 
-    def _has_slot(self, state: EpochState) -> bool:
-        return bool(state.table.num_free) and state.table.num_running < self._limits.max_running
+    def _has_slot(self, state: EpochState, rank: int) -> bool:
+        table = state.table
+        running = table.running_on(rank)
+        most = min(table.slots_per_rank, self._limits.max_running_of_rank)
+        return running < most and table.num_running < self._limits.max_running
 
-    def _has_pages(self, state: EpochState, sequence: Sequence, num_cached: int) -> bool:
+    def _has_pages(self, state: EpochState, sequence: Sequence, num_cached: int, rank: int) -> bool:
         """True if the request and what the running ones are expected to need still fit; alone it must."""
-        available = state.pages.num_available
+        available = state.ranks[rank].num_available
         # A token's page at least: a slot that cannot start only holds others up.
         if available < 1:
             return False
-        pool = state.pages.pool
-        if not state.table.num_running and not pool.num_leased:
+        pool = state.ranks[rank].pool
+        num_running = state.table.running_on(rank)
+        if not num_running and not pool.num_leased:
             return True
-        if not state.table.num_running:
+        if not num_running:
             # Admitted with fewer pages than its tokens take, it would give way again and compute nothing, until a
             # transfer returns some. With more than there will ever be it fails once all are back.
             least = min(pages_for(sequence.total_len, state.group.page_size), pool.num_pages - pool.num_quarantined)
             return least - num_cached <= available
-        return self._wanted_pages(state, sequence) - num_cached + self._reserved(state) <= available
+        return self._wanted_pages(state, sequence) - num_cached + self._reserved(state, rank) <= available
 
     def _wanted_pages(self, state: EpochState, sequence: Sequence) -> int:
         wanted = min(sequence.max_total_len - 1, sequence.total_len + int(self._decode_reserve.num_tokens))
         return pages_for(wanted, state.group.page_size)
 
-    def _reserved(self, state: EpochState) -> int:
-        if self._num_reserved is None:
-            self._num_reserved = self._decode_reserve.reserved_pages(state.table, state.group.page_size)
-        return self._num_reserved
+    def _reserved(self, state: EpochState, rank: int) -> int:
+        num = self._num_reserved.get(rank)
+        if num is None:
+            num = self._decode_reserve.reserved_pages(state.table, state.group.page_size, rank)
+            self._num_reserved[rank] = num
+        return num
 
 
 def _is_prefilling(state: EpochState, sequence: Sequence) -> bool:
@@ -213,7 +245,7 @@ def _logprob_bytes(sequence: Sequence) -> int:
     return 4 + 8 * (sampling.num_top_logprobs or 0)
 
 
-def _admit_of(state: EpochState, sequence: Sequence, match: Match, cached_len: int) -> Admit:
+def _admit_of(state: EpochState, sequence: Sequence, match: Match, cached_len: int, rank: int) -> Admit:
     submission = sequence.submission
     min_tokens = submission.stop.min_tokens
     return Admit(
@@ -226,7 +258,7 @@ def _admit_of(state: EpochState, sequence: Sequence, match: Match, cached_len: i
         output_ids=sequence.output_ids(),
         cached_len=cached_len,
         cached_pages=match.pages,
-        cached_page_generations=state.pages.pool.generations[match.pages],
+        cached_page_generations=state.ranks[rank].pool.generations[match.pages],
         max_total_len=sequence.max_total_len,
         sampling=submission.sampling,
         min_tokens=min_tokens,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
-from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import outgrown
 from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd
@@ -35,10 +35,12 @@ class Retraction:
 
     def give_way(self, state: EpochState, sequence: Sequence) -> None:
         """Retracts a running request, or ends it where no other could make room for it."""
-        pool = state.pages.pool
+        rank = state.table.rank_of(sequence.slot)
+        pool = state.ranks[rank].pool
         num_usable = pool.num_pages - pool.num_quarantined
         # Leased pages come back: it waits for them, unless it has all that there will be.
-        if state.table.num_running == 1 and (not pool.num_leased or state.table.num_pages[sequence.slot] >= num_usable):
+        is_whole = not pool.num_leased or state.table.num_pages[sequence.slot] >= num_usable
+        if state.table.running_on(rank) == 1 and is_whole:
             error = outgrown(num_usable)
             self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
             return
@@ -70,7 +72,20 @@ class Retraction:
     def unblock(self, state: EpochState) -> None:
         """Nothing can be planned: if that is because prefills wait for each other's pages, the youngest gives way."""
         if state.prefilling and not state.in_flight and not state.releases:
-            self.give_way(state, state.table.last_in_line())
+            self.give_way(state, state.table.last_in_line(state.table.rank_of(state.prefilling[-1].slot)))
+
+    def unblock_ranks(self, state: EpochState, draft: PlanDraft) -> None:
+        """The same on single data-parallel ranks, while others go on: for those where nothing runs, nor is planned."""
+        table = state.table
+        waiting = {table.rank_of(sequence.slot) for sequence in state.prefilling}
+        for rank in waiting:
+            if draft.rank_tokens[rank] or state.decode_set.num_by_rank[rank]:
+                continue
+            busy = (
+                slot for step in state.in_flight.steps() for slot in (*step.rows.slots, *(c.slot for c in step.chunks))
+            )
+            if not any(table.rank_of(int(slot)) == rank for slot in busy):
+                self.give_way(state, table.last_in_line(rank))
 
     def _requeue(self, sequence: Sequence) -> None:
         sequence.lifecycle = Lifecycle.WAITING

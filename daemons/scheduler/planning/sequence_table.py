@@ -23,13 +23,17 @@ class SequenceTable:
         known           + nothing a decode           + max_tokens_per_row a decode, up to max_total_len - 1
 
     With one token a row both bounds are the length itself, and one column.
+
+    num_slots: of all data-parallel ranks together; rank r has the slots from r x slots_per_rank on.
     """
 
-    def __init__(self, num_slots: int, max_tokens_per_row: int = 1) -> None:
+    def __init__(self, num_slots: int, max_tokens_per_row: int = 1, num_ranks: int = 1) -> None:
         def column() -> IntArray:
             return np.zeros(num_slots, np.int32)
 
         self.num_slots = num_slots
+        self.num_ranks = num_ranks
+        self.slots_per_rank = num_slots // num_ranks
         self.live = column()
         """Generation of the request in the slot; 0 = free."""
         self.owner = column()
@@ -66,26 +70,39 @@ class SequenceTable:
         """Output tokens that are not in their requests yet: row s holds the last num_fresh[s] of its request."""
         self._num_fresh = column()
         self._generation = column()
-        self._free = list(range(num_slots - 1, -1, -1))
+        ends = range(self.slots_per_rank, num_slots + 1, self.slots_per_rank)
+        self._free = [list(range(end - 1, end - self.slots_per_rank - 1, -1)) for end in ends]
+        self.num_running = 0
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_slots - self.num_running
 
-    @property
-    def num_running(self) -> int:
-        return self.num_slots - len(self._free)
+    def running_on(self, rank: int) -> int:
+        """Requests in slots of one rank."""
+        return self.slots_per_rank - len(self._free[rank])
+
+    def running_by_rank(self) -> IntArray:
+        """Requests in slots of each rank, int32 [num_ranks]."""
+        return np.array([self.slots_per_rank - len(free) for free in self._free], np.int32)
+
+    def rank_of(self, slot: int) -> int:
+        return slot // self.slots_per_rank
+
+    def slots_of(self, rank: int) -> slice:
+        """The columns of one rank."""
+        return slice(rank * self.slots_per_rank, (rank + 1) * self.slots_per_rank)
 
     def running(self) -> list[Sequence]:
         """Requests in slots, oldest first."""
         return sorted((r for r in self.sequences if r is not None), key=lambda sequence: sequence.arrival)
 
-    def last_in_line(self) -> Sequence:
-        """The request that gives way first where pages run out. Something runs.
+    def last_in_line(self, rank: int = 0) -> Sequence:
+        """The request of a rank that gives way first where its pages run out. Something runs there.
 
         Of the (router, tenant) that came last the lowest priority's youngest; with ranks_across_tenants that of all.
         """
-        slots = np.flatnonzero(self.live)
+        slots = np.flatnonzero(self.live[self.slots_of(rank)]) + rank * self.slots_per_rank
         if not self.ranks_across_tenants:
             last = self.sequences[int(slots[self.arrival[slots].argmax()])]
             assert last is not None
@@ -101,9 +118,10 @@ class SequenceTable:
         assert sequence is not None
         return (sequence.submission.router, sequence.submission.tenant)
 
-    def take(self, sequence: Sequence, cached_len: int) -> int:
-        """Puts a request into a free slot under a new generation; returns the slot. No pages yet."""
-        slot = self._free.pop()
+    def take(self, sequence: Sequence, cached_len: int, rank: int = 0) -> int:
+        """Puts a request into a free slot of a rank under a new generation; returns the slot. No pages yet."""
+        slot = self._free[rank].pop()
+        self.num_running += 1
         self._generation[slot] += 1
         sequence.slot, sequence.generation = slot, int(self._generation[slot])
         self.live[slot] = sequence.generation
@@ -150,7 +168,8 @@ class SequenceTable:
         self.num_pages[slot] = self.num_owned[slot] = 0
         self.sequences[slot] = None
         self.locks[slot] = None
-        self._free.append(slot)
+        self._free[self.rank_of(slot)].append(slot)
+        self.num_running -= 1
 
     def append_pages(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
         """Appends counts[i] of `pages`, in order, to the page table of slots[i]; slots are distinct."""

@@ -57,7 +57,9 @@ class PlannerSettings:
     def prefill_limits(self, group: GroupInfo) -> PrefillLimits:
         return PrefillLimits(
             chunk_tokens=self.chunk_tokens,
-            max_running=min(self.max_running or group.num_slots, self.step_tokens(group)),
+            max_running=self.max_running or group.num_slots * group.dp_size,
+            # Each of them takes a token of a step.
+            max_running_of_rank=min(group.num_slots, self.step_tokens(group)),
             ahead_pages=self.ahead_pages(group),
             inflight_prefix_min_tokens=self.inflight_prefix_min_tokens,
         )

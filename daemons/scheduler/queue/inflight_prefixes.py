@@ -119,7 +119,7 @@ class InflightPrefixes:
         due = [follower for follower in leader.followers if follower.until <= computed]
         if not due:
             return
-        state.pages.share(sequence)
+        state.pages_of(sequence.slot).share(sequence)
         for follower in due:
             self._queue.unpark(follower.sequence)
         leader.followers = [follower for follower in leader.followers if follower.until > computed]

@@ -152,7 +152,7 @@ class ResultReader:
         for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
             sequence = table.sequences[slot]
             if sequence is not None and table.live[slot] == generation:
-                state.pages.share(sequence)
+                state.pages_of(sequence.slot).share(sequence)
 
     def _take_slow_path(
         self, state: EpochState, step: PlannedStep, row: int, ids: IntArray, logprobs: _Logprobs, outputs: Outputs
@@ -193,7 +193,7 @@ class ResultReader:
         if ending is not None:
             self._finish(sequence, ending, None)
         elif is_running and not is_decode:
-            state.pages.share(sequence)
+            state.pages_of(sequence.slot).share(sequence)
 
     def _take_vectors(self, state: EpochState, result: StepResult, outputs: Outputs) -> None:
         for entry in result.vectors:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.scheduler.pages.page_states import PageState
+from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.scheduler_loop import SchedulerLoop
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -16,16 +20,30 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         num_running=planner.num_running,
         num_waiting=planner.num_waiting,
         waiting_tokens=planner.waiting_tokens,
-        hit_rate=planner.hit_rate,
+        hit_rate=planner.counters.hit_rate,
         group=int(loop.group_state),  # type: ignore[arg-type]
         is_draining=loop.is_draining,
         epoch=loop.epoch,
-        num_slots=planner.group.num_slots if planner.group is not None else 0,
+        num_slots=planner.group.num_slots * planner.group.dp_size if planner.group is not None else 0,
     )
     if planner.state is not None:
-        pool = planner.state.pages.pool
-        load.total_pages, load.free_pages, load.cached_pages = pool.num_pages, pool.num_free, pool.num_cached
+        state = planner.state
+        counts = state.page_counts()
+        load.total_pages, load.free_pages = state.num_pages, counts[PageState.FREE]
+        load.cached_pages = counts[PageState.CACHED]
+        if len(state.ranks) > 1:
+            load.ranks.extend(_rank_loads(state))
     return load
+
+
+def _rank_loads(state: EpochState) -> Iterator[scheduler_pb2.RankLoad]:
+    for rank, pages in enumerate(state.ranks):
+        yield scheduler_pb2.RankLoad(
+            dp_rank=rank,
+            num_running=state.table.running_on(rank),
+            free_pages=pages.pool.num_free,
+            cached_pages=pages.pool.num_cached,
+        )
 
 
 def hello_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.SchedulerHello:
@@ -51,7 +69,7 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
         num_page_violations=counters.num_page_violations,
         num_retractions=counters.num_retracted,
         prefilled_tokens=counters.prefilled_tokens,
-        prompt_cached_tokens=planner.cached_tokens,
+        prompt_cached_tokens=planner.counters.cached_tokens,
         num_routers=len(loop.streams),
         num_preemptions=counters.num_preempted,
         num_prefix_deduplications=counters.num_prefix_deduplications,
@@ -59,10 +77,10 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
         cache_revision=planner.cache_feed.revision,
     )
     if planner.state is not None:
-        pool = planner.state.pages.pool
+        counts = planner.state.page_counts()
         response.depth = loop.lookahead.depth_for(planner.estimate.expect_us(max(1, planner.num_running)))
-        response.owned_pages, response.leased_pages = pool.num_owned, pool.num_leased
+        response.owned_pages, response.leased_pages = counts[PageState.OWNED], counts[PageState.LEASED]
         response.adopted_tokens = planner.state.num_adopted_tokens
-        response.evicted_pages = planner.state.pages.num_evicted
-        response.quarantined_pages = pool.num_quarantined
+        response.evicted_pages = planner.state.num_evicted
+        response.quarantined_pages = counts[PageState.QUARANTINED]
     return response

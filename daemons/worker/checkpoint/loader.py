@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
+from radixmesh.daemons.worker.checkpoint.load_progress import LoadProgress, stored_bytes
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization
 from radixmesh.daemons.worker.checkpoint.scaled_weights import ScaledWeights
 from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry, index_tensors
 from radixmesh.daemons.worker.checkpoint.tensor_reader import TensorReader
+from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 
 _SHOWN_NAMES = 5
 
@@ -33,12 +35,14 @@ class TensorTargets:
     of a fused weight). One of more than two dims may have neighbouring dims that are one in the checkpoint, as those of
     tensors whose rows are in another order than ours. is_ignored: names that may be there and mean nothing to this
     model. others: names of other
-    layouts of the same checkpoint; one that is there stands for those that it replaces.
+    layouts of the same checkpoint; one that is there stands for those that it replaces. slices: by name, the share
+    that a target is of the checkpoint's tensor; targets of other names are of the whole.
     """
 
     tensors: Mapping[str, torch.Tensor]
     is_ignored: Callable[[str], bool]
     others: Mapping[str, OtherTarget] = field(default_factory=dict)
+    slices: Mapping[str, TensorSlice] = field(default_factory=dict)
 
     def in_layout_of(self, names: Collection[str]) -> TensorTargets:
         """The same without others: each tensor by the name that a checkpoint with these names has it under."""
@@ -46,7 +50,18 @@ class TensorTargets:
         replaced = {name for other in others.values() for name in other.replaces}
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in replaced}
         tensors.update((name, other.tensor) for name, other in others.items())
-        return TensorTargets(tensors=tensors, is_ignored=self.is_ignored)
+        slices = {name: cut for name, cut in self.slices.items() if name in tensors}
+        for name, other in others.items():
+            cuts = {self.slices[replaced] for replaced in other.replaces if replaced in self.slices}
+            # Of a tensor that is renamed; several in one are not cut.
+            assert len(cuts) <= len(other.replaces) == 1 or not cuts, f"{name} is in the place of shares"
+            slices.update((name, cut) for cut in cuts)
+        return TensorTargets(tensors=tensors, is_ignored=self.is_ignored, slices=slices)
+
+    def stored_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of the tensor in the checkpoint."""
+        shape = tuple(self.tensors[name].shape)
+        return self.slices[name].whole_shape(shape) if name in self.slices else shape
 
 
 def load_tensors(folder: Path, targets: TensorTargets, quantization: CheckpointQuantization | None = None) -> int:
@@ -60,10 +75,11 @@ def load_tensors(folder: Path, targets: TensorTargets, quantization: CheckpointQ
     scaled = ScaledWeights(folder, entries, quantization)
     check_tensors(folder, entries, targets, scaled)
     names = [name for name in entries if name in targets.tensors]
-    with TensorReader(entries) as reader:
+    progress = LoadProgress(sum(stored_bytes(entries[name], targets.slices.get(name)) for name in names))
+    with TensorReader(entries, progress) as reader:
         for name in sorted(names, key=lambda name: entries[name].file):
             target = targets.tensors[name]
-            target.copy_(scaled.read(reader, name).reshape(target.shape))
+            target.copy_(scaled.read(reader, name, targets.slices.get(name)).reshape(target.shape))
         return reader.num_bytes
 
 
@@ -77,7 +93,7 @@ def check_tensors(
     assert not targets.others, sorted(targets.others)
     missing = [name for name in targets.tensors if name not in entries]
     if missing:
-        expected = f"{missing[0]!r} of shape {list(targets.tensors[missing[0]].shape)}"
+        expected = f"{missing[0]!r} of shape {list(targets.stored_shape(missing[0]))}"
         raise bad_checkpoint(folder, f"lacks tensor {expected}{_and_others(missing)}", missing[0])
     unexpected = [
         name
@@ -92,11 +108,12 @@ def check_tensors(
             "is it the config of another model?",
             name,
         )
-    for name, target in targets.tensors.items():
-        if not _is_merged(tuple(target.shape), entries[name].shape):
+    for name in targets.tensors:
+        expected_shape = targets.stored_shape(name)
+        if not _is_merged(expected_shape, entries[name].shape):
             raise bad_checkpoint(
                 entries[name].file,
-                f"holds tensor {name!r} of shape {list(entries[name].shape)}, expected {list(target.shape)}",
+                f"holds tensor {name!r} of shape {list(entries[name].shape)}, expected {list(expected_shape)}",
                 name,
             )
 

@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
 from radixmesh.daemons.worker.checkpoint.quantization import BLOCK, CheckpointQuantization, Fp8Form
 from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry
 from radixmesh.daemons.worker.checkpoint.tensor_reader import TensorReader
+from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 
 _FP8 = "F8_E4M3"
 # Suffixes that follow the name of the weight. Both tensors are factors of the stored numbers.
@@ -45,8 +46,12 @@ class ScaledWeights:
         """True if a tensor belongs to such weights and is not loaded by itself."""
         return name in self._sides or (self._quantization is not None and name.endswith(_UNUSED))
 
-    def read_scales(self, reader: TensorReader, name: str) -> torch.Tensor:
-        """Of the weight [N, K] of that name: float32 [N, 1], or [N / 128, K / 128] rounded up in the form of blocks."""
+    def read_scales(self, reader: TensorReader, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
+        """Of the weight [N, K] of that name: float32 [N, 1], or [N / 128, K / 128] rounded up in the form of blocks.
+
+        cut: of the share of a rank; a share of rows that begins or ends within a block gets a row of scales for each.
+        Features in are cut at blocks.
+        """
         assert self._quantization is not None
         scales_name, shape = self._scales[name], reader.entries[name].shape
         scales = reader.read(scales_name).float()
@@ -57,23 +62,30 @@ class ScaledWeights:
                 scales_name,
             )
         if self._quantization.form is Fp8Form.BLOCK:
-            return scales
-        return scales.reshape(-1, 1).expand(shape[0], 1)
+            if cut is None:
+                return scales
+            if cut.dim == 0 and not cut.is_aligned(BLOCK):
+                return cut.take(scales.repeat_interleave(BLOCK, 0)[: shape[0]].__getitem__)
+            return cut.in_blocks(BLOCK).take(scales.__getitem__).contiguous()
+        scales = scales.reshape(-1, 1).expand(shape[0], 1)
+        return scales if cut is None or cut.dim else cut.take(scales.__getitem__)
 
-    def read(self, reader: TensorReader, name: str) -> torch.Tensor:
-        """A tensor: as it is stored, or where it is FP8 float32 [N, K], multiplied by its scales."""
-        stored = reader.read(name)
+    def read(self, reader: TensorReader, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
+        """A tensor or a rank's share: as it is stored, or where it is FP8 float32 [N, K], multiplied by its scales."""
+        stored = reader.read(name, cut)
         if name not in self._scales:
             return stored
-        return dequantized(stored, self.read_scales(reader, name))
+        return dequantized(stored, self.read_scales(reader, name, cut))
 
 
 def dequantized(stored_NK: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """float32 [N, K], exact; `scales` as ScaledWeights.read_scales gives them."""
     weight_NK = stored_NK.float()
-    if scales.shape[0] != stored_NK.shape[0] or scales.shape[1] != 1:
-        num_rows, num_columns = stored_NK.shape
-        scales = scales.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :num_columns]
+    num_rows, num_columns = stored_NK.shape
+    if scales.shape[0] != num_rows:
+        scales = scales.repeat_interleave(BLOCK, 0)[:num_rows]
+    if scales.shape[1] != 1:
+        scales = scales.repeat_interleave(BLOCK, 1)[:, :num_columns]
     return weight_NK.mul_(scales)
 
 

@@ -13,8 +13,8 @@ from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
 
 # The format's own limit: a longer header is no safetensors file.
 _MAX_HEADER_BYTES = 100_000_000
-_DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
-_KNOWN_DTYPES = ", ".join(_DTYPE_TO_BYTES)
+DTYPE_TO_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+_KNOWN_DTYPES = ", ".join(DTYPE_TO_BYTES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ def _entry(file: Path, name: str, value: object, data_bytes: int) -> TensorEntry
             pass
         case _:
             raise bad_checkpoint(file, f"has a broken header entry for tensor {name!r}", name)
-    if dtype not in _DTYPE_TO_BYTES:
+    if dtype not in DTYPE_TO_BYTES:
         raise bad_checkpoint(file, f"holds tensor {name!r} as {dtype}, expected one of {_KNOWN_DTYPES}", name)
     if not all(isinstance(size, int) and size >= 0 for size in shape) or begin < 0:
         raise bad_checkpoint(file, f"has a broken header entry for tensor {name!r}", name)
-    expected = math.prod(shape) * _DTYPE_TO_BYTES[dtype]
+    expected = math.prod(shape) * DTYPE_TO_BYTES[dtype]
     if end - begin != expected:
         raise bad_checkpoint(
             file, f"gives tensor {name!r} {end - begin} bytes, but {dtype} {shape} needs {expected}", name

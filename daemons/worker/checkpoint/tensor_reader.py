@@ -11,14 +11,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
+from radixmesh.daemons.worker.checkpoint.load_progress import LoadProgress
 from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry
+from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 
 
 class TensorReader:
     """A context: files stay open in it, so that tensors may be asked for in any order. num_bytes: read so far."""
 
-    def __init__(self, entries: Mapping[str, TensorEntry]) -> None:
+    def __init__(self, entries: Mapping[str, TensorEntry], progress: LoadProgress | None = None) -> None:
         self.entries = entries
+        self._progress = progress
         self.num_bytes = 0
         self._open: dict[Path, safe_open] = {}
         self._stack = ExitStack()
@@ -32,14 +35,23 @@ class TensorReader:
         self._open.clear()
         self._stack.close()
 
-    def read(self, name: str) -> torch.Tensor:
-        """As it is stored, in the host's memory. Raises MeshError BAD_CHECKPOINT naming file and tensor."""
+    def read(self, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
+        """As it is stored, in the host's memory: the whole tensor, or a rank's share, of which no more is read.
+
+        Raises MeshError BAD_CHECKPOINT naming file and tensor.
+        """
         file = self.entries[name].file
         try:
             if file not in self._open:
                 self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            tensor: torch.Tensor = self._open[file].get_tensor(name)  # type: ignore[no-untyped-call]
+            opened = self._open[file]
+            if cut is None:
+                tensor: torch.Tensor = opened.get_tensor(name)  # type: ignore[no-untyped-call]
+            else:
+                tensor = cut.take(opened.get_slice(name).__getitem__)  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise bad_checkpoint(file, f"cannot be read at tensor {name!r} ({error}): copy it again", name) from error
         self.num_bytes += tensor.nbytes
+        if self._progress is not None:
+            self._progress.read(tensor.nbytes)
         return tensor

@@ -27,7 +27,7 @@ def load_cpu_runner(
     num_pages None: sized by memory (`kv_pool.py`). threads None: as torch chooses (OMP_NUM_THREADS, or the cores).
     is_deterministic False: faster, but a row's last bits depend on its batch. dtype of weights and KV: "float32" or
     "bfloat16". max_total_len shortens what the config allows; None leaves it.
-    embed_pooling: what an embed task gives of the hidden states after the final norm, "mean" over the prompt or "last".
+    embed_pooling: what an embed task gives of the states after the final norm: "mean" of the prompt, "last", "cls".
     model_impl: "radixmesh" (a family of this engine), "transformers" (its modules, slower) or "auto" (the first).
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """

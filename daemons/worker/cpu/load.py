@@ -17,10 +17,14 @@ from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
 from radixmesh.daemons.worker.cpu.attention.registry import attention_backends
 from radixmesh.daemons.worker.cpu.determinism import verified_tiles
+from radixmesh.daemons.worker.cpu.encoder_runner import EncoderRunner
 from radixmesh.daemons.worker.cpu.pooling import hidden_pools
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages
+from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
+from radixmesh.daemons.worker.models.encoder.config import read_encoder_config
+from radixmesh.daemons.worker.models.encoder.model import EncoderModel
 from radixmesh.daemons.worker.models.model import BuiltModel, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.tiles import RowTiles
@@ -43,7 +47,7 @@ def load_runner(
     max_total_len: int | None,
     embed_pooling: str,
     model_impl: str = "auto",
-) -> CpuRunner:
+) -> CpuRunner | EncoderRunner:
     """See `load_cpu_runner`."""
     _check_settings(page_size=page_size, num_pages=num_pages, threads=threads, max_total_len=max_total_len)
     if model_impl not in MODEL_IMPLS:
@@ -57,6 +61,16 @@ def load_runner(
     placement = Placement(
         device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup(), max_total_len=max_total_len
     )
+    if _architecture(model) in ENCODER_ARCHITECTURES:
+        encoder = load_encoder(model, placement)
+        return EncoderRunner(
+            encoder,
+            hidden_pool,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_total_len=min(encoder.config.max_total_len, max_total_len or encoder.config.max_total_len),
+            num_threads=num_threads,
+        )
     built = load_model(model, placement, model_impl)
     length = min(built.model.max_total_len, max_total_len or built.model.max_total_len)
     layout = built.model.kv_layout
@@ -97,6 +111,19 @@ def load_model(folder: Path, placement: Placement, model_impl: str = "auto") -> 
         seconds=seconds,
     )
     return built
+
+
+def load_encoder(folder: Path, placement: Placement) -> EncoderModel:
+    """Reads config and weights. Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
+    config = ConfigReader.open(folder)
+    with torch.inference_mode():
+        model = EncoderModel(read_encoder_config(config), placement)
+        load_tensors(folder, model.targets(), read_quantization(config))
+    return model
+
+
+def _architecture(folder: Path) -> str:
+    return ConfigReader.open(folder).strings("architectures")[0]
 
 
 def _load_by_transformers(folder: Path, placement: Placement, known: tuple[str, ...]) -> BuiltModel:

@@ -61,9 +61,25 @@ class LastPool(HiddenPool):
         return last_D
 
 
+class FirstPool(HiddenPool):
+    """The state of the first position: [CLS] of BERT's kin."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, FloatArray] = {}
+
+    def wanted_rows(self, segment: Segment) -> range:
+        # Any row of the last chunk, so that it is asked.
+        return range(1) if segment.start == 0 or segment.is_last_chunk else range(0)
+
+    def add(self, segment: Segment, hidden_WD: FloatArray) -> FloatArray | None:
+        if segment.start == 0:
+            self._first[segment.slot] = hidden_WD[0].copy()
+        return self._first.pop(segment.slot) if segment.is_last_chunk else None
+
+
 def hidden_pools() -> Registry[HiddenPool]:
     """The poolings by name."""
-    creators: Mapping[str, Callable[[], HiddenPool]] = {"mean": MeanPool, "last": LastPool}
+    creators: Mapping[str, Callable[[], HiddenPool]] = {"mean": MeanPool, "last": LastPool, "cls": FirstPool}
     return Registry("embed pooling", creators)
 
 

@@ -19,6 +19,9 @@ from radixmesh.daemons.worker.models.decoder.checkpoint import Part, layer_parts
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.kernels.fp8.quantized import FP8, GROUP, QuantizedMatrix, quantize_matrix
 
+# Whole blocks, so that they are quantised as those of the whole matrix.
+_ROWS_AT_ONCE = 8 * GROUP
+
 Matrix = torch.Tensor | QuantizedMatrix
 """[out, in]; a tensor of the model's dtype where it is not FP8."""
 
@@ -108,26 +111,45 @@ class _Maker:
         scales = [weight.scales for weight in stored if weight.scales is not None]
         if len(scales) == len(stored):
             return self._as_it_is(stored, scales)
-        plain_NK = torch.cat([weight.full().to(self._device, self._dtype) for weight in stored])
+        plain_NK = self._joined([weight.full() for weight in stored], self._dtype)
         if self._is_online:
-            return quantize_matrix(plain_NK, is_grouped=self._is_grouped)
+            return _quantized(plain_NK, is_grouped=self._is_grouped)
         # At least one part is not FP8: a fused matrix has one dtype.
         return plain_NK
 
     def _as_it_is(self, stored: Sequence[StoredWeight], scales: Sequence[torch.Tensor]) -> QuantizedMatrix:
         assert all(weight.data.dtype == FP8 for weight in stored)
-        # As bytes: not all builds of torch join FP8.
-        data_NK = torch.cat([weight.data.view(torch.uint8).to(self._device) for weight in stored]).view(FP8)
+        sizes = [weight.data.shape[0] for weight in stored]
         group_rows = GROUP if self._is_grouped else 1
-        if self._is_grouped and any(weight.data.shape[0] % GROUP for weight in stored[:-1]):
+        is_cut_within_block = any(
+            size > 1 and len(of_part) == size for size, of_part in zip(sizes, scales, strict=True)
+        )
+        if self._is_grouped and (is_cut_within_block or any(size % GROUP for size in sizes[:-1])):
             # Blocks of the parts are none of the whole: each row has its own scales.
             group_rows = 1
             scales = [
-                of_part.repeat_interleave(GROUP, 0)[: weight.data.shape[0]]
-                for weight, of_part in zip(stored, scales, strict=True)
+                of_part if len(of_part) == size else of_part.repeat_interleave(GROUP, 0)[:size]
+                for size, of_part in zip(sizes, scales, strict=True)
             ]
-        joined = torch.cat(list(scales)).to(self._device).contiguous()
-        return QuantizedMatrix(data_NK, joined, group_rows, self._is_grouped)
+        # As bytes: not all builds of torch copy FP8.
+        data_NK = self._joined([weight.data.view(torch.uint8) for weight in stored], torch.uint8).view(FP8)
+        return QuantizedMatrix(data_NK, self._joined(scales, torch.float32), group_rows, self._is_grouped)
+
+    def _joined(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """One below the other on the device, where they take the memory of the result alone."""
+        joined = torch.empty(sum(map(len, parts)), parts[0].shape[1], dtype=dtype, device=self._device)
+        first = 0
+        for part in parts:
+            joined[first : first + len(part)].copy_(part)
+            first += len(part)
+        return joined
+
+
+def _quantized(plain_NK: torch.Tensor, *, is_grouped: bool) -> QuantizedMatrix:
+    """`quantize_matrix`, some rows at a time: it holds them in float32."""
+    parts = [quantize_matrix(rows, is_grouped=is_grouped) for rows in torch.split(plain_NK, _ROWS_AT_ONCE)]
+    data_NK = torch.cat([part.data_NK.view(torch.uint8) for part in parts]).view(FP8)
+    return QuantizedMatrix(data_NK, torch.cat([part.scales for part in parts]), parts[0].group_rows, is_grouped)
 
 
 def _invalid(what: str) -> MeshError:

@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import FloatArray
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu.pooling import hidden_pools
 from radixmesh.daemons.worker.cuda.device import Device
@@ -33,6 +35,12 @@ class PromptVectors:
 
     def __init__(self, device: Device, model: DeviceModel, pooling: str) -> None:
         hidden_pools().create(pooling)
+        if pooling not in ("mean", "last"):
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"the cuda backend does not pool by {pooling!r} yet: choose mean or last, or --backend cpu",
+                {"feature": f"embed pooling {pooling}"},
+            )
         self._device = device
         self._model = model
         self._is_mean = pooling == "mean"

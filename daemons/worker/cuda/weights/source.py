@@ -6,18 +6,20 @@ N rows (features out), K columns (features in).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from radixmesh.daemons.worker.checkpoint.load_progress import LoadProgress, stored_bytes
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, check_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization
 from radixmesh.daemons.worker.checkpoint.scaled_weights import ScaledWeights, dequantized
 from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
 from radixmesh.daemons.worker.checkpoint.tensor_reader import TensorReader
+from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 
 
 class StoredWeight(NamedTuple):
@@ -42,17 +44,19 @@ class WeightSource(ABC):
 
 
 class FolderSource(WeightSource):
-    def __init__(self, reader: TensorReader, scaled: ScaledWeights) -> None:
+    def __init__(self, reader: TensorReader, scaled: ScaledWeights, slices: Mapping[str, TensorSlice]) -> None:
         self._reader = reader
         self._scaled = scaled
+        self._slices = slices
 
     @property
     def num_bytes(self) -> int:  # type: ignore[override]
         return self._reader.num_bytes
 
     def take(self, name: str) -> StoredWeight:
-        scales = self._scaled.read_scales(self._reader, name) if name in self._scaled else None
-        return StoredWeight(self._reader.read(name), scales)
+        cut = self._slices.get(name)
+        scales = self._scaled.read_scales(self._reader, name, cut) if name in self._scaled else None
+        return StoredWeight(self._reader.read(name, cut), scales)
 
 
 class RandomSource(WeightSource):
@@ -82,8 +86,9 @@ def folder_source(
     entries = index_tensors(folder)
     scaled = ScaledWeights(folder, entries, quantization)
     check_tensors(folder, entries, targets, scaled)
-    with TensorReader(entries) as reader:
-        yield FolderSource(reader, scaled)
+    total_bytes = sum(stored_bytes(entries[name], targets.slices.get(name)) for name in targets.tensors)
+    with TensorReader(entries, LoadProgress(total_bytes)) as reader:
+        yield FolderSource(reader, scaled, targets.slices)
 
 
 def make_random(name: str, tensor: torch.Tensor, seed: int) -> None:

@@ -263,7 +263,7 @@ class AbortResult(_message.Message):
     def __init__(self, abort_id: _Optional[int] = ..., outcome: _Optional[_Union[AbortOutcome, str]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots")
+    __slots__ = ("submit_sequence", "num_running", "num_waiting", "waiting_tokens", "total_pages", "free_pages", "cached_pages", "hit_rate", "group", "is_draining", "epoch", "num_slots", "ranks")
     SUBMIT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,7 @@ class Load(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
     submit_sequence: int
     num_running: int
     num_waiting: int
@@ -288,7 +289,20 @@ class Load(_message.Message):
     is_draining: bool
     epoch: int
     num_slots: int
-    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+    ranks: _containers.RepeatedCompositeFieldContainer[RankLoad]
+    def __init__(self, submit_sequence: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., hit_rate: _Optional[float] = ..., group: _Optional[_Union[GroupState, str]] = ..., is_draining: bool = ..., epoch: _Optional[int] = ..., num_slots: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ...) -> None: ...
+
+class RankLoad(_message.Message):
+    __slots__ = ("dp_rank", "num_running", "free_pages", "cached_pages")
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    dp_rank: int
+    num_running: int
+    free_pages: int
+    cached_pages: int
+    def __init__(self, dp_rank: _Optional[int] = ..., num_running: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ...) -> None: ...
 
 class WatchCacheRequest(_message.Message):
     __slots__ = ("after_revision",)
@@ -317,7 +331,7 @@ class WatchCacheResponse(_message.Message):
     def __init__(self, revision: _Optional[int] = ..., inserts: _Optional[_Iterable[_Union[CacheInsert, _Mapping]]] = ..., evicted_nodes: _Optional[bytes] = ..., is_snapshot: bool = ..., is_reset: bool = ..., splits: _Optional[_Iterable[_Union[CacheSplit, _Mapping]]] = ..., trims: _Optional[_Iterable[_Union[CacheTrim, _Mapping]]] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class CacheInsert(_message.Message):
-    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt")
+    __slots__ = ("node", "parent", "ids", "cache_namespace", "weights_version", "adapter", "salt", "dp_rank")
     NODE_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
@@ -325,6 +339,7 @@ class CacheInsert(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
+    DP_RANK_FIELD_NUMBER: _ClassVar[int]
     node: int
     parent: int
     ids: bytes
@@ -332,7 +347,8 @@ class CacheInsert(_message.Message):
     weights_version: int
     adapter: str
     salt: str
-    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+    dp_rank: int
+    def __init__(self, node: _Optional[int] = ..., parent: _Optional[int] = ..., ids: _Optional[bytes] = ..., cache_namespace: _Optional[str] = ..., weights_version: _Optional[int] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., dp_rank: _Optional[int] = ...) -> None: ...
 
 class CacheSplit(_message.Message):
     __slots__ = ("node", "upper", "num_upper")

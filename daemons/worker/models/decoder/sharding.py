@@ -1,0 +1,93 @@
+"""A rank's share of a decoder: its config, and the slices of the checkpoint's tensors that it holds.
+
+Legend: D hidden size, Q heads x head_dim, K kv heads x head_dim, F mlp size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm
+from radixmesh.daemons.worker.models.sharding import HeadShares, Share, share_heads, share_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShard:
+    """config: of the rank's share, whose sizes are those of its weights; the vocabulary stays whole. vocabulary: its
+    rows of embedding and head. slices: by a tensor's name in the checkpoint; others are whole."""
+
+    config: DecoderConfig
+    vocabulary: Share
+    slices: Mapping[str, TensorSlice]
+
+
+def shard_decoder(config: DecoderConfig, num_ranks: int, rank: int, *, block: int = 1) -> DecoderShard:
+    """block: features in are cut at multiples of it, those of the scales of FP8 weights.
+
+    Raises MeshError UNSUPPORTED for a decoder that is not cut yet, INVALID_ARGUMENT for too many ranks.
+    """
+    _check(config)
+    heads = share_heads(config.num_heads, config.num_kv_heads, num_ranks, rank, head_dim=config.head_dim, block=block)
+    mlp = share_of(config.mlp_size, num_ranks, rank, unit=block)
+    vocabulary = share_of(config.vocab_size, num_ranks, rank)
+    slices = dict(_vocabulary_slices(config, vocabulary))
+    for layer in range(config.num_layers):
+        slices.update(_layer_slices(config, layer, heads, mlp))
+    local = replace(config, num_heads=heads.query.size, num_kv_heads=heads.kv.size, mlp_size=mlp.size)
+    return DecoderShard(config=local, vocabulary=vocabulary, slices=slices)
+
+
+def _vocabulary_slices(config: DecoderConfig, share: Share) -> Iterator[tuple[str, TensorSlice]]:
+    cut = TensorSlice(0, (share,), config.vocab_size)
+    yield f"{config.names.embedding}.weight", cut
+    if not config.is_tied and not config.is_scoring:
+        yield f"{config.names.head}.weight", cut
+
+
+def _layer_slices(
+    config: DecoderConfig, layer: int, heads: HeadShares, mlp: Share
+) -> Iterator[tuple[str, TensorSlice]]:
+    names, query, kv = config.names, heads.query.times(config.head_dim), heads.kv.times(config.head_dim)
+    whole_qkv = ((query, config.query_size), (kv, config.kv_size), (kv, config.kv_size))
+    whole_up = ((mlp, config.mlp_size),) * (2 if config.is_gated else 1)
+    for of, shares in ((names.qkv, whole_qkv), (names.gate_up, whole_up)):
+        for name, cut in zip(of, _columns(shares, len(of)), strict=True):
+            out_dim = 1 if names.is_in_first else 0
+            yield f"{names.of_layer(layer, name)}.weight", cut._replace(dim=out_dim)
+            yield f"{names.of_layer(layer, name)}.bias", cut
+    in_dim = 0 if names.is_in_first else 1
+    yield f"{names.of_layer(layer, names.o)}.weight", TensorSlice(in_dim, (query,), config.query_size)
+    yield f"{names.of_layer(layer, names.down)}.weight", TensorSlice(in_dim, (mlp,), config.mlp_size)
+    if config.has_sinks:
+        yield names.of_layer(layer, names.sinks), TensorSlice(0, (heads.query,), config.num_heads)
+
+
+def _columns(shares: tuple[tuple[Share, int], ...], num_tensors: int) -> list[TensorSlice]:
+    """Of projections that the checkpoint holds apart, or side by side in one tensor."""
+    if num_tensors == len(shares):
+        return [TensorSlice(0, (share,), size) for share, size in shares]
+    assert num_tensors == 1, num_tensors
+    ranges, first = [], 0
+    for share, size in shares:
+        ranges.append((first + share.start, first + share.stop))
+        first += size
+    return [TensorSlice(0, tuple(ranges), first)]
+
+
+def _check(config: DecoderConfig) -> None:
+    missing = {
+        "routed experts": config.experts is not None,
+        "norms over all heads": config.head_norm is HeadNorm.ALL,
+        "queries, keys and values by head": config.names.is_qkv_by_head,
+    }
+    what = ", ".join(name for name, is_there in missing.items() if is_there)
+    if what:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"the model has {what}, which is not divided among ranks yet: set --tp-size 1",
+            {"feature": what},
+        )

@@ -1,0 +1,273 @@
+"""Several data-parallel ranks behind one queue: outputs, placement, pages of each rank's own, the wire's sections."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.planner_world import EOS_ID, VOCAB_SIZE, Record, submission
+from support.planner_world import joined as joined_records
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.runtime.arrays import unpack_ints
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
+from radixmesh.daemons.runtime.sampling import Stop
+from radixmesh.daemons.runtime.steps.step import SlotError, StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto
+from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
+from radixmesh.daemons.scheduler.results.outputs import Outputs
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.simulated.clock import VirtualClock
+from radixmesh.daemons.worker.simulated.latency import LatencyModel
+from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+from radixmesh.daemons.worker.simulated.uneven_runner import UnevenRunner
+from radixmesh.worker.v1 import worker_pb2
+
+
+class DpWorld:
+    """A planner and one simulated worker a rank; plans go over the wire's bytes."""
+
+    def __init__(
+        self, num_ranks: int, *, num_slots: int = 4, num_pages: int = 96, max_tokens_per_row: int = 1, **choices: object
+    ) -> None:
+        self.alphabet = Alphabet.of(VOCAB_SIZE, eos_ids=[EOS_ID], eos_rate=0.0)
+        common = {
+            "page_size": 2,
+            "num_pages": num_pages,
+            "vocab_size": VOCAB_SIZE,
+            "max_total_len": 96,
+            "alphabet": self.alphabet,
+            "latency": LatencyModel(),
+        }
+        runners = [
+            SimulatedRunner(**common, clock=VirtualClock())
+            if max_tokens_per_row == 1
+            else UnevenRunner(**common, clock=VirtualClock(), max_tokens_per_row=max_tokens_per_row, row_seed=rank)
+            for rank in range(num_ranks)
+        ]
+        self.executors = [StepExecutor(r, num_slots=num_slots, max_tokens_per_step=32) for r in runners]
+        self.group = GroupInfo(
+            page_size=2,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            dp_size=num_ranks,
+            max_tokens_per_step=32,
+            max_plans_in_flight=4,
+            max_tokens_per_row=max_tokens_per_row,
+            vocab_size=VOCAB_SIZE,
+            max_total_len=96,
+            eos_ids=(EOS_ID,),
+            barrier_ops=frozenset({"flush_cache"}),
+        )
+        settings = PlannerSettings(chunk_tokens=16, check_invariants=True, decode_reserve_tokens=1)
+        self.planner = Planner(replace(settings, **choices))  # type: ignore[arg-type]
+        self.records: list[Record] = []
+        self.results: deque[list[StepResult]] = deque()
+        self.shapes: list[worker_pb2.ForwardShape] = []
+        self.sections: list[list[StepPlan]] = []
+        self.epoch = 0
+        self.begin_epoch()
+
+    def begin_epoch(self) -> int:
+        self.epoch += 1
+        self.results.clear()
+        snapshots = []
+        for executor in self.executors:
+            executor.begin_epoch(self.epoch)
+            parts, names = executor.snapshot()
+            snapshots.append(CacheSnapshot(records=joined_records(parts), names=tuple(names)))
+        return self.planner.begin_epoch(self.epoch, self.group, snapshots)
+
+    def submit(self, prompt: list[int], max_tokens: int = 8) -> Record:
+        wanted = submission(len(self.records), prompt, stop=Stop(max_tokens=max_tokens))
+        record = Record(wanted)
+        self.records.append(record)
+        self.planner.submit(wanted)
+        self.take(self.planner.take_outputs())
+        return record
+
+    def step(self) -> bool:
+        """Plans once, and has every rank compute its section."""
+        plan = self.planner.plan(0.0)
+        self.take(self.planner.take_outputs())
+        if plan is None:
+            return False
+        data = encode_plan(plan, 0, self.group.dp_size, self.group.num_slots)
+        message = parse_frame(data, worker_pb2.ExecuteRequest).plan
+        self.shapes.append(message.header.shape)
+        sections = [plan_from_proto(message, rank) for rank in range(self.group.dp_size)]
+        self.sections.append(sections)
+        self.results.append([e.run(section) for e, section in zip(self.executors, sections, strict=True)])
+        return True
+
+    def process(self) -> None:
+        self.take(self.planner.process(self.planner.joined(self.results.popleft())))
+
+    def run(self, depth: int = 1, max_steps: int = 5000) -> None:
+        for _ in range(max_steps):
+            while self.planner.num_in_flight <= depth and self.step():
+                pass
+            if not self.results:
+                return
+            self.process()
+        raise AssertionError(f"not done: {self.planner.num_live} live")
+
+    def take(self, outputs: Outputs) -> None:
+        for rows in outputs.rows:
+            start = 0
+            for row, handle in enumerate(rows.handles.tolist()):
+                record = self.records[handle]
+                assert record.finished is None and int(rows.firsts[row]) == len(record.tokens)
+                end = start + int(rows.counts[row])
+                record.tokens += rows.ids[start:end].tolist()
+                start = end
+        for finished in outputs.finished:
+            self.records[finished.handle].finished = finished
+
+    def expected(self, record: Record) -> list[int]:
+        wanted = record.submission
+        return simulated_continuation(
+            wanted.prompt_ids.tolist(), wanted.stop.max_tokens or 0, alphabet=self.alphabet, temperature=0.0
+        )
+
+    def check(self) -> None:
+        for record in self.records:
+            assert record.finished is not None and record.tokens == self.expected(record)
+
+    def rank_of(self, record: Record) -> int:
+        """Of the last admission."""
+        for sections in reversed(self.sections):
+            for rank, section in enumerate(sections):
+                if any(admit.request_id == record.submission.key.request_id for admit in section.admits):
+                    return rank
+        raise AssertionError("never admitted")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "max_tokens_per_row", "seed"), [(2, 1, 0), (2, 3, 0), (3, 1, 1), (3, 3, 1), (12, 1, 0), (12, 3, 1)]
+)
+def test_outputs_are_those_of_one_rank(num_ranks: int, max_tokens_per_row: int, seed: int) -> None:
+    """Little memory: retractions, evictions and chunks on every rank, a new epoch in the middle."""
+    rng = np.random.default_rng(seed)
+    world = DpWorld(num_ranks, num_pages=40, max_tokens_per_row=max_tokens_per_row)
+    stems = [rng.integers(2, VOCAB_SIZE, 12).tolist() for _ in range(3)]
+    for _ in range(8 * num_ranks):
+        prompt = stems[rng.integers(3)][: rng.integers(1, 13)] + rng.integers(2, VOCAB_SIZE, 4).tolist()
+        world.submit(prompt, max_tokens=int(rng.integers(1, 40)))
+        if rng.random() < 0.5 and world.step() and rng.random() < 0.7:
+            world.process()
+    assert world.begin_epoch() > 0 or seed, "some KV of the ranks is adopted"
+    world.run()
+    world.check()
+    state = world.planner.state
+    assert state is not None and state.table.num_running == 0
+    for pages, executor in zip(state.ranks, world.executors, strict=True):
+        assert pages.pool.num_free + pages.pool.num_cached == pages.pool.num_pages
+        assert pages.cache.num_evictable == pages.pool.num_cached and not executor.table.is_occupied.any()
+    assert len({world.rank_of(record) for record in world.records}) == num_ranks, "all ranks had work"
+
+
+def test_a_prefix_goes_where_it_is_cached_until_that_rank_is_busy() -> None:
+    world = DpWorld(2, num_slots=8, inflight_prefix_min_tokens=1000)
+    stem = list(range(2, 42))
+    first = world.submit(stem, max_tokens=2)
+    world.run()
+    home = world.rank_of(first)
+    second = world.submit([*stem, 50], max_tokens=2)
+    world.run()
+    assert world.rank_of(second) == home and second.finished is not None
+    herd = [world.submit([*stem, 44 + i], max_tokens=30) for i in range(8)]
+    world.run()
+    ranks = [world.rank_of(record) for record in herd]
+    assert ranks[0] == home and 0 < ranks.count(1 - home) < 8, "the longest prefix alone would herd them onto one rank"
+    world.check()
+
+
+def test_among_many_ranks_the_one_that_had_the_prefix_is_found() -> None:
+    world = DpWorld(32, num_slots=2)
+    first = world.submit(list(range(2, 50)), max_tokens=2)
+    for i in range(31):
+        world.submit([60, 2 + i, 3, 4], max_tokens=2)
+    world.run()
+    again = world.submit([*range(2, 50), 7], max_tokens=2)
+    world.run()
+    assert world.rank_of(again) == world.rank_of(first)
+    world.check()
+
+
+def test_a_rank_whose_prefills_wait_for_each_other_is_freed_while_another_goes_on() -> None:
+    world = DpWorld(2, num_pages=24, inflight_prefix_min_tokens=1000)
+    long_ones = [world.submit([2 + i, *range(3, 40)], max_tokens=8) for i in range(6)]
+    for _ in range(400):
+        if all(record.finished for record in long_ones):
+            break
+        if world.planner.num_live < 12:
+            world.submit([50, 51, int(world.epoch)], max_tokens=20)
+        if not world.step() and not world.results:
+            break
+        while world.results:
+            world.process()
+    assert all(record.tokens == world.expected(record) for record in long_ones)
+
+
+def test_the_shape_of_a_step_says_which_ranks_idle() -> None:
+    world = DpWorld(3, num_slots=1)
+    world.submit([2, 3, 4, 5], max_tokens=2)
+    world.submit([6, 7], max_tokens=2)
+    world.step()
+    (shape,) = world.shapes
+    idle = {0, 1, 2} - {world.rank_of(record) for record in world.records}
+    assert shape.max_tokens_per_rank == 4 and unpack_ints(shape.idle_ranks, "idle_ranks").tolist() == sorted(idle)
+
+
+def test_a_flush_empties_the_caches_of_all_ranks() -> None:
+    world = DpWorld(3)
+    for i in range(9):
+        world.submit([2 + i, 3, 4, 5, 6], max_tokens=2)
+    world.run()
+    wish = world.planner.flush.wish()
+    world.run()
+    state = world.planner.state
+    assert state is not None and wish.is_done and wish.flushed_pages > 3
+    assert all(pages.pool.num_free == pages.pool.num_pages for pages in state.ranks)
+    world.submit([2, 3, 4, 5, 6])
+    world.run()
+    world.check()
+
+
+def test_a_rank_with_rows_that_the_plan_did_not_give_it_breaks_the_protocol() -> None:
+    world = DpWorld(2)
+    for i in range(4):
+        world.submit([2 + i, 3, 4])
+    world.step()
+    (results,) = world.results
+    with pytest.raises(MeshError) as caught:
+        world.planner.joined(
+            results[::-1]
+            if len(results[0].counts) != len(results[1].counts)
+            else [results[0], replace(results[1], counts=results[1].counts[:-1])]
+        )
+    assert caught.value.reason_name == "PROTOCOL_VIOLATION"
+    with pytest.raises(MeshError):
+        world.planner.joined([results[0], replace(results[1], step_id=7)])
+
+
+def test_an_error_of_a_slot_is_that_of_its_rank() -> None:
+    world = DpWorld(2, num_slots=1)
+    records = [world.submit([2 + i, 3, 4]) for i in range(2)]
+    world.step()
+    (results,) = world.results
+    error = MeshError(common_pb2.ERROR_REASON_INTERNAL, "broken")
+    failing = world.rank_of(records[1])
+    results[failing] = replace(results[failing], slot_errors=(SlotError(slot=0, generation=1, error=error),))
+    # A slot that the rank does not have is not that of the next one.
+    results[1 - failing] = replace(results[1 - failing], slot_errors=(SlotError(slot=1, generation=1, error=error),))
+    world.run()
+    assert records[1].finished is not None and records[1].finished.error is error
+    assert records[0].tokens == world.expected(records[0])

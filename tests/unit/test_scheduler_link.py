@@ -1,0 +1,205 @@
+"""The link to a scheduler over a made-up stream: every part of a frame becomes the event that it stands for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import cast
+
+import pytest
+from support.router_mesh import MODEL
+from support.router_requests import new_request
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.peers.frame_stream import FrameStream
+from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
+from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Ending, Journal, Output
+from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
+from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
+from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.scheduler.v1 import scheduler_pb2
+
+Frame = scheduler_pb2.ServeResponse
+
+
+class Wire(FrameStream[scheduler_pb2.ServeRequest, Frame]):
+    """Says what the test puts in; the hello first. None ends it."""
+
+    def __init__(self) -> None:
+        self.sent: list[scheduler_pb2.ServeRequest] = []
+        self.said: asyncio.Queue[Frame | None] = asyncio.Queue()
+        hello = scheduler_pb2.SchedulerHello(hello=make_hello("scheduler", "s", MODEL), page_size=1, num_pages=1000)
+        load = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_SERVING)
+        self.said.put_nowait(Frame(hello=hello, load=load))
+
+    async def send(self, frame: scheduler_pb2.ServeRequest) -> None:
+        self.sent.append(frame)
+
+    async def receive(self) -> Frame | None:
+        return await self.said.get()
+
+    async def close(self) -> None:
+        pass
+
+
+class Events:
+    """Names of events with what tells them apart."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def tell(*arguments: object) -> None:
+            self.told.append((name, *arguments))
+
+        return tell
+
+    def names(self) -> list[str]:
+        return [cast("tuple[str, object]", event)[0] for event in self.told]
+
+    def endings(self) -> list[Ending]:
+        return [
+            argument
+            for event in self.told
+            for argument in cast("tuple[object, ...]", event)
+            if isinstance(argument, Ending)
+        ]
+
+
+class Talk:
+    def __init__(self) -> None:
+        self.wire, self.events = Wire(), Events()
+        self.link = SchedulerLink(
+            "s", lambda address: self.wire, 60.0, make_hello("router", "r"), cast("SchedulerEvents", self.events)
+        )
+
+    def output(self) -> Output:
+        (output,) = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()), max_tokens=10).outputs
+        self.link.submit(output)
+        return output
+
+    async def hear(self, frame: Frame) -> list[str]:
+        """The events of a frame."""
+        self.events.told.clear()
+        self.wire.said.put_nowait(frame)
+        async with asyncio.timeout(30):
+            while not self.wire.said.empty():
+                await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return self.events.names()
+
+
+@asynccontextmanager
+async def talk() -> AsyncIterator[Talk]:
+    made = Talk()
+    made.link.start()
+    try:
+        async with asyncio.timeout(30):
+            while not made.link.is_connected:
+                await asyncio.sleep(0)
+        yield made
+    finally:
+        await made.link.close()
+
+
+def tokens(output: Output, ids: list[int]) -> scheduler_pb2.TokenBatch:
+    return scheduler_pb2.TokenBatch(
+        handles=pack_ints([output.scheduler_handle]),
+        attempts=pack_ints([output.attempt]),
+        first_output_indexes=pack_ints([len(output.ids)]),
+        counts=pack_ints([len(ids)]),
+        ids=pack_ints(ids),
+    )
+
+
+async def test_the_first_tokens_of_a_submit_are_told_once() -> None:
+    async with talk() as made:
+        output = made.output()
+        assert made.link.is_without_tokens(output)
+        assert await made.hear(Frame(tokens=tokens(output, [5]))) == ["on_first_token", "on_tokens"]
+        assert not made.link.is_without_tokens(output)
+        assert await made.hear(Frame(tokens=tokens(output, [6]))) == ["on_tokens"]
+        assert list(output.ids) == [5, 6]
+
+
+async def test_prompt_logprobs_and_vectors_are_told() -> None:
+    async with talk() as made:
+        output = made.output()
+        output.request.prompt_logprobs = LogprobTrack(1)
+        values = common_pb2.Logprobs(token_logprobs=pack_floats([-1.0]))
+        frame = Frame()
+        frame.prompt_logprobs.add(handle=output.scheduler_handle, first_position=1, logprobs=values)
+        assert await made.hear(frame) == ["on_prompt_logprobs"]
+        assert await made.hear(frame) == [], "known"
+        output.request.resolved.task = common_pb2.TASK_EMBED
+        frame = Frame()
+        frame.vectors.add(handle=output.scheduler_handle, values=pack_floats([1.0]))
+        assert await made.hear(frame) == ["on_vector"]
+
+
+async def test_a_load_is_told_and_a_change_of_group_or_draining_apart() -> None:
+    async with talk() as made:
+        serving = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_SERVING)
+        assert await made.hear(Frame(load=serving)) == ["on_load"]
+        away = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_CONNECTING)
+        assert await made.hear(Frame(load=away)) == ["on_load", "on_scheduler_changed"]
+        drains = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_CONNECTING, is_draining=True)
+        assert await made.hear(Frame(load=drains)) == ["on_load", "on_scheduler_changed"]
+        assert not made.link.takes_submits
+
+
+@pytest.mark.parametrize("reason", [common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH])
+async def test_a_regular_end_counts_the_tokens_that_came(reason: common_pb2.FinishReason) -> None:
+    async with talk() as made:
+        output = made.output()
+        await made.hear(Frame(tokens=tokens(output, [5, 6])))
+        frame = Frame()
+        usage = common_pb2.Usage(cached_tokens=3)
+        frame.finished.add(
+            handle=output.scheduler_handle, attempt=output.attempt, reason=reason, num_output=2, stop_id=6, usage=usage
+        )
+        assert await made.hear(frame) == ["on_left", "on_finished"]
+        assert made.events.endings() == [Ending(reason=reason, num_output=2, stop_id=6, cached_tokens=3)]
+        assert not made.link.num_running
+
+
+async def test_an_end_that_is_none_of_the_models_is_an_error_with_what_there_is() -> None:
+    async with talk() as made:
+        output = made.output()
+        await made.hear(Frame(tokens=tokens(output, [5, 6])))
+        frame = Frame()
+        reason = common_pb2.FINISH_REASON_ERROR
+        frame.finished.add(handle=output.scheduler_handle, attempt=output.attempt, reason=reason, num_output=1)
+        await made.hear(frame)
+        (ending,) = made.events.endings()
+        assert ending.error is not None and ending.num_output == 2
+
+
+async def test_the_end_of_a_former_attempt_ends_nothing() -> None:
+    async with talk() as made:
+        output = made.output()
+        frame = Frame()
+        frame.finished.add(
+            handle=output.scheduler_handle, attempt=output.attempt + 1, reason=common_pb2.FINISH_REASON_STOP
+        )
+        frame.rejected.add(handle=output.scheduler_handle, attempt=output.attempt + 1)
+        assert await made.hear(frame) == [] and made.link.num_running == 1
+
+
+async def test_an_end_with_another_count_than_came_breaks_the_stream_and_the_output_is_lost() -> None:
+    async with talk() as made:
+        output = made.output()
+        await made.hear(Frame(tokens=tokens(output, [5, 6])))
+        frame = Frame()
+        reason = common_pb2.FINISH_REASON_LENGTH
+        frame.finished.add(handle=output.scheduler_handle, attempt=output.attempt, reason=reason, num_output=3)
+        await made.hear(frame)
+        async with asyncio.timeout(30):
+            while "on_scheduler_lost" not in made.events.names():
+                await asyncio.sleep(0)
+        assert not made.link.num_running
