@@ -17,6 +17,7 @@ import numpy.typing as npt
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task, TokenLogprobs
+from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 
@@ -33,6 +34,8 @@ class SampleInput:
     position: int
     suppressed_ids: IntArray = field(default_factory=empty_ints)
     """Ids that may not be sampled here (min_tokens is not reached yet)."""
+    guide: Guide | None = None
+    """Of an output that follows a grammar: says which ids may be sampled here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

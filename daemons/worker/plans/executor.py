@@ -17,7 +17,10 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.steps.step import Grant, PageRecords, StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.guides import guide_of, stuck
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
@@ -49,10 +52,17 @@ class StepExecutor:
     """Slots, page records and a model, driven by plans.
 
     max_tokens_per_step: chunks and decodes of one forward together. blobs: what slots may name; None: nothing.
+    grammars: reads those of them that are grammars; None: requests that follow one are refused.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, num_slots: int, max_tokens_per_step: int, blobs: BlobStore | None = None
+        self,
+        runner: ModelRunner,
+        *,
+        num_slots: int,
+        max_tokens_per_step: int,
+        blobs: BlobStore | None = None,
+        grammars: GrammarStore | None = None,
     ) -> None:
         self.limits = Limits(
             page_size=runner.page_size,
@@ -63,12 +73,13 @@ class StepExecutor:
             max_tokens_per_step=max_tokens_per_step,
             max_tokens_per_row=runner.max_tokens_per_row,
             tasks=frozenset(runner.tasks),
-            takes_grammars=runner.takes_grammars and blobs is not None,
+            takes_grammars=runner.takes_grammars and blobs is not None and grammars is not None,
         )
         self.runner = runner
         self.table = SlotTable(self.limits)
         self.records = PageRecordTable(self.limits)
         self.blobs = SlotBlobs(blobs)
+        self._grammars = grammars
         self.weights_version = 1
         assert runner.max_tokens_per_row == 1 or not runner.is_asynchronous, "a launch needs exact lengths"
         self._epoch = 0
@@ -106,16 +117,20 @@ class StepExecutor:
         check_plan(plan, self.limits, self.table, self.records)
         self._apply(plan)
         self.last_step = plan.step_id
-        builder = ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
         if not plan.has_forward:
-            return StepHandle(DONE, partial(builder.build, at_ns=ready_ns))
+            return StepHandle(DONE, partial(self._builder(plan).build, at_ns=ready_ns))
         batch = ForwardBatch.of(plan, self.table, self.limits.page_size, self.runner.max_tokens_per_row)
         if self._launched and self._needs_tokens(batch):
             self.finish_all()
+        self._fail_stuck(batch)
+        builder = self._builder(plan)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         if self.runner.max_tokens_per_row > 1:
             output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
+            for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
+                if segment.sample is not None:
+                    self._guide(row, got.tokens)
             self.table.is_bounded[self.table.decode_set] = True
             return StepHandle.of(builder.build_forward(batch, output))
         settle = partial(self._settle, plan.step_id, running, batch, self._written(batch), builder)
@@ -163,12 +178,13 @@ class StepExecutor:
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
         for admit in plan.admits:
+            guide = self._guide_of(admit)
             table.admit(
                 admit,
-                can_batch=self.runner.can_batch(admit.sampling),
+                can_batch=guide is None and self.runner.can_batch(admit.sampling),
                 is_suppressed_by_runner=self.runner.suppresses_rows,
+                guide=guide,
             )
-            self.blobs.admitted(admit)
             self.runner.admitted(admit)
         if plan.grants:
             self._grant(plan.grants)
@@ -177,6 +193,38 @@ class StepExecutor:
             records.copy(copy.source_page, copy.target_page, copy.num_tokens)
         if plan.decode_set is not None:
             table.decode_set = plan.decode_set
+
+    def _guide_of(self, admit: Admit) -> Guide | None:
+        """The guide of a request with a grammar; where there can be none, its slot has failed."""
+        blob = self.blobs.admitted(admit)
+        if not blob or self._grammars is None:
+            return None
+        try:
+            return guide_of(admit, blob, self._grammars, self.limits.vocab_size)
+        except MeshError as error:
+            self.blobs.fail(admit.slot, admit.generation, error)
+            return None
+
+    def _fail_stuck(self, batch: ForwardBatch) -> None:
+        """Outputs whose grammar leaves no token fail before they are sampled."""
+        for row, segment in zip(batch.segment_rows, batch.segments, strict=True):
+            guide = segment.sample.guide if segment.sample is not None else None
+            if guide is not None and row.slot not in self.blobs.failed and guide.is_stuck():
+                self.blobs.fail(row.slot, row.generation, stuck())
+
+    def _guide(self, row: Row, tokens: Sequence[int]) -> None:
+        """A slot's guide follows what was sampled for it."""
+        if row.slot in self.blobs.failed or self.table.generations[row.slot] != row.generation:
+            return
+        guide = self.table.occupant(row.slot).guide
+        if guide is None:
+            return
+        for token in tokens:
+            # Behind the end of an output come tokens that nobody reads.
+            assert guide.accept(token) or guide.is_over, f"slot {row.slot} sampled {token} against its grammar"
+
+    def _builder(self, plan: StepPlan) -> ResultBuilder:
+        return ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
 
     def _grant(self, grants: Sequence[Grant]) -> None:
         slots = np.array([grant.slot for grant in grants])
@@ -259,6 +307,7 @@ class StepExecutor:
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
+                self._guide(row, got.tokens)
         return builder.build_forward(batch, output)
 
     def _learn(self, row: Row, position: int, token: int) -> None:

@@ -120,6 +120,7 @@ def _segment(table: SlotTable, slot: int, length: int, page_size: int, max_token
             output_ids=table.tokens[slot, prompt_len:total_len],
             position=total_len,
             suppressed_ids=occupant.suppressed_ids if is_suppressed else occupant.suppressed_ids[:0],
+            guide=occupant.guide,
         )
     wanted = _prompt_logprobs(occupant.sampling.prompt_logprobs, occupant.logprobs_start, start, end, prompt_len)
     return Segment(
