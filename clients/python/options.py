@@ -14,6 +14,7 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 Message = Mapping[str, object]
 _MESSAGE_KEYS = ("role", "content")
+_CONSTRAINTS = ("json_schema", "regex", "ebnf", "choices")
 
 
 class Options(TypedDict, total=False):
@@ -39,6 +40,10 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     include_stop: bool | None
     skip_special_tokens: bool | None
+    json_schema: str | Mapping[str, object] | None  # The output follows it. Of this and the next three at most one.
+    regex: str | None
+    ebnf: str | None  # GBNF notation, with the root rule "root".
+    choices: Sequence[str] | None  # The output is one of them.
     ids_only: bool  # No text is made.
     cache_salt: str
     priority: int
@@ -67,6 +72,9 @@ def request_from(
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
         )
+        grammar = _grammar_from(options)
+        if grammar is not None:
+            request.grammar.CopyFrom(grammar)
         if messages is not None:
             request.chat.CopyFrom(chat_from(messages))
         elif isinstance(prompt, str):
@@ -107,6 +115,33 @@ def _sampling_from(options: Options) -> common_pb2.SamplingParams:
         num_top_logprobs=options.get("logprobs"),
         prompt_logprobs=bool(options.get("prompt_logprobs")),
     )
+
+
+def _grammar_from(options: Options) -> common_pb2.Grammar | None:
+    schema, regex, ebnf, choices = (options.get(name) for name in _CONSTRAINTS)
+    found: list[common_pb2.Grammar] = []
+    if schema is not None:
+        found.append(common_pb2.Grammar(json_schema=schema if isinstance(schema, str) else json.dumps(schema)))
+    if regex is not None:
+        found.append(common_pb2.Grammar(regex=str(regex)))
+    if ebnf is not None:
+        found.append(common_pb2.Grammar(ebnf=str(ebnf)))
+    if choices is not None:
+        found.append(common_pb2.Grammar(ebnf=choice_grammar(options.get("choices") or ())))
+    if len(found) > 1:
+        raise ValueError(f"of {', '.join(_CONSTRAINTS)} one at most can be followed")
+    return found[0] if found else None
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """EBNF of a text that is one of these: what is not plain ASCII goes by its code."""
+    if not choices or not all(choices):
+        raise ValueError("choices need one text at least, and none that is empty")
+    literals = (
+        "".join(char if char.isalnum() and char.isascii() else f"\\U{ord(char):08X}" for char in choice)
+        for choice in choices
+    )
+    return "root ::= " + " | ".join(f'"{literal}"' for literal in literals)
 
 
 def _stop_from(options: Options) -> common_pb2.StopParams:

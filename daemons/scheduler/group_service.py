@@ -74,6 +74,9 @@ class GrpcRank:
     async def leave_group(self, request: worker_pb2.LeaveGroupRequest) -> None:
         await _called(self._stub.LeaveGroup(request))
 
+    async def put_blob(self, blob_hash: str, data: bytes) -> None:
+        await _called(self._stub.PutBlob(worker_pb2.PutBlobRequest(hash=blob_hash, data=data)))
+
     async def snapshot(
         self, request: worker_pb2.SnapshotCacheRequest
     ) -> AsyncIterator[worker_pb2.SnapshotCacheResponse]:

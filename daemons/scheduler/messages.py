@@ -15,6 +15,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Task
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.queue.grammars import Grammar, GrammarShelf
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 from radixmesh.scheduler.v1 import scheduler_pb2
 from radixmesh.worker.v1 import worker_pb2
@@ -36,14 +37,16 @@ def submission_from_proto(
     router: str,
     now: float,
     earlier: Mapping[int, Submission] | None = None,
+    grammars: GrammarShelf | None = None,
 ) -> Submission:
     """Checks and converts what can be told without knowing the group. Raises typed errors naming the field.
 
-    earlier: submissions of the same frame by handle, for those that share what they have in common.
+    earlier: submissions of the same frame by handle, for those that share what they have in common. grammars: has
+    those that were sent before.
     """
     _check_numbers(message)
     if message.HasField("shares_with"):
-        return _sibling_of(message, (earlier or {}).get(message.shares_with))
+        return _sibling_of(message, (earlier or {}).get(message.shares_with), grammars)
     if not message.request_id:
         raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, "set request_id", {"field": "request_id"})
     for field in _NAMES:
@@ -76,6 +79,7 @@ def submission_from_proto(
         logprobs_start=min(message.logprobs_start, _MAX_INDEX),
         cache_salt=message.cache_salt,
         deadline_s=now + message.deadline_ms / 1000 if message.HasField("deadline_ms") else None,
+        grammar=_grammar_of(message, grammars),
         unsupported=_unsupported_in(message),
         trace_context=message.trace_context,
     )
@@ -89,7 +93,7 @@ def _check_numbers(message: scheduler_pb2.Submit) -> None:
         )
 
 
-def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None) -> Submission:
+def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None, grammars: GrammarShelf | None) -> Submission:
     """Another output of the request of `other`, with the same objects: 128 outputs keep one prompt."""
     if other is None:
         text = f"shares_with names {message.shares_with}, which is no earlier submit of this frame that could be read"
@@ -103,6 +107,7 @@ def _sibling_of(message: scheduler_pb2.Submit, other: Submission | None) -> Subm
         resumed_output_ids=unpack_ints(message.resumed_output_ids, "resumed_output_ids"),
         sampling=replace(other.sampling, seed=seed, prompt_logprobs=message.sampling.prompt_logprobs),
         logprobs_start=min(message.logprobs_start, _MAX_INDEX),
+        grammar=_grammar_of(message, grammars),
         unsupported=_unsupported_in(message) or other.unsupported,
     )
 
@@ -138,6 +143,7 @@ def group_from_proto(hello: worker_pb2.WorkerHello) -> GroupInfo:
         instance_id=hello.hello.instance_id,
         predecessor_end=_PREDECESSOR_ENDS.get(hello.predecessor_end, PredecessorEnd.UNKNOWN),
         weights_digest=caps.weights_digest,
+        grammar_format=model.grammar_format,
         kv_dtype=caps.kv_dtype,
         kv_layout=caps.kv_layout,
     )
@@ -181,9 +187,23 @@ def _is_sound(part: PageRecords, num_names: int, num_pages: int) -> bool:
     )
 
 
+def _grammar_of(message: scheduler_pb2.Submit, grammars: GrammarShelf | None) -> Grammar | None:
+    """The grammar that a submit names. Raises UNKNOWN_BLOB, INVALID_ARGUMENT, or what GrammarShelf.add() does."""
+    for blob in message.blobs:
+        if blob.hash != message.grammar_hash:
+            text = f"the submit brings the blob {blob.hash[:64]!r} and does not name it: send what grammar_hash names"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, text, {"field": "blobs"})
+    if not message.grammar_hash:
+        return None
+    if grammars is None:
+        text = "this scheduler takes no grammars: leave grammar_hash out"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, text, {"feature": "grammar"})
+    for blob in message.blobs:
+        return grammars.add(blob.hash, blob.data)
+    return grammars.find(message.grammar_hash)
+
+
 def _unsupported_in(message: scheduler_pb2.Submit) -> str:
-    if message.grammar_hash:
-        return "grammar"
     if message.embeddings:
         return "embeddings"
     if message.transfer_id or message.HasField("send_kv_to"):

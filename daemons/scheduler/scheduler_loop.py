@@ -15,6 +15,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.grammar_puts import GrammarPuts
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
 from radixmesh.daemons.scheduler.pages.page_states import PageState
@@ -207,6 +208,13 @@ class SchedulerLoop:
 
     async def _drive(self, claimed: ClaimedGroup) -> None:
         """Serves until the epoch ends; raises the error that ended it."""
+        puts = GrammarPuts(self.planner, claimed.stream, self.notify)
+        try:
+            await self._drive_with(claimed, puts)
+        finally:
+            puts.cancel()
+
+    async def _drive_with(self, claimed: ClaimedGroup, puts: GrammarPuts) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -215,6 +223,7 @@ class SchedulerLoop:
             if self._loss is not None:
                 raise self._loss
             await self._send_plans(claimed)
+            puts.start(self.planner.grammars.take_wanted())
             self.deliver()
             self._check_hang()
             num_pending = max(self.planner.num_in_flight, self.planner.num_live)

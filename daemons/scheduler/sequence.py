@@ -20,6 +20,7 @@ from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.cache_namespace import cache_name
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import Task
+from radixmesh.daemons.scheduler.queue.grammars import Grammar
 
 
 class Lifecycle(Enum):
@@ -59,6 +60,8 @@ class Submission:
     logprobs_start: int = 0
     cache_salt: str = ""
     deadline_s: float | None = None
+    grammar: Grammar | None = None
+    """That the output follows; None = it is free."""
     unsupported: str = ""
     """Name of an option that this scheduler does not offer; empty = none is used."""
     trace_context: str = ""

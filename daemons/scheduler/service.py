@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.cache.watch import watch_cache
 from radixmesh.daemons.scheduler.group.group_client import GroupState
 from radixmesh.daemons.scheduler.messages import submission_from_proto
+from radixmesh.daemons.scheduler.queue.grammars import GrammarShelf
 from radixmesh.daemons.scheduler.results.outputs import Rejected
 from radixmesh.daemons.scheduler.routers.load_report import hello_of, load_of, state_of
 from radixmesh.daemons.scheduler.routers.outbox import rejected_to_proto
@@ -44,6 +45,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._instance_id = instance_id
         self._drain_s = drain_s
         self._num_watches = 0
+        self._grammars = GrammarShelf()
 
     async def Serve(
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeRequest], context: _Context
@@ -155,7 +157,12 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         for submit in request.submits:
             try:
                 submission = submission_from_proto(
-                    submit, owner=stream.owner, router=stream.router, now=now, earlier=earlier
+                    submit,
+                    owner=stream.owner,
+                    router=stream.router,
+                    now=now,
+                    earlier=earlier,
+                    grammars=self._grammars,
                 )
                 if not submit.HasField("shares_with"):
                     earlier[submit.handle] = submission

@@ -53,8 +53,9 @@ class WorkerDaemon(Daemon):
             num_slots=self._settings.num_slots,
             max_tokens_per_step=self._settings.max_tokens_per_step,
             blobs=self.core.blobs,
+            grammars=model.grammars,
         )
-        self.core.attach(executor, model.identity)
+        self.core.attach(executor, model.identity, model.grammars)
 
     async def drain(self) -> None:
         await self.core.drain()

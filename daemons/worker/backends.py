@@ -11,9 +11,16 @@ from pathlib import Path
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import (
+    GrammarBackend,
+    GuidedVocabulary,
+    installed_format,
+    load_backend,
+)
 from radixmesh.daemons.runtime.model_folder.fingerprint import (
     ModelIdentity,
     model_fingerprint,
+    read_json_object,
     read_model_identity,
     tokenizer_fingerprint,
 )
@@ -21,6 +28,7 @@ from radixmesh.daemons.runtime.model_folder.generation_config import read_sampli
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.runner import ModelRunner
 
 # Defaults of the simulated backend.
@@ -34,6 +42,8 @@ class LoadedModel:
 
     runner: ModelRunner
     identity: common_pb2.ModelIdentity
+    grammars: GrammarStore | None = None
+    """None: the runner follows no grammars, or their library is not installed."""
 
 
 def check_backend(settings: WorkerSettings) -> None:
@@ -70,7 +80,7 @@ def _load_cpu(settings: WorkerSettings) -> LoadedModel:
         embed_pooling=settings.embed_pooling,
         model_impl=settings.model_impl,
     )
-    return _loaded(settings, folder, runner, model_fingerprint(folder))
+    return _loaded(settings, folder, runner, _fingerprint(settings, folder))
 
 
 def _load_cuda(settings: WorkerSettings) -> LoadedModel:
@@ -104,11 +114,25 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
         fingerprint = hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest()
     else:
-        fingerprint = model_fingerprint(folder)
+        fingerprint = _fingerprint(settings, folder)
     if settings.quantization not in ("auto", "none"):
         # Other numbers than the folder's, or may be: who computes with the folder's own does not continue them.
         fingerprint = hashlib.sha256(f"{settings.quantization}/{fingerprint}".encode()).hexdigest()
     return _loaded(settings, folder, runner, fingerprint)
+
+
+def _fingerprint(settings: WorkerSettings, folder: Path) -> str:
+    """Of the folder, and of the list of longrope's factors where the longest sequence chooses it: workers with other
+    lists give other tokens, and must not continue each other's."""
+    fingerprint, config = model_fingerprint(folder), read_json_object(folder / "config.json")
+    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    if settings.max_total_len is None or not isinstance(rope, dict):
+        return fingerprint
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    is_longrope = rope.get("rope_type", rope.get("type")) in ("longrope", "su")
+    if not is_longrope or not isinstance(original, int) or settings.max_total_len > original:
+        return fingerprint
+    return hashlib.sha256(f"short factors/{fingerprint}".encode()).hexdigest()
 
 
 def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:
@@ -120,7 +144,22 @@ def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerp
     )
     identity.max_total_len = runner.max_total_len
     _add_sampling_defaults(settings, identity)
-    return LoadedModel(runner=runner, identity=identity)
+    grammars = _grammars(folder, settings.grammar_backend) if runner.takes_grammars else None
+    identity.grammar_format = "" if grammars is None else grammars.format
+    return LoadedModel(runner=runner, identity=identity, grammars=grammars)
+
+
+def _grammars(folder: Path, backend: str) -> GrammarStore | None:
+    grammar_format = installed_format(backend)
+    if not grammar_format or not (folder / "tokenizer.json").is_file():
+        return None
+
+    def make() -> GrammarBackend:
+        from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+
+        return load_backend(backend, GuidedVocabulary.of(Vocabulary.load(folder)))
+
+    return GrammarStore(grammar_format, make)
 
 
 def _load_simulated(settings: WorkerSettings) -> LoadedModel:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.guided.backend import BACKENDS
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.settings import setting
 from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
@@ -41,6 +42,7 @@ class WorkerSettings(CommonSettings):
     max_tokens_per_step: int = setting(2048, "most tokens, chunks and decodes together, of one step")
     max_plans_in_flight: int = setting(4, "plans taken ahead of the running one, itself included")
     max_blob_bytes: int = setting(32 * _MIB, "largest blob")
+    grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
@@ -103,6 +105,8 @@ class WorkerSettings(CommonSettings):
                 raise ValueError(f"{_flag(name)} must be >= 1, not {value}")
         if self.blob_store_bytes < self.max_blob_bytes:
             raise ValueError(f"{_flag('blob_store_bytes')} must hold one blob of {_flag('max_blob_bytes')}")
+        if self.grammar_backend not in BACKENDS:
+            raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:
             raise ValueError(f"{_flag('simulated_eos_rate')} must be in [0, 1], not {self.simulated_eos_rate}")
         if not 1 <= self.simulated_max_tokens_per_row <= MAX_TOKENS_PER_ROW:

@@ -23,6 +23,7 @@ from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
 from radixmesh.daemons.worker.epochs import EpochLedger, Holder
 from radixmesh.daemons.worker.group_formation import GroupFormation
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
@@ -84,6 +85,7 @@ class WorkerCore:
         self.config = config
         self.ledger = EpochLedger()
         self.blobs = BlobStore(max_bytes=config.blob_store_bytes, max_blob_bytes=config.max_blob_bytes)
+        self._grammars: GrammarStore | None = None
         self.pins = TransferPins()
         self._hello = make_hello(instance_id, "worker")
         self._progress = progress
@@ -105,8 +107,21 @@ class WorkerCore:
         self._is_draining = False
         self.formation = GroupFormation(self.ledger, self.member, lambda: self._queue.run(self._ready().reset))
 
-    def attach(self, executor: StepExecutor, model: common_pb2.ModelIdentity) -> None:
+    def put_blob(self, blob_hash: str, data: bytes) -> bool:
+        """Keeps a blob, and reads it if it is a grammar: a step that admits a request finds it ready. Takes a while.
+
+        True if it was there already. Raises what BlobStore.put() does, or INVALID_GRAMMAR.
+        """
+        was_known = self.blobs.put(blob_hash, data)  # Checks the hash, which names the grammar from then on.
+        if self._grammars is not None and self._grammars.is_grammar(data):
+            self._grammars.get(blob_hash, data)
+        return was_known
+
+    def attach(
+        self, executor: StepExecutor, model: common_pb2.ModelIdentity, grammars: GrammarStore | None = None
+    ) -> None:
         """The model is loaded: claims are taken from now on."""
+        self._grammars = grammars
         self.executor = executor
         self.profiler = make_profiler(self.config.dump_folder, self._hello.instance_id[:8])
         dump = PlanDump(self.config.dump_folder, self._hello.instance_id)

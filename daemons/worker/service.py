@@ -78,7 +78,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             message = "content is missing: send data"
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, message, {"field": "data"})
         # Hashing megabytes takes milliseconds that results would wait for.
-        was_known = await asyncio.to_thread(self._core.blobs.put, request.hash, request.data)
+        was_known = await asyncio.to_thread(self._core.put_blob, request.hash, request.data)
         return worker_pb2.PutBlobResponse(was_known=was_known, ttl_ms=int(self._core.blobs.ttl_s * 1000))
 
     async def Profile(self, request: worker_pb2.ProfileRequest, context: object) -> worker_pb2.ProfileResponse:

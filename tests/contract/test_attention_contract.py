@@ -139,8 +139,8 @@ def test_sinks_join_each_softmax_and_have_no_value(
 
 
 @pytest.mark.parametrize("shape", _SHAPES.values(), ids=_SHAPES)
-# Within a key tile, across its border, and as long as no sequence is.
-@pytest.mark.parametrize("chunk", [10, 64, 70, 1000])
+# Within a key tile, and across its border.
+@pytest.mark.parametrize("chunk", [10, 70])
 def test_chunks_are_seen_from_their_own_start_on(backend_name: str, shape: AttentionShape, chunk: int) -> None:
     backend = _backend(backend_name, shape)
     case = _Case(shape, _SEGMENTS, padding=5)

@@ -126,8 +126,10 @@ async def test_calls_that_are_refused(stub: Stub, tokenizer: Running[TokenizerDa
     assert (await refusal(stub.Decode(pb.DecodeRequest(ids=[b"123"]))))[0] == "MALFORMED_MESSAGE"
     reason, metadata = await refusal(stub.Decode(pb.DecodeRequest(ids=[pack_ints([1]), pack_ints([1, 402])])))
     assert (reason, metadata["position"], metadata["id"]) == ("TOKEN_OUT_OF_VOCABULARY", "1", "402")
-    grammar = pb.CompileGrammarRequest(grammar=common_pb2.Grammar(regex="a+"))
-    assert await refusal(stub.CompileGrammar(grammar)) == ("UNSUPPORTED", {"feature": "CompileGrammar"})
+    nothing = pb.CompileGrammarRequest(grammar=common_pb2.Grammar(any_json=False))
+    assert await refusal(stub.CompileGrammar(nothing)) == ("MISSING_FIELD", {"field": "grammar"})
+    empty = pb.CompileGrammarRequest(grammar=common_pb2.Grammar(regex=""))
+    assert (await refusal(stub.CompileGrammar(empty)))[0] == "INVALID_GRAMMAR"
     async with open_channel(tokenizer.address) as channel:
         raw = channel.unary_unary("/radixmesh.tokenizer.v1.TokenizerService/Encode")
         for garbage in (b"\xff\xff\xff", pb.EncodeItem(text="x").SerializeToString() + b"\x0a\x7f"):

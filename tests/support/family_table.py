@@ -19,10 +19,9 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.cuda.model.decoder import check_decoder
+from radixmesh.daemons.worker.cuda.weights.loading import check_model
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.models import registry
-from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.model import Placement
 
 from .deepseek_folders import random_deepseek
@@ -89,11 +88,11 @@ def runs_on_gpu(folder: Path) -> str:
     """By the check that the cuda backend makes of a config."""
     reader = ConfigReader.open(folder)
     placement = Placement(device=torch.device("cpu"), dtype=torch.float32, group=LocalGroup())
-    model = registry.model_families().create(reader.strings("architectures")[0]).build(reader, placement).model
+    architecture = reader.strings("architectures")[0]
+    model = registry.model_families().create(architecture).build(reader, placement).model
     try:
-        assert isinstance(model, DecoderModel)
-        check_decoder(model.config, is_quantized=False)
-    except (MeshError, AssertionError):
+        check_model(architecture, model, is_quantized=False)
+    except MeshError:
         return "no"
     return "yes"
 

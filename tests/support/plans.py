@@ -27,6 +27,7 @@ def simulated_executor(
     alphabet=ALPHABET,
     runner_class=SimulatedRunner,
     blobs=None,
+    grammars=None,
 ):
     """A fresh simulated worker without a daemon around it, in epoch 1."""
     runner = runner_class(
@@ -38,7 +39,9 @@ def simulated_executor(
         latency=LatencyModel(),
         clock=VirtualClock(),
     )
-    executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step, blobs=blobs)
+    executor = StepExecutor(
+        runner, num_slots=num_slots, max_tokens_per_step=max_tokens_per_step, blobs=blobs, grammars=grammars
+    )
     executor.begin_epoch(1)
     return executor
 

@@ -18,6 +18,7 @@ from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import SlotError, StepPlan, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan, plan_from_proto
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
+from radixmesh.daemons.scheduler.planning import prefill
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.results.outputs import Outputs
@@ -174,7 +175,7 @@ def test_outputs_are_those_of_one_rank(num_ranks: int, max_tokens_per_row: int, 
 
 
 def test_a_prefix_goes_where_it_is_cached_until_that_rank_is_busy() -> None:
-    world = DpWorld(2, num_slots=8, inflight_prefix_min_tokens=1000)
+    world = DpWorld(2, num_slots=8, num_pages=800, inflight_prefix_min_tokens=1000)
     stem = list(range(2, 42))
     first = world.submit(stem, max_tokens=2)
     world.run()
@@ -201,19 +202,34 @@ def test_among_many_ranks_the_one_that_had_the_prefix_is_found() -> None:
     world.check()
 
 
-def test_a_rank_whose_prefills_wait_for_each_other_is_freed_while_another_goes_on() -> None:
-    world = DpWorld(2, num_pages=24, inflight_prefix_min_tokens=1000)
-    long_ones = [world.submit([2 + i, *range(3, 40)], max_tokens=8) for i in range(6)]
-    for _ in range(400):
-        if all(record.finished for record in long_ones):
-            break
-        if world.planner.num_live < 12:
-            world.submit([50, 51, int(world.epoch)], max_tokens=20)
-        if not world.step() and not world.results:
-            break
+def test_a_rank_whose_prefills_wait_for_each_other_is_freed_while_another_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts with an odd first token go to rank 1, whose free pages are a transfer's all of a sudden."""
+    monkeypatch.setattr(
+        prefill, "rank_order", lambda state, draft, loads, sequence, most: (int(sequence.token_ids()[0]) % 2,)
+    )
+    world = DpWorld(2, num_pages=40, inflight_prefix_min_tokens=1000)
+    busy = world.submit([2, 3], max_tokens=40)
+    older = world.submit([3, *range(20, 43)], max_tokens=2)
+    younger = world.submit([5, *range(20, 39)], max_tokens=2)
+    world.step()
+    world.process()
+    state = world.planner.state
+    assert state is not None and state.table.running_on(1) == 2
+    pool = state.ranks[1].pool
+    pages = pool.take(pool.num_free)
+    pool.lease(pages)
+    while not older.finished:
+        assert world.step() or world.results, "nobody gives way"
         while world.results:
             world.process()
-    assert all(record.tokens == world.expected(record) for record in long_ones)
+        assert not busy.finished, "the older one waited until the other rank was idle"
+    assert older.tokens == world.expected(older)
+    state.ranks[1].end_lease(pages)
+    world.run()
+    assert younger.finished
+    world.check()
 
 
 def test_the_shape_of_a_step_says_which_ranks_idle() -> None:

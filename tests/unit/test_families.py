@@ -15,6 +15,8 @@ from support.family_folders import FAMILIES, family_folder, family_model
 from support.segments import Stream, generate, scattered_pages
 from transformers import PreTrainedModel
 
+from radixmesh.daemons.worker.backends import load_model
+from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.models.registry import model_families
@@ -117,6 +119,18 @@ def test_longrope_takes_the_short_factors_where_no_sequence_is_longer_than_the_o
     assert np.abs(_logits(short, ids, 9) - expected).max() <= _TOLERANCE
     # A worker that serves longer sequences has the long ones for all of them, as keys are shared.
     assert np.abs(_logits(long, ids, 32) - expected).max() > 100 * _TOLERANCE
+
+
+def test_workers_with_other_factors_of_longrope_are_other_models(load: Callable[[str], Loaded]) -> None:
+    folder = load("phi4_longrope").folder
+
+    def fingerprint(max_total_len: int | None) -> str:
+        settings = WorkerSettings(
+            listen="127.0.0.1:0", model=folder, num_pages=64, cpu_threads=1, max_total_len=max_total_len
+        )
+        return load_model(settings).identity.model_fingerprint
+
+    assert fingerprint(32) != fingerprint(33) == fingerprint(None)
 
 
 def test_gpt2_loads_without_the_prefix_that_its_first_checkpoint_lacks(

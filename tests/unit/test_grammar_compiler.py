@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.small_tokenizers import byte_level, write_folder
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
@@ -20,7 +21,6 @@ from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, load_back
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, grammar_source
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
-from tests.support.small_tokenizers import byte_level, write_folder
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
 # An alternation of counted repetitions: minutes of compilation.
@@ -66,6 +66,8 @@ async def test_what_cannot_be_compiled_is_said_by_name(compiler: GrammarCompiler
     for form, text, said in (
         (GrammarForm.JSON_SCHEMA, "{", "no JSON"),
         (GrammarForm.JSON_SCHEMA, '{"type": "objekt"}', "objekt"),
+        (GrammarForm.JSON_SCHEMA, '{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "oneOf"),
+        (GrammarForm.REGEX, "(?=a)b", "Lookahead"),
         (GrammarForm.REGEX, "(a", "parenthesis"),
         (GrammarForm.EBNF, "root ::= other", "other"),
         (GrammarForm.STRUCTURAL_TAG, "{}", "format"),

@@ -34,6 +34,9 @@ class Replica(TokenizerReplica):
     async def decode(self, request: pb.DecodeRequest, timeout_s: float) -> pb.DecodeResponse:
         raise NotImplementedError
 
+    async def compile_grammar(self, request: pb.CompileGrammarRequest, timeout_s: float) -> pb.CompileGrammarResponse:
+        raise NotImplementedError
+
     async def vocabulary(self, timeout_s: float) -> pb.GetVocabularyResponse:
         raise NotImplementedError
 

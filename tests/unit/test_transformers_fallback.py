@@ -87,7 +87,7 @@ def test_a_model_without_a_family_gives_the_tokens_of_transformers(architecture:
         ("MambaForCausalLM", {"state_size": 4}, "state"),
         ("T5ForConditionalGeneration", None, "encoder-decoder"),
         ("BloomForCausalLM", None, "interface"),
-        ("BertForMaskedLM", None, "no causal language model"),
+        ("DistilBertForMaskedLM", None, "no causal language model"),
         ("NoSuchForCausalLM", None, "no such class"),
     ],
 )

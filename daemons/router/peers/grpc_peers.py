@@ -202,6 +202,14 @@ class GrpcTokenizer(TokenizerReplica):
         except grpc.RpcError as error:
             raise mesh_error_from_rpc(error) from error
 
+    async def compile_grammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, timeout_s: float
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        try:
+            return await self._current().CompileGrammar(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise mesh_error_from_rpc(error) from error
+
     async def vocabulary(self, timeout_s: float) -> tokenizer_pb2.GetVocabularyResponse:
         try:
             return await self._current().GetVocabulary(tokenizer_pb2.GetVocabularyRequest(), timeout=timeout_s)

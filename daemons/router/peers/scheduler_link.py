@@ -253,7 +253,10 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             output = self._running.get(rejected.handle)
             if output is not None and output.attempt == rejected.attempt:
                 self.release(output)
-                self._events.on_rejected(output, self, MeshError.from_proto(rejected.error))
+                error = MeshError.from_proto(rejected.error)
+                if error.reason == ErrorReason.ERROR_REASON_UNKNOWN_BLOB and output.request.grammar is not None:
+                    self._frames.forget_blob(output.request.grammar.hash)
+                self._events.on_rejected(output, self, error)
         for result in frame.abort_results:
             answer = self._abort_answers.get(result.abort_id)
             if answer is not None and not answer.done():

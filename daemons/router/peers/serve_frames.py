@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Container
 
 from radixmesh.daemons.router.requests.journal import Output, Request
@@ -10,6 +10,8 @@ from radixmesh.daemons.router.requests.submit import sibling_of, submit_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, FrameBudget, too_large
 from radixmesh.scheduler.v1 import scheduler_pb2
+
+_MAX_SENT_BLOBS = 1024
 
 
 class ServeFrames:
@@ -24,6 +26,8 @@ class ServeFrames:
         self._submits: deque[tuple[int, Output, int]] = deque()
         self._stops: deque[scheduler_pb2.FinishedByStop] = deque()
         self._aborts: deque[scheduler_pb2.Abort] = deque()
+        # Hashes of the blobs that went with submits of this stream, the least recently named first.
+        self._sent_blobs: OrderedDict[str, None] = OrderedDict()
 
     @property
     def is_empty(self) -> bool:
@@ -39,8 +43,13 @@ class ServeFrames:
     def add_abort(self, abort: scheduler_pb2.Abort) -> None:
         self._aborts.append(abort)
 
+    def forget_blob(self, blob_hash: str) -> None:
+        """The scheduler does not have it any more: it goes with the next submit that names it."""
+        self._sent_blobs.pop(blob_hash, None)
+
     def clear(self) -> None:
         """The stream is lost: nothing of this has a reader any more."""
+        self._sent_blobs.clear()
         self._submits.clear()
         self._stops.clear()
         self._aborts.clear()
@@ -70,6 +79,7 @@ class ServeFrames:
                     refused.append((output, too_large(f"output {output.index} of the request", size)))
                 elif budget.take(size):
                     frame.submits.append(submit)
+                    self._note_blobs(submit)
                     shared.setdefault(output.request, handle)
                 else:
                     break
@@ -80,4 +90,15 @@ class ServeFrames:
         self, output: Output, handle: int, sequence: int, shared: dict[Request, int]
     ) -> scheduler_pb2.Submit:
         like = shared.get(output.request) if self.can_share else None
-        return submit_of(output, handle, sequence) if like is None else sibling_of(output, handle, sequence, like)
+        if like is not None:
+            return sibling_of(output, handle, sequence, like)
+        grammar = output.request.grammar
+        with_blob = grammar is not None and grammar.hash not in self._sent_blobs
+        return submit_of(output, handle, sequence, with_blob=with_blob)
+
+    def _note_blobs(self, submit: scheduler_pb2.Submit) -> None:
+        if submit.grammar_hash:
+            self._sent_blobs[submit.grammar_hash] = None
+            self._sent_blobs.move_to_end(submit.grammar_hash)
+            if len(self._sent_blobs) > _MAX_SENT_BLOBS:
+                self._sent_blobs.popitem(last=False)

@@ -53,6 +53,12 @@ class TokenizerReplica(ABC):
         """Asks it once. Raises MeshError."""
 
     @abstractmethod
+    async def compile_grammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest, timeout_s: float
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """Asks it once. Raises MeshError."""
+
+    @abstractmethod
     async def vocabulary(self, timeout_s: float) -> tokenizer_pb2.GetVocabularyResponse:
         """Asks it once. Raises MeshError."""
 
@@ -120,6 +126,12 @@ class TokenizerPool(PeerPool):
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> tokenizer_pb2.DecodeResponse:
         """Raises what encode() does."""
         return await self._call(lambda replica, timeout_s: replica.decode(request, timeout_s), request)
+
+    async def compile_grammar(
+        self, request: tokenizer_pb2.CompileGrammarRequest
+    ) -> tokenizer_pb2.CompileGrammarResponse:
+        """Raises what encode() does."""
+        return await self._call(lambda replica, timeout_s: replica.compile_grammar(request, timeout_s))
 
     async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
         """Raises what encode() does."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from radixmesh.daemons.router.peers.detokenizer_link import Entry
     from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
     from radixmesh.daemons.router.requests.delivery import Delivery
+    from radixmesh.daemons.router.requests.grammars import CompiledGrammar
 
 # Cost of objects, tasks and buffers beside the arrays, in bytes; measured with 10,000 queued requests.
 REQUEST_BYTES = 30_000
@@ -157,7 +158,8 @@ class Output:
 class Request:
     """A resolved request. prompt_logprobs: those still to be delivered, None if none are wanted (any more).
 
-    clock: monotonic seconds. deadline: a moment of it, None = none. num_bytes: charged to the journal.
+    grammar: that its outputs follow, made of resolved.grammar. clock: monotonic seconds. deadline: a moment of it,
+    None = none. num_bytes: charged to the journal.
     """
 
     resolved: router_pb2.Resolved
@@ -168,6 +170,7 @@ class Request:
     delivery: Delivery
     outputs: list[Output] = field(default_factory=list)
     prompt_logprobs: LogprobTrack | None = None
+    grammar: CompiledGrammar | None = None
     clock: Callable[[], float] = time.monotonic
     accepted: float = 0.0
     num_bytes: int = 0

@@ -24,6 +24,7 @@ log = get_logger(__name__)
 # Seconds for which a finish by stop string waits for the scheduler's usage; the text is sent already.
 _USAGE_WAIT_S = 0.5
 # Replicas differ in size: these say that one is too small, not that the request is wrong.
+_RETRIED = (ErrorReason.ERROR_REASON_OVERLOADED, ErrorReason.ERROR_REASON_UNKNOWN_BLOB)
 _TOO_SMALL = (ErrorReason.ERROR_REASON_NEVER_FITS, ErrorReason.ERROR_REASON_PROMPT_TOO_LONG)
 
 
@@ -173,7 +174,7 @@ class OutputFlow:
     def on_rejected(self, output: Output, link: SchedulerLink, error: MeshError) -> None:
         if output.state is not OutputState.RUNNING:
             return
-        if error.status == "UNAVAILABLE" or error.reason == ErrorReason.ERROR_REASON_OVERLOADED:
+        if error.status == "UNAVAILABLE" or error.reason in _RETRIED:
             self.schedulers.place_rejected(output, link, error)
         elif error.reason in _TOO_SMALL and self.schedulers.fits_elsewhere(output, link):
             self.schedulers.place(output)

@@ -13,6 +13,7 @@ from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.peers.served_models import ServedModel, is_same_model
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool
 from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.grammars import Grammars
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.request_times import RequestTimes
@@ -50,6 +51,7 @@ class RequestMaker:
         self._journal = journal
         self._schedulers = schedulers
         self._tokenizers = tokenizers
+        self._grammars = Grammars(tokenizers.compile_grammar)
         self._times = times
         self._scheduler_wait_s = scheduler_wait_s
         self._refuses_cut = refuses_cut
@@ -108,6 +110,7 @@ class RequestMaker:
             refuses_cut=self._refuses_cut,
         )
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        await self._compile_grammar(request)
         for index in range(draft.n):
             output = Output(request=request, index=index)
             if draft.sampling.num_top_logprobs is not None:
@@ -131,6 +134,7 @@ class RequestMaker:
         _require_size(message.resume.resolved, model)
         resolved, progress = rebuild(message, model.identity)
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        await self._compile_grammar(request)
         for index, known in enumerate(progress):
             output = Output(request=request, index=index, ids=known.ids)
             output.num_seen = output.num_delivered = output.num_charged = len(known.ids)
@@ -177,6 +181,11 @@ class RequestMaker:
             set_context(parent)
         self._times.encoded(since_s)
         return encoded
+
+    async def _compile_grammar(self, request: Request) -> None:
+        if request.resolved.HasField("grammar"):
+            compiled = self._grammars.compiled(request.resolved.grammar)
+            request.grammar = await self._in_time(compiled, request.deadline)
 
     def _max_prompt_tokens(self, name: str) -> int:
         """The longest prompt that any scheduler of that model takes; 0 = not known."""

@@ -11,6 +11,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.model_folder.generation_config import with_sampling_defaults
 from radixmesh.daemons.runtime.sampling import (
     Sampling,
@@ -52,7 +53,9 @@ def check_request(request: router_pb2.GenerateRequest) -> Draft:
     if request.ids_only and stop.stop:
         message = "ids_only makes no text, so stop strings cannot be found: drop one of both"
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "stop.stop"})
-    check_offered(request.task, request.HasField("grammar"))
+    check_offered(request.task)
+    if request.HasField("grammar"):
+        check_guided(request.task, stop, request.grammar)
     if is_pooled(request.task):
         check_pooled(n, sampling, stop)
     return Draft(n=n, sampling=sampling, stop=stop)
@@ -75,6 +78,8 @@ def resolve(
     default_request_len: prompt and output together where max_tokens is not given, 0 = as much as the context holds.
     """
     room = check_prompt(prompt_ids, identity)
+    if request.HasField("grammar"):
+        check_followed(identity)
     sampling = sampling_from_proto(with_sampling_defaults(request.sampling, identity.default_sampling))
     check_options(sampling, draft.stop, identity)
     default = max(1, (default_request_len or identity.max_total_len) - len(prompt_ids) // 4)
@@ -94,6 +99,7 @@ def resolve(
         seeds=[output_seed(seed, index) for index in range(draft.n)],
         sampling=sampling_to_proto(replace(sampling, seed=None)),
         stop=stop_to_proto(stop),
+        grammar=request.grammar if request.HasField("grammar") else None,
         ids_only=request.ids_only or is_pooled(task),
         cache_salt=request.cache_salt,
         priority=request.priority,
@@ -170,13 +176,27 @@ def is_pooled(task: common_pb2.Task) -> bool:
     return task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
 
 
-def check_offered(task: common_pb2.Task, has_grammar: bool) -> None:
+def check_guided(task: common_pb2.Task, stop: Stop, grammar: common_pb2.Grammar) -> None:
+    """Raises MISSING_FIELD or INVALID_GRAMMAR for a source that is none, INVALID_ARGUMENT for what excludes one."""
+    grammar_source(grammar)
+    asked = {"task": is_pooled(task), "stop.ignore_eos": bool(stop.ignore_eos)}
+    for field, is_asked in asked.items():
+        if is_asked:
+            message = f"an output that follows a grammar ends where the grammar does: leave {field} out"
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
+
+
+def check_followed(identity: common_pb2.ModelIdentity) -> None:
+    """Raises UNSUPPORTED where the model's workers follow no grammars."""
+    if not identity.grammar_format:
+        message = f"the workers of {identity.name!r} follow no grammar: leave it out (docs/http.md says what they need)"
+        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "grammar"})
+
+
+def check_offered(task: common_pb2.Task) -> None:
     if task not in common_pb2.Task.values():
         message = f"task {task} is none that this router knows: generate, embed or score"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "task"})
-    if has_grammar:
-        message = "guided decoding is not offered yet: leave grammar unset"
-        raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "grammar"})
 
 
 def _empty_prompt() -> MeshError:

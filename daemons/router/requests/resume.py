@@ -16,6 +16,8 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.requests.resolver import (
     MAX_N,
     MAX_NAME_BYTES,
+    check_followed,
+    check_guided,
     check_ids,
     check_names,
     check_offered,
@@ -65,7 +67,9 @@ def check_resume(request: router_pb2.GenerateRequest) -> None:
         raise _bad_resume(f"{len(resume.outputs)} outputs for {n} seeds: send one per index, in order")
     if not identity.vocab_size or not identity.max_total_len:
         raise _bad_resume("resolved.model_identity lacks vocab_size or max_total_len")
-    check_offered(resolved.task, resolved.HasField("grammar"))
+    check_offered(resolved.task)
+    if resolved.HasField("grammar"):
+        check_guided(resolved.task, stop_from_proto(resolved.stop), resolved.grammar)
     max_tokens = resolved.stop.max_tokens
     room = identity.max_total_len - len(resolved.prompt_ids) // 4
     if resolved.prompt_ids and not 1 <= max_tokens <= room:
@@ -86,6 +90,8 @@ def rebuild(
     """
     claimed = request.resume.resolved
     check_prompt(claimed.prompt_ids, identity)
+    if claimed.HasField("grammar"):
+        check_followed(identity)
     sampling, stop = sampling_from_proto(claimed.sampling), stop_from_proto(claimed.stop)
     check_options(sampling, stop, identity)
     if claimed.ids_only and stop.stop:
@@ -101,6 +107,7 @@ def rebuild(
         seeds=claimed.seeds,
         sampling=sampling_to_proto(replace(sampling, seed=None)),
         stop=stop_to_proto(stop),
+        grammar=claimed.grammar if claimed.HasField("grammar") else None,
         ids_only=claimed.ids_only or is_pooled(task),
         cache_salt=claimed.cache_salt,
         priority=claimed.priority,

@@ -6,8 +6,11 @@ from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 
-def submit_of(output: Output, handle: int, sequence: int) -> scheduler_pb2.Submit:
-    """The output as it stands now: rows continue after the ids that the journal has."""
+def submit_of(output: Output, handle: int, sequence: int, *, with_blob: bool = False) -> scheduler_pb2.Submit:
+    """The output as it stands now: rows continue after the ids that the journal has.
+
+    with_blob: its grammar comes with it, for a scheduler that does not have it.
+    """
     request, resolved = output.request, output.request.resolved
     submit = scheduler_pb2.Submit(
         handle=handle,
@@ -28,6 +31,10 @@ def submit_of(output: Output, handle: int, sequence: int) -> scheduler_pb2.Submi
         tenant=resolved.tenant,
         trace_context=request.trace_context,
     )
+    if request.grammar is not None:
+        submit.grammar_hash = request.grammar.hash
+        if with_blob:
+            submit.blobs.add(hash=request.grammar.hash, data=request.grammar.data)
     submit.sampling.seed = resolved.seeds[output.index]
     # Prompt logprobs are those of the prompt, whichever output computes it: output 0 does, until they are known.
     submit.sampling.prompt_logprobs = output.index == 0 and request.are_prompt_logprobs_due
@@ -47,6 +54,8 @@ def sibling_of(output: Output, handle: int, sequence: int, shares_with: int) -> 
         logprobs_start=_logprobs_start(output),
         shares_with=shares_with,
     )
+    if request.grammar is not None:
+        submit.grammar_hash = request.grammar.hash
     submit.sampling.seed = request.resolved.seeds[output.index]
     submit.sampling.prompt_logprobs = output.index == 0 and request.are_prompt_logprobs_due
     return submit

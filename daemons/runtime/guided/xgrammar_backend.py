@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import xgrammar
 
 from radixmesh.daemons.runtime.errors import MeshError
@@ -15,6 +13,7 @@ from radixmesh.daemons.runtime.guided.backend import (
     MaskWords,
     installed_format,
 )
+from radixmesh.daemons.runtime.guided.json_schemas import followable
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, invalid_grammar
 
 # A model that may write any number of blanks between two keys can write nothing else for ever.
@@ -66,7 +65,7 @@ class XGrammarBackend(GrammarBackend):
     def _compile(self, source: GrammarSource) -> xgrammar.CompiledGrammar:
         compiler, text = self._compiler, source.text
         if source.form is GrammarForm.JSON_SCHEMA:
-            schema = _schema(text)
+            schema = followable(text)
             # strict_mode would close objects that say nothing of further properties: the schema's author decides.
             return compiler.compile_json_schema(schema, strict_mode=False, max_whitespace_cnt=_MAX_WHITESPACE)
         if source.form is GrammarForm.ANY_JSON:
@@ -110,16 +109,6 @@ class _Matcher(GrammarMatcher):
 
     def forced_text(self) -> bytes:
         return self._matcher.find_jump_forward_string().encode()
-
-
-def _schema(text: str) -> str:
-    try:
-        schema = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise invalid_grammar(f"the json_schema is no JSON ({error})", "") from error
-    if not isinstance(schema, dict | bool):
-        raise invalid_grammar("the json_schema is neither an object nor true: send a JSON schema", "")
-    return text
 
 
 def _reason(error: Exception) -> str:

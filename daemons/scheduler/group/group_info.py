@@ -36,6 +36,8 @@ class GroupInfo:
     other_ranks: tuple[tuple[str, PredecessorEnd], ...] = ()
     """Instance id and predecessor's end of the ranks from 1 on."""
     weights_digest: str = ""
+    grammar_format: str = ""
+    """Of the grammars that the workers follow; empty = none."""
     kv_dtype: str = ""
     kv_layout: str = ""
 

@@ -120,6 +120,10 @@ class GroupStream:
         self._releases = [TransferReleases([snapshot.pinned_transfers for snapshot in part]) for part in parts]
         return [common_snapshot(part) for part in parts]
 
+    async def put_blob(self, blob_hash: str, data: bytes) -> None:
+        """Gives all ranks a blob; the first refusal."""
+        await together([stream.put_blob(blob_hash, data) for stream in self.rank_streams])
+
     async def send(self, plan: StepPlan) -> None:
         """Sends a plan to all ranks at once: the same bytes, encoded once."""
         num = len(self.rank_streams)

@@ -33,6 +33,10 @@ class RankTransport(Protocol):
 
     async def leave_group(self, request: worker_pb2.LeaveGroupRequest) -> None: ...
 
+    async def put_blob(self, blob_hash: str, data: bytes) -> None:
+        """Returns when the worker has the blob. Raises what it says of it."""
+        ...
+
     def snapshot(self, request: worker_pb2.SnapshotCacheRequest) -> AsyncIterator[worker_pb2.SnapshotCacheResponse]:
         """The worker's page records in ascending ranges."""
         ...

@@ -75,6 +75,10 @@ class WorkerStream:
         if self.epoch and self._takes_alive:
             await self._write(worker_pb2.ExecuteRequest(alive=worker_pb2.Alive(epoch=self.epoch)).SerializeToString())
 
+    async def put_blob(self, blob_hash: str, data: bytes) -> None:
+        """Gives the rank a blob that admits may name. Raises what the rank says of it."""
+        await self._transport.put_blob(blob_hash, data)
+
     async def form_group(
         self, generation: int, layout: worker_pb2.RankLayout, rendezvous: str, members: Sequence[str]
     ) -> None:

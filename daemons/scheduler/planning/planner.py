@@ -23,6 +23,7 @@ from radixmesh.daemons.scheduler.planning.decode_grants import grant_decodes
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.flush import CacheFlush
+from radixmesh.daemons.scheduler.planning.grammar_gate import GrammarGate
 from radixmesh.daemons.scheduler.planning.plan_writer import enter_in_flight, most_tokens_of_a_rank, plan_of
 from radixmesh.daemons.scheduler.planning.preemption import Preemption
 from radixmesh.daemons.scheduler.planning.prefill import Prefill
@@ -71,11 +72,12 @@ class Planner:
         self.flush = CacheFlush()
         self.estimate = StepEstimate()
         self.counters = PlannerCounters()
+        self.grammars = GrammarGate(self.queue)
         self._intake = Intake(
             self.submissions, self.queue, self._limits, self.deadlines, self.counters, self._finish, self._observer
         )
         self._retraction = Retraction(self.queue, self._decode_reserve, self.counters, self._finish)
-        self._reader = ResultReader(self._finish, self._retraction.leave, self._observer)
+        self._reader = ResultReader(self._finish, self._retraction.leave, self._observer, self.grammars.missed)
         self._preemption: Preemption | None = None
         if settings.queue_settings().may_preempt:
             self._preemption = Preemption(
@@ -203,7 +205,7 @@ class Planner:
         self._state = EpochState(epoch, group, snapshots, settings.cache, settings.eviction)
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         limits = settings.prefill_limits(group)
-        self.prefill = Prefill(limits, self.queue, self._decode_reserve, self.counters, self._observer)
+        self.prefill = Prefill(limits, self.queue, self._decode_reserve, self.counters, self._observer, self.grammars)
         for sequence in self.submissions.live():
             try:
                 check_submission(sequence.submission, group)
@@ -225,6 +227,7 @@ class Planner:
         self.cache_feed.follow(())
         self.counters.evicted_pages += state.num_evicted
         self.queue.unpark_all()
+        self.grammars.begin_epoch()
         # A step that raised ends its worker: that is a death, whoever was admitted in it.
         is_refusal = refused_step and (error is None or error.reason != ErrorReason.ERROR_REASON_STEP_FAILED)
         poisonous = self._poison.refused(state, refused_step, error) if is_refusal else []
@@ -241,6 +244,12 @@ class Planner:
     def end_lease(self, pages: IntArray, rank: int = 0) -> int:
         """A worker says that transfers no longer use these pages, int32; returns how many can be granted again."""
         return self._state.ranks[rank].end_lease(pages) if self._state is not None else 0
+
+    def grammar_failed(self, blob_hash: str, error: MeshError) -> None:
+        """The workers refuse a grammar for good: those that follow it fail."""
+        for sequence in self.grammars.take_waiting(blob_hash):
+            if sequence.lifecycle is Lifecycle.WAITING:
+                self._finish(sequence, SequenceEnd(FinishReason.ERROR), error)
 
     def plan(self, now: float, *, is_heartbeat: bool = False) -> StepPlan | None:
         """The next step, which the caller must send; None = there is nothing to do before the next result or submit.

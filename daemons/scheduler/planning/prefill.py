@@ -12,6 +12,7 @@ from radixmesh.daemons.scheduler.cache.prefix_cache import Match
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
+from radixmesh.daemons.scheduler.planning.grammar_gate import GrammarGate
 from radixmesh.daemons.scheduler.planning.rank_placement import RankLoads, rank_order
 from radixmesh.daemons.scheduler.queue.inflight_prefixes import InflightPrefixes
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
@@ -46,12 +47,14 @@ class Prefill:
         decode_reserve: DecodeReserve,
         counters: PlannerCounters,
         observer: SequenceObserver,
+        grammars: GrammarGate,
     ) -> None:
         self._observer = observer
         self._limits = limits
         self._queue = queue
         self._decode_reserve = decode_reserve
         self._counters = counters
+        self._grammars = grammars
         self._inflight_prefixes = InflightPrefixes(
             queue,
             counters,
@@ -144,6 +147,8 @@ class Prefill:
         """Admits a sequence with its first chunk, or parks it behind its leader; False if it and all behind it wait."""
         if state.table.num_running >= self._limits.max_running:
             return False
+        if not self._grammars.may_pass(sequence):
+            return True
         if state.table.num_ranks == 1:
             return self._has_slot(state, 0) and self._admit_to(state, draft, sequence, 0)
         if self._loads is None:
@@ -265,6 +270,7 @@ def _admit_of(state: EpochState, sequence: Sequence, match: Match, cached_len: i
         suppressed_ids=as_ints(sorted(sequence.end_ids)) if min_tokens else empty_ints(),
         logprobs_start=sequence.logprobs_start,
         cache_namespace=sequence.cache_name,
+        grammar_hash="" if submission.grammar is None else submission.grammar.hash,
         adapter=sequence.adapter,
         trace_context=sequence.trace_context,
     )

@@ -26,6 +26,8 @@ def check_submission(submission: Submission, group: GroupInfo) -> None:
     if submission.model not in ("", group.model_name):
         message = f"this scheduler serves {group.model_name!r}, not {submission.model!r}"
         raise MeshError(ErrorReason.ERROR_REASON_UNKNOWN_MODEL, message, {"model": submission.model})
+    if submission.grammar is not None and not group.grammar_format:
+        raise _unsupported("grammar")
     if submission.task not in group.tasks:
         raise _unsupported(f"task {submission.task.name.lower()}")
     if not len(submission.prompt_ids):
@@ -70,6 +72,8 @@ def is_continued_alike(live: Sequence, submission: Submission) -> bool:
     """True if the live request's tokens, as they are kept here, are the submission's. Kept are ids, no logprobs."""
     mine, wanted = live.submission, submission.sampling
     if wanted.wants_logprobs or mine.sampling.wants_logprobs:
+        return False
+    if _hash_of(mine) != _hash_of(submission):
         return False
     return (mine.sampling, mine.stop, mine.cache_salt, mine.task) == (
         replace(wanted, seed=wanted.seed or 0),
@@ -149,6 +153,10 @@ def _outside(token: int, position: int, vocab_size: int) -> MeshError:
         f"token id {token} is outside the vocabulary: ids are in [0, {vocab_size})",
         {"position": str(position), "id": str(token), "vocab_size": str(vocab_size)},
     )
+
+
+def _hash_of(submission: Submission) -> str:
+    return "" if submission.grammar is None else submission.grammar.hash
 
 
 def _unsupported(feature: str) -> MeshError:

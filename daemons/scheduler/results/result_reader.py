@@ -44,10 +44,12 @@ class ResultReader:
         finish: Callable[[Sequence, SequenceEnd, MeshError | None], None],
         leave: Callable[[EpochState, Sequence], None],
         observer: SequenceObserver,
+        blob_missed: Callable[[str], None],
     ) -> None:
         self._finish = finish
         self._leave = leave
         self._observer = observer
+        self._blob_missed = blob_missed
 
     def read(
         self, state: EpochState, step: PlannedStep, result: StepResult, watch: StopWatch, outputs: Outputs
@@ -79,6 +81,8 @@ class ResultReader:
         """A request failed alone. One whose blob was dropped is admitted again, a few times."""
         if error.reason == ErrorReason.ERROR_REASON_UNKNOWN_BLOB and sequence.num_blob_misses < _MAX_BLOB_MISSES:
             sequence.num_blob_misses += 1
+            if sequence.submission.grammar is not None:
+                self._blob_missed(sequence.submission.grammar.hash)
             if sequence.lifecycle is Lifecycle.RUNNING:
                 self._leave(state, sequence)
             return

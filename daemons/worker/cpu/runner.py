@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,8 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
+from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
 from radixmesh.daemons.worker.runner import ModelRunner, SampleInput, Segment, SegmentOutput
@@ -20,8 +22,6 @@ from radixmesh.daemons.worker.sampling.penalties import is_adjusted
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.daemons.worker.tiles import RowTiles
 
-Drafter = Callable[[SampleInput, int], Sequence[int]]
-"""Proposes at most so many tokens that may follow the prompt and output of an input."""
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
 
@@ -54,6 +54,7 @@ class CpuRunner(ModelRunner):
         self._hidden_pool = hidden_pool
         self._num_threads = num_threads
         self._drafter: Drafter | None = None
+        self.takes_grammars = True
 
     def verify(self, drafter: Drafter, *, max_drafts: int) -> None:
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, in one forward, and
@@ -148,6 +149,7 @@ class CpuRunner(ModelRunner):
         """
         ends = np.cumsum([len(segment.ids) for segment in segments])
         inputs: list[SampleInput] = []
+        num_drafts: list[int] = []
         rows_of: dict[int, range] = {}
         chosen: list[int] = []
         for index, segment in enumerate(segments):
@@ -156,11 +158,12 @@ class CpuRunner(ModelRunner):
             drafts = segment.ids[1:] if segment.max_tokens is not None else segment.ids[:0]
             rows_of[index] = range(len(inputs), len(inputs) + 1 + len(drafts))
             inputs += [_after(segment.sample, drafts[:number]) for number in range(1 + len(drafts))]
+            num_drafts += range(1 + len(drafts))
             chosen += range(int(ends[index]) - 1 - len(drafts), int(ends[index]))
         if not inputs:
             return {}, {}
         rows = self._logits(hidden_TD, np.array(chosen, np.int64))
-        sampled = _sample_rows(rows, inputs)
+        sampled = _sample_rows(*_masked(rows, inputs, num_drafts))
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         for index, of_segment in rows_of.items():
@@ -234,6 +237,27 @@ def _after(sample: SampleInput, drafts: IntArray) -> SampleInput:
         return sample
     output_ids = np.concatenate((sample.output_ids, drafts))
     return replace(sample, position=sample.position + len(drafts), output_ids=output_ids)
+
+
+def _masked(
+    rows: FloatArray, inputs: Sequence[SampleInput], num_drafts: Sequence[int]
+) -> tuple[FloatArray, Sequence[SampleInput]]:
+    """Rows and inputs as they are sampled: of outputs that follow a grammar, what it forbids cannot be.
+
+    num_drafts: how many of an input's last output ids are drafts. Logprobs are those of the rows as they were.
+    """
+    if all(sample.guide is None for sample in inputs):
+        return rows, inputs
+    masked, adjusted = rows.copy(), list(inputs)
+    for index, (sample, number) in enumerate(zip(inputs, num_drafts, strict=True)):
+        drafts = sample.output_ids[len(sample.output_ids) - number :].tolist()
+        allowed = None if sample.guide is None else sample.guide.allowed(drafts)
+        if allowed is None or not allowed.any():
+            continue
+        masked[index], keeps_suppression = mask_row(rows[index], allowed, sample.suppressed_ids)
+        if not keeps_suppression:
+            adjusted[index] = replace(sample, suppressed_ids=sample.suppressed_ids[:0])
+    return masked, adjusted
 
 
 def _sample_rows(rows: FloatArray, inputs: Sequence[SampleInput]) -> list[int]:

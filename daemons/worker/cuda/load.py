@@ -112,14 +112,19 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
     )
     with fitting("weights", "the model, --dtype or --quantization"):
         model = load_model(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
+    if model.needs_plain_attention:
+        attention = replace(attention, name="torch", kv_dtype=dtype)
+    has_graphs = settings.cuda_graphs and model.can_capture
+    if settings.cuda_graphs and not model.can_capture:
+        _log.warning("cuda_graphs_off", reason="the model waits for the device within a step", field="cuda_graphs")
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     limits = RunnerLimits(
         num_slots=settings.num_slots,
         max_tokens_per_step=settings.max_tokens_per_step,
         max_total_len=length,
-        graph_rows=default_graph_rows(settings.num_slots) if settings.cuda_graphs else (),
-        prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if settings.cuda_graphs else (),
+        graph_rows=default_graph_rows(settings.num_slots) if has_graphs else (),
+        prompt_rows=default_prompt_rows(settings.max_tokens_per_step) if has_graphs else (),
     )
     kernels = create_kernels(settings, model, limits.graph_rows, where)
     return ModelOnDevice(

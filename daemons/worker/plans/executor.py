@@ -15,9 +15,12 @@ from functools import partial
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.steps.step import Grant, PageRecords, StepPlan, StepResult
+from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.guides import guide_of, stuck
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
@@ -26,7 +29,7 @@ from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
 from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
 from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
-from radixmesh.daemons.worker.plans.uneven_rows import settle_uneven
+from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from radixmesh.daemons.worker.step_handle import DONE, StepHandle
 
@@ -40,6 +43,8 @@ class Written:
     page_generations: IntArray
     offsets: IntArray
     segment_ids: list[IntArray] | None
+    row_slots: IntArray
+    """Slots of the rows whose positions are known at the launch: all of them, or none where rows have bounds."""
     row_ids: IntArray
     is_known: BoolArray
     """Of each row: whether its token was known at the launch, and row_ids holds it."""
@@ -49,10 +54,17 @@ class StepExecutor:
     """Slots, page records and a model, driven by plans.
 
     max_tokens_per_step: chunks and decodes of one forward together. blobs: what slots may name; None: nothing.
+    grammars: reads those of them that are grammars; None: requests that follow one are refused.
     """
 
     def __init__(
-        self, runner: ModelRunner, *, num_slots: int, max_tokens_per_step: int, blobs: BlobStore | None = None
+        self,
+        runner: ModelRunner,
+        *,
+        num_slots: int,
+        max_tokens_per_step: int,
+        blobs: BlobStore | None = None,
+        grammars: GrammarStore | None = None,
     ) -> None:
         self.limits = Limits(
             page_size=runner.page_size,
@@ -63,14 +75,16 @@ class StepExecutor:
             max_tokens_per_step=max_tokens_per_step,
             max_tokens_per_row=runner.max_tokens_per_row,
             tasks=frozenset(runner.tasks),
-            takes_grammars=runner.takes_grammars and blobs is not None,
+            takes_grammars=runner.takes_grammars and blobs is not None and grammars is not None,
         )
         self.runner = runner
         self.table = SlotTable(self.limits)
         self.records = PageRecordTable(self.limits)
         self.blobs = SlotBlobs(blobs)
+        self._grammars = grammars
         self.weights_version = 1
-        assert runner.max_tokens_per_row == 1 or not runner.is_asynchronous, "a launch needs exact lengths"
+        # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
+        self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
         self._epoch = 0
         self._group_generation = 0
         self.last_step = 0
@@ -106,17 +120,23 @@ class StepExecutor:
         check_plan(plan, self.limits, self.table, self.records)
         self._apply(plan)
         self.last_step = plan.step_id
-        builder = ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
         if not plan.has_forward:
-            return StepHandle(DONE, partial(builder.build, at_ns=ready_ns))
-        batch = ForwardBatch.of(plan, self.table, self.limits.page_size, self.runner.max_tokens_per_row)
+            return StepHandle(DONE, partial(self._builder(plan).build, at_ns=ready_ns))
+        most = self.runner.max_tokens_per_row
+        batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if self._launched and self._needs_tokens(batch):
             self.finish_all()
+        self._fail_stuck(batch)
+        builder = self._builder(plan)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
-        if self.runner.max_tokens_per_row > 1:
+        if most > 1:
+            self.table.is_bounded[self.table.decode_set] = True
+        if most > 1 and not self._is_bounded:
             output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
-            self.table.is_bounded[self.table.decode_set] = True
+            for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
+                if segment.sample is not None:
+                    self._guide(row, got.tokens)
             return StepHandle.of(builder.build_forward(batch, output))
         settle = partial(self._settle, plan.step_id, running, batch, self._written(batch), builder)
         self._advance(batch)
@@ -163,12 +183,13 @@ class StepExecutor:
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
         for admit in plan.admits:
+            guide = self._guide_of(admit)
             table.admit(
                 admit,
-                can_batch=self.runner.can_batch(admit.sampling),
+                can_batch=guide is None and self.runner.can_batch(admit.sampling),
                 is_suppressed_by_runner=self.runner.suppresses_rows,
+                guide=guide,
             )
-            self.blobs.admitted(admit)
             self.runner.admitted(admit)
         if plan.grants:
             self._grant(plan.grants)
@@ -177,6 +198,41 @@ class StepExecutor:
             records.copy(copy.source_page, copy.target_page, copy.num_tokens)
         if plan.decode_set is not None:
             table.decode_set = plan.decode_set
+
+    def _guide_of(self, admit: Admit) -> Guide | None:
+        """The guide of a request with a grammar; where there can be none, its slot has failed."""
+        blob = self.blobs.admitted(admit)
+        if not blob or self._grammars is None:
+            return None
+        try:
+            return guide_of(admit, blob, self._grammars, self.limits.vocab_size)
+        except MeshError as error:
+            self.blobs.fail(admit.slot, admit.generation, error)
+            return None
+
+    def _fail_stuck(self, batch: ForwardBatch) -> None:
+        """Outputs whose grammar leaves no token fail before they are sampled."""
+        for row, segment in zip(batch.segment_rows, batch.segments, strict=True):
+            guide = segment.sample.guide if segment.sample is not None else None
+            if guide is not None and row.slot not in self.blobs.failed and guide.is_stuck():
+                self.blobs.fail(row.slot, row.generation, stuck())
+
+    def _guide(self, row: Row, tokens: Sequence[int]) -> None:
+        """A slot's guide follows what was sampled for it."""
+        table = self.table
+        # A released slot keeps its generation: its request may be gone while the step ran.
+        is_same = table.is_occupied[row.slot] and table.generations[row.slot] == row.generation
+        if row.slot in self.blobs.failed or not is_same:
+            return
+        guide = table.occupant(row.slot).guide
+        if guide is None:
+            return
+        for token in tokens:
+            # Behind the end of an output come tokens that nobody reads.
+            assert guide.accept(token) or guide.is_over, f"slot {row.slot} sampled {token} against its grammar"
+
+    def _builder(self, plan: StepPlan) -> ResultBuilder:
+        return ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
 
     def _grant(self, grants: Sequence[Grant]) -> None:
         slots = np.array([grant.slot for grant in grants])
@@ -199,13 +255,14 @@ class StepExecutor:
     def _written(self, batch: ForwardBatch) -> Written:
         """Places of the step's tokens: segments first, rows after them. Their ids are known once it is done."""
         size, rows = self.limits.page_size, batch.rows
+        slots, row_positions = (empty_ints(), empty_ints()) if self._is_bounded else (rows.slots, rows.positions)
         pages, positions = [], []
         for segment in batch.segments:
             at = np.arange(segment.start, segment.start + len(segment.ids), dtype=np.int32)
             pages.append(segment.pages[at // size])
             positions.append(at)
-        pages.append(rows.page_tables[rows.slots, rows.positions // size])
-        positions.append(rows.positions)
+        pages.append(rows.page_tables[slots, row_positions // size])
+        positions.append(row_positions)
         all_pages = np.concatenate(pages)
         return Written(
             pages=all_pages,
@@ -213,15 +270,17 @@ class StepExecutor:
             offsets=np.concatenate(positions) % np.int32(size),
             segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
             # Read anew: the rows' own ids are older than what was finished since.
-            row_ids=self.table.tokens[rows.slots, rows.positions],
-            is_known=self.table.known_len[rows.slots] > rows.positions,
+            row_slots=slots,
+            row_ids=self.table.tokens[slots, row_positions],
+            is_known=self.table.known_len[slots] > row_positions,
         )
 
     def _advance(self, batch: ForwardBatch) -> None:
         """Lengths, as the step will leave them."""
         table, rows = self.table, batch.rows
-        table.computed_len[rows.slots] = rows.positions + 1
-        table.total_len[rows.slots] = rows.positions + 2
+        if not self._is_bounded:
+            table.computed_len[rows.slots] = rows.positions + 1
+            table.total_len[rows.slots] = rows.positions + 2
         for segment in batch.segments:
             table.computed_len[segment.slot] = segment.start + len(segment.ids)
             if segment.sample is not None:
@@ -244,22 +303,29 @@ class StepExecutor:
         output = running.result()
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
-        rows, table = batch.rows, self.table
-        ids = np.where(written.is_known, written.row_ids, self._last_sampled[rows.slots])
+        ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])
         segment_ids = written.segment_ids or [segment.ids for segment in batch.segments]
         self.records.extend_if(
             written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
         )
-        self._last_sampled[rows.slots] = output.tokens
-        is_same = table.generations[rows.slots] == batch.row_generations
-        slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
-        table.tokens[slots, positions] = output.tokens[is_same]
-        table.known_len[slots] = positions + 1
+        if self._is_bounded:
+            batch = settle_bounded(batch, output, self.table, self.records, self.limits.page_size)
+        else:
+            self._learn_rows(batch, output.tokens)
         for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
+                self._guide(row, got.tokens)
         return builder.build_forward(batch, output)
+
+    def _learn_rows(self, batch: ForwardBatch, tokens: IntArray) -> None:
+        rows, table = batch.rows, self.table
+        self._last_sampled[rows.slots] = tokens
+        is_same = table.generations[rows.slots] == batch.row_generations
+        slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
+        table.tokens[slots, positions] = tokens[is_same]
+        table.known_len[slots] = positions + 1
 
     def _learn(self, row: Row, position: int, token: int) -> None:
         assert 0 <= token < self.limits.vocab_size, f"the runner sampled {token} for slot {row.slot}"

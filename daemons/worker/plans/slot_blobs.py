@@ -33,12 +33,16 @@ class SlotBlobs:
         try:
             data = self._store.pin(admit.grammar_hash)
         except MeshError as error:
-            failed = SlotError(slot=admit.slot, generation=admit.generation, error=error)
-            self.failed[admit.slot] = failed
-            self._untold.append(failed)
+            self.fail(admit.slot, admit.generation, error)
             return b""
         self._hashes[admit.slot] = admit.grammar_hash
         return data
+
+    def fail(self, slot: int, generation: int, error: MeshError) -> None:
+        """The request in a slot cannot go on: its rows have no token from here on. Told once."""
+        if slot not in self.failed:
+            failed = self.failed[slot] = SlotError(slot=slot, generation=generation, error=error)
+            self._untold.append(failed)
 
     def released(self, slot: int) -> None:
         """The slot is free."""

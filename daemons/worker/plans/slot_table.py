@@ -22,6 +22,7 @@ import numpy.typing as npt
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
+from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.limits import Limits
 
 BoolArray = npt.NDArray[np.bool_]
@@ -40,6 +41,7 @@ class Occupant:
     suppressed_ids: IntArray
     logprobs_start: int
     cache_namespace: str
+    guide: Guide | None = None
 
 
 class SlotTable:
@@ -90,9 +92,11 @@ class SlotTable:
         """View of the slot's pages, in the order of its tokens."""
         return self.page_tables[slot, : self.num_pages[slot]]
 
-    def admit(self, admit: Admit, *, can_batch: bool, is_suppressed_by_runner: bool = False) -> None:
+    def admit(
+        self, admit: Admit, *, can_batch: bool, is_suppressed_by_runner: bool = False, guide: Guide | None = None
+    ) -> None:
         """Fills a free slot. `can_batch`: the runner takes its decodes as DecodeRows; once min_tokens are reached, or
-        at once if it suppresses ids itself."""
+        at once if it suppresses ids itself. guide: of a request that follows a grammar."""
         slot, sampling = admit.slot, admit.sampling
         prompt_len = len(admit.prompt_ids)
         total_len = prompt_len + len(admit.output_ids)
@@ -124,6 +128,7 @@ class SlotTable:
             suppressed_ids=admit.suppressed_ids,
             logprobs_start=admit.logprobs_start,
             cache_namespace=admit.cache_namespace,
+            guide=guide,
         )
 
     def append_pages(self, slots: npt.NDArray[np.int_], counts: npt.NDArray[np.int_], pages: IntArray) -> None:

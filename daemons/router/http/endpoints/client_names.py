@@ -11,6 +11,7 @@ _OPENAI: Mapping[str, str] = {
     "logit_bias_values": "logit_bias",
     "stop_ids": "stop_token_ids",
     "stop.stop": "stop",
+    "stop.ignore_eos": "ignore_eos",
     "num_top_logprobs": "logprobs",
     "sampling.logprobs": "logprobs",
     "grammar": "response_format",
@@ -36,6 +37,7 @@ NATIVE_SAMPLING: Mapping[str, str] = {
         "logit_bias_values": "logit_bias",
         "stop_ids": "stop_token_ids",
         "stop.stop": "stop",
+        "stop.ignore_eos": "ignore_eos",
         "n": "n",
         "temperature": "temperature",
         "top_p": "top_p",
@@ -50,6 +52,7 @@ NATIVE_SAMPLING: Mapping[str, str] = {
     }.items()
 }
 _NATIVE: Mapping[str, str] = {
+    "grammar": "sampling_params",
     **NATIVE_SAMPLING,
     "num_top_logprobs": "top_logprobs_num",
     "sampling.logprobs": "return_logprob",

@@ -36,6 +36,7 @@ _NAMES = names_of("/generate")
 _SHARED = (
     *("n", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "frequency_penalty"),
     *("presence_penalty", "repetition_penalty", "logit_bias", "ignore_eos", "skip_special_tokens"),
+    *("regex", "json_schema", "ebnf", "structural_tag"),
 )
 
 

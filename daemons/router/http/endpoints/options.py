@@ -17,8 +17,10 @@ from radixmesh.daemons.router.http.bodies.body import Body, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, check_entries, decode, invalid, list_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.endpoints.client_names import renamed
+from radixmesh.daemons.router.http.endpoints.constraints import NAMES, grammar_of, with_field
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.request_ids import HTTP_REQUEST_ID_PATTERN
 from radixmesh.daemons.runtime.sampling import (
     MAX_LOGIT_BIASES,
@@ -70,6 +72,11 @@ class TokenOptions(Body):
     stop_token_ids: MaybeRaw = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    # Constraints: of all of them one at most.
+    regex: MaybeRaw = None
+    json_schema: MaybeRaw = None
+    ebnf: MaybeRaw = None
+    structural_tag: MaybeRaw = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +90,14 @@ class GenerationOptions(TokenOptions):
     stream_options: MaybeRaw = None
     # OpenAI's seeds are signed; ours count modulo 2^64.
     seed: MaybeRaw = None
+    response_format: MaybeRaw = None
     # Extensions.
+    structured_outputs: MaybeRaw = None
+    guided_json: MaybeRaw = None
+    guided_json_object: MaybeRaw = None
+    guided_regex: MaybeRaw = None
+    guided_choice: MaybeRaw = None
+    guided_grammar: MaybeRaw = None
     min_tokens: Uint32 | None = None
     include_stop_str_in_output: bool | None = None
     cache_salt: Name | None = None
@@ -132,6 +146,12 @@ class GenerationOptions(TokenOptions):
             stop.max_tokens = max_tokens
         sampling_from_proto(sampling)
         stop_from_proto(stop)
+        grammar, field = grammar_of({name: getattr(self, name) for name in NAMES})
+        if grammar is not None:
+            try:
+                grammar_source(grammar)
+            except MeshError as error:
+                raise with_field(error, field) from None
         return router_pb2.GenerateRequest(
             model=self.model or "",
             n=self.n,
@@ -141,6 +161,7 @@ class GenerationOptions(TokenOptions):
             priority=self.priority or 0,
             deadline_ms=self.deadline_ms,
             tenant=self.tenant or "",
+            grammar=grammar,
         )
 
 

@@ -18,10 +18,12 @@ from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tenso
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form, read_quantization
 from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form, load_layers
 from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_decoder
+from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
 from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSource, fill_randomly, folder_source
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
-from radixmesh.daemons.worker.models.model import BuiltModel, Placement
+from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
+from radixmesh.daemons.worker.models.model import BuiltModel, Model, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 
 _log = get_logger(__name__)
@@ -45,14 +47,9 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
     quantized: QuantizedLayers | None = None
     with torch.inference_mode():
         built = model_families().create(architecture).build(config, placement)
-        if not isinstance(built.model, DecoderModel):
-            raise MeshError(
-                ErrorReason.ERROR_REASON_UNSUPPORTED,
-                f"the cuda backend does not compute {architecture} yet: use --backend cpu",
-                {"feature": architecture},
-            )
-        check_decoder(built.model.config, is_quantized=form is not None)
+        check_model(architecture, built.model, is_quantized=form is not None)
         if form is not None:
+            assert isinstance(built.model, DecoderModel)
             with _source(folder, built.targets, stored, placement.device, is_dummy=is_dummy) as source:
                 quantized = _load_quantized(built, built.model, source, form, placement, is_dummy or stored is None)
                 num_bytes = source.num_bytes
@@ -60,7 +57,7 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
             num_bytes = fill_randomly(built.targets)
         else:
             num_bytes = load_tensors(folder, built.targets, stored)
-        loaded = LoadedDecoder(built.model, quantized)
+        loaded = _loaded(built.model, quantized)
     if placement.device.type == "cuda":
         # Memory that was used while making them is free for KV.
         torch.cuda.empty_cache()
@@ -76,6 +73,31 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
         seconds=round(time.monotonic() - started, 3),
     )
     return loaded
+
+
+def check_model(architecture: str, model: Model, *, is_quantized: bool) -> None:
+    """Raises MeshError UNSUPPORTED for what only the CPU backend computes, before weights are read."""
+    if isinstance(model, DecoderModel):
+        check_decoder(model.config, is_quantized=is_quantized)
+    elif not isinstance(model, DeepseekModel):
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"the cuda backend does not compute {architecture} yet: use --backend cpu",
+            {"feature": architecture},
+        )
+    elif is_quantized:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"the cuda backend computes {architecture} with weights in --dtype alone: use --quantization none",
+            {"feature": "FP8 weights with latent attention"},
+        )
+
+
+def _loaded(model: Model, quantized: QuantizedLayers | None) -> LoadedModel:
+    if isinstance(model, DecoderModel):
+        return LoadedDecoder(model, quantized)
+    assert isinstance(model, DeepseekModel)
+    return LoadedDeepseek(model)
 
 
 def _load_quantized(

@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.daemons.worker.models.row_maths import rms_norm, silu_gated
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
-_PLANE = "latents"
+PLANE = "latents"
 
 
 class DeepseekModel(Model):
@@ -29,24 +29,24 @@ class DeepseekModel(Model):
         self.vocab_size = config.vocab_size
         self.max_total_len = config.max_total_len
         self.kv_layout = KvLayout(
-            num_layers=config.num_layers, planes=(KvPlane(name=_PLANE, row_shape=(1, config.latent_dim)),)
+            num_layers=config.num_layers, planes=(KvPlane(name=PLANE, row_shape=(1, config.latent_dim)),)
         )
         self.attention_shape = AttentionShape(
             num_heads=config.num_heads, num_kv_heads=1, head_dim=config.latent_dim, scale=config.softmax_scale
         )
         self.mtp_layers = weights.mtp_layers
-        self._config = config
-        self._weights = weights
+        self.config = config
+        self.weights = weights
         self._rope = RopeTable(config.rope_dim, config.rope, placement.device)
         self._blocks = tuple(_create_block(config, layer, placement) for layer in weights.layers)
         self._group = placement.group
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
-        x_TD = functional.embedding(batch.ids_T, self._weights.embedding_VD)
+        x_TD = functional.embedding(batch.ids_T, self.weights.embedding_VD)
         cos_T1h, sin_T1h = self._rope.at(batch.positions_T)
         for index, block in enumerate(self._blocks):
             q_THC, kv_T1C = batch.tiles.map(block.attention.project, (x_TD, cos_T1h, sin_T1h))
-            latents_S1C = batch.kv.tokens(_PLANE, index)
+            latents_S1C = batch.kv.tokens(PLANE, index)
             latents_S1C.index_copy_(0, batch.kv_slots_N, kv_T1C[: batch.num_rows])
             o_THC = batch.attention.attend(q_THC, latents_S1C, latents_S1C)
             x_TD = block.finish(x_TD, o_THC, batch)
@@ -61,7 +61,7 @@ class DeepseekModel(Model):
         return final_TD
 
     def row_probes(self) -> tuple[RowProbe, ...]:
-        config, dtype = self._config, self._weights.head_DV.dtype
+        config, dtype = self.config, self.weights.head_DV.dtype
         hidden = RowInput((config.hidden_size,), dtype)
         angles = RowInput((1, config.rope_dim // 2), torch.float32)
         summed = RowInput((config.num_heads, config.latent_dim), dtype)
@@ -73,12 +73,12 @@ class DeepseekModel(Model):
         )
 
     def _final(self, inputs: Tensors) -> Tensors:
-        return (rms_norm(inputs[0], self._weights.final_norm_D, self._config.norm_eps).float(),)
+        return (rms_norm(inputs[0], self.weights.final_norm_D, self.config.norm_eps).float(),)
 
     def _head(self, inputs: Tensors) -> Tensors:
         (x_TD,) = inputs
-        x_TD = rms_norm(x_TD, self._weights.final_norm_D, self._config.norm_eps)
-        return (self._group.all_gather(x_TD @ self._weights.head_DV).float(),)
+        x_TD = rms_norm(x_TD, self.weights.final_norm_D, self.config.norm_eps)
+        return (self._group.all_gather(x_TD @ self.weights.head_DV).float(),)
 
 
 class _DenseBlock:

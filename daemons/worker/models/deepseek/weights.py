@@ -119,7 +119,8 @@ class DeepseekWeights:
     def empty(cls, config: DeepseekConfig, placement: Placement, *, num_mtp_layers: int) -> DeepseekWeights:
         """Memory for the weights, not filled."""
         new, size, vocab = _allocator(placement), config.hidden_size, config.vocab_size
-        head_DV = new(size, vocab)
+        # Embeddings of a tied model are rows of it, which kernels read.
+        head_DV = new(vocab, size).t() if placement.is_out_first else new(size, vocab)
         return cls(
             embedding_VD=head_DV.t() if config.is_tied else new(vocab, size),
             layers=tuple(DeepseekLayer.empty(config, index, placement) for index in range(config.num_layers)),

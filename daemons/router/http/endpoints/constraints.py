@@ -1,0 +1,154 @@
+"""Constraints on an answer under the names that OpenAI, vLLM and SGLang give them, as the router's one Grammar.
+
+Schemas may be objects or JSON texts. A choice is an EBNF alternation, which needs no escaping of a regular expression.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.http.bodies.field_decoders import (
+    check_values,
+    decode,
+    invalid,
+    list_of,
+    read_fields,
+    text_of,
+)
+from radixmesh.daemons.router.http.bodies.json_shape import Bytes
+from radixmesh.daemons.router.http.bodies.known_fields import unsupported
+from radixmesh.daemons.runtime.errors import MeshError
+
+MAX_CHOICES = 1024
+# Values that ask for nothing, wherever they are sent.
+_NOTHING = (b"null", b"false", b'""', b"[]", b"{}")
+_OBJECT_SCHEMA = '{"type": "object"}'
+_TEXTS = msgspec.json.Decoder(list[str])
+_FLAG = msgspec.json.Decoder(bool)
+Grammar = common_pb2.Grammar
+
+
+def grammar_of(fields: Mapping[str, Bytes | None]) -> tuple[Grammar | None, str]:
+    """The constraint, and the field that set it; None where none did. fields: those of NAMES, None where not sent.
+
+    Raises MeshError naming the field; INVALID_ARGUMENT where two are set, since only one can be followed.
+    """
+    found: Grammar | None = None
+    by = ""
+    for field, read in _READERS.items():
+        raw = fields.get(field)
+        if raw is None or bytes(memoryview(raw)[:6]) in _NOTHING:
+            continue
+        grammar = read(raw, field)
+        if grammar is None:
+            continue
+        if found is not None:
+            raise invalid(field, f"{by} and {field} both constrain the answer: send one of them")
+        found, by = grammar, field
+    return found, by
+
+
+def _schema(raw: Bytes, field: str) -> Grammar:
+    check_values(raw, field)
+    is_text = bytes(memoryview(raw)[:1]) == b'"'
+    return Grammar(json_schema=text_of(raw, field) if is_text else bytes(raw).decode())
+
+
+def _regex(raw: Bytes, field: str) -> Grammar:
+    return Grammar(regex=text_of(raw, field))
+
+
+def _ebnf(raw: Bytes, field: str) -> Grammar:
+    return Grammar(ebnf=text_of(raw, field))
+
+
+def _choice(raw: Bytes, field: str) -> Grammar:
+    list_of(raw, field, MAX_CHOICES)
+    choices = decode(_TEXTS, raw, field)
+    if not choices or not all(choices):
+        raise invalid(field, f"{field} needs one text at least, and none that is empty")
+    return Grammar(ebnf="root ::= " + " | ".join(_quoted(choice) for choice in choices))
+
+
+def _quoted(text: str) -> str:
+    """A literal of EBNF: what is not plain ASCII goes by its code."""
+    return '"' + "".join(char if char.isalnum() and char.isascii() else f"\\U{ord(char):08X}" for char in text) + '"'
+
+
+def _json_object(raw: Bytes, field: str) -> Grammar | None:
+    return Grammar(json_schema=_OBJECT_SCHEMA) if decode(_FLAG, raw, field) else None
+
+
+def _structural_tag(raw: Bytes, field: str) -> Grammar:
+    check_values(raw, field)
+    is_text = bytes(memoryview(raw)[:1]) == b'"'
+    return Grammar(structural_tag=text_of(raw, field) if is_text else bytes(raw).decode())
+
+
+def _response_format(raw: Bytes, field: str) -> Grammar | None:
+    fields = read_fields(raw, field)
+    kind = text_of(fields["type"], f"{field}.type") if "type" in fields else ""
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Grammar(json_schema=_OBJECT_SCHEMA)
+    if kind == "json_schema":
+        inner = read_fields(fields.get("json_schema", msgspec.Raw(b"{}")), f"{field}.json_schema")
+        if "schema" not in inner:
+            raise invalid(field, f"{field}.json_schema has no schema: send {{'name': ..., 'schema': {{...}}}}")
+        return _schema(inner["schema"], f"{field}.json_schema.schema")
+    if kind == "structural_tag":
+        return Grammar(structural_tag=bytes(raw).decode())
+    raise unsupported(f"{field}.type", f"{field}.type is {kind[:40]!r}: send text, json_object or json_schema")
+
+
+_STRUCTURED: Mapping[str, Callable[[Bytes, str], Grammar | None]] = {
+    "json": _schema,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _ebnf,
+    "structural_tag": _structural_tag,
+}
+
+
+def _structured_outputs(raw: Bytes, field: str) -> Grammar | None:
+    """vLLM's object: exactly one of its constraints."""
+    found: Grammar | None = None
+    for name, value in read_fields(raw, field).items():
+        if bytes(value) in _NOTHING:
+            continue
+        if name not in _STRUCTURED:
+            raise unsupported(
+                f"{field}.{name}", f"{field}.{name} is not offered: choose one of {', '.join(_STRUCTURED)}"
+            )
+        if found is not None:
+            raise invalid(field, f"{field} has more than one constraint: send one")
+        found = _STRUCTURED[name](value, f"{field}.{name}")
+    return found
+
+
+_READERS: Mapping[str, Callable[[Bytes, str], Grammar | None]] = {
+    "response_format": _response_format,
+    "structured_outputs": _structured_outputs,
+    "regex": _regex,
+    "json_schema": _schema,
+    "ebnf": _ebnf,
+    "structural_tag": _structural_tag,
+    "guided_json": _schema,
+    "guided_json_object": _json_object,
+    "guided_regex": _regex,
+    "guided_choice": _choice,
+    "guided_grammar": _ebnf,
+}
+NAMES = tuple(_READERS)
+
+
+def with_field(error: MeshError, field: str) -> MeshError:
+    """An error of the grammar, told of the field that brought it."""
+    if error.metadata.get("field") not in (None, "grammar"):
+        return error
+    return MeshError(error.reason, error.message, {**error.metadata, "field": field})

@@ -1,0 +1,52 @@
+"""Grammars ready to be followed, by the hash of their blobs."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarBackend
+
+# Memory of grammars that no slot follows any more; those of slots live as long as these.
+MAX_BYTES = 256 << 20
+
+
+class GrammarStore:
+    """Any thread may call. make_backend: imports the library and sorts the vocabulary: seconds, at the first grammar.
+
+    format: of the artefacts that it reads, "" = none, the library is not installed here.
+    """
+
+    def __init__(
+        self, grammar_format: str, make_backend: Callable[[], GrammarBackend], max_bytes: int = MAX_BYTES
+    ) -> None:
+        self.format = grammar_format
+        self._make_backend = make_backend
+        self._backend: GrammarBackend | None = None
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def is_grammar(self, blob: bytes) -> bool:
+        """True for a blob that says it is one, of whatever version."""
+        name = self.format.partition("/")[0]
+        return bool(name) and blob.startswith(f"{name}/".encode())
+
+    def get(self, blob_hash: str, blob: bytes) -> CompiledGrammar:
+        """The grammar of a blob, read when it is first asked for. Raises INVALID_GRAMMAR, UNSUPPORTED."""
+        with self._lock:
+            found = self._grammars.get(blob_hash)
+            if found is not None:
+                self._grammars.move_to_end(blob_hash)
+                return found
+            if self._backend is None:
+                self._backend = self._make_backend()
+            grammar = self._backend.load(blob)
+            self._grammars[blob_hash] = grammar
+            self._num_bytes += grammar.num_bytes
+            while self._num_bytes > self._max_bytes and len(self._grammars) > 1:
+                _, dropped = self._grammars.popitem(last=False)
+                self._num_bytes -= dropped.num_bytes
+            return grammar

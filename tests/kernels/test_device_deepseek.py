@@ -1,0 +1,64 @@
+"""DeepSeek on a device's runner: latent attention and routed experts as parts of the seam, in float32."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.deepseek_folders import TINY_DEEPSEEK, V2_SHAPES, V3_SHAPES, random_deepseek
+from support.device_settings import TINY_SETTINGS
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.load import load_device_runner
+from radixmesh.daemons.worker.cuda.runner import DeviceRunner
+from radixmesh.daemons.worker.runner import Segment
+
+_SETTINGS = replace(
+    TINY_SETTINGS, page_size=4, num_pages=400, num_slots=8, max_total_len=256, cuda_graphs=True, max_tokens_per_step=128
+)
+
+# Others cost CPU time each: the CPU worker's tests have all.
+_DAILY = ("v2_groups_yarn", "v3_groups", "v3_biases_tied")
+_NUM_TEXTS = 4
+_SHAPES = [name if name in _DAILY else pytest.param(name, marks=pytest.mark.full) for name in (*V2_SHAPES, *V3_SHAPES)]
+
+
+@pytest.mark.parametrize("shape", _SHAPES)
+def test_logits_are_those_of_transformers(shape: str, tmp_path: Path) -> None:
+    model = random_deepseek(shape)
+    model.save_pretrained(tmp_path)
+    runner = load_device_runner(tmp_path, _SETTINGS, HostDevice())
+    assert isinstance(runner, DeviceRunner)
+    ids = np.random.default_rng(0).integers(0, 131, 40).astype(np.int32)
+    pages, parts = np.arange(20, 30, dtype=np.int32), []
+    for start, stop in ((0, 25), (25, 26), (26, 40)):
+        parts += runner.logits([Segment(slot=1, ids=ids[start:stop], start=start, pages=pages)])
+    with torch.inference_mode():
+        want = model(torch.from_numpy(ids).long()[None]).logits[0].numpy()
+    np.testing.assert_allclose(np.concatenate(parts), want, rtol=0, atol=1e-4 * want.std())
+
+
+def test_the_tiny_model_knows_its_texts() -> None:
+    """Every token of the shorter texts from the true ones before it; nothing of such a model is captured."""
+    settings = replace(_SETTINGS, max_total_len=1200, max_tokens_per_step=1200)
+    runner = load_device_runner(TINY_DEEPSEEK, settings, HostDevice())
+    assert isinstance(runner, DeviceRunner)
+    num_wrong = num_tokens = 0
+    texts = json.loads((TINY_DEEPSEEK / "recitations.json").read_text(encoding="utf-8"))
+    for text in sorted(texts, key=lambda text: len(text["expected_ids"]))[:_NUM_TEXTS]:
+        ids = np.array([*text["prompt_ids"], *text["expected_ids"]], np.int32)
+        first, pages = len(text["prompt_ids"]), np.arange(-(-len(ids) // 4), dtype=np.int32)
+        (logits,) = runner.logits([Segment(slot=1, ids=ids, start=0, pages=pages)])
+        num_wrong += int((logits[first - 1 : -1].argmax(-1) != ids[first:]).sum())
+        num_tokens += len(ids) - first
+    assert num_wrong == 0 and num_tokens > 50 * _NUM_TEXTS // 4
+
+
+def test_fp8_weights_are_refused() -> None:
+    with pytest.raises(MeshError, match="--quantization none"):
+        load_device_runner(TINY_DEEPSEEK, replace(_SETTINGS, quantization="fp8"), HostDevice())

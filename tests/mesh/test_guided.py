@@ -1,0 +1,155 @@
+"""Outputs that follow a grammar, through every daemon: over gRPC and HTTP, streamed, n > 1, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from support.fault_injection import kill_once
+from support.http import http_client, openai_client
+from support.jobs import Job
+from support.mesh import SERVICES, Mesh, running_mesh
+from support.stream_load import StreamLoad
+
+from radixmesh.client import errors
+
+pytest.importorskip("xgrammar")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome", "Oslo"]}, "size": {"enum": [1, 2, 3]}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+WRONG = {"type": "objekt"}
+WORDS = "([a-f]{3} ){20,30}end"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh() -> AsyncIterator[Mesh]:
+    async with running_mesh("cpu") as mesh:
+        yield mesh
+        assert mesh.bugs == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sdk(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
+    async with openai_client(mesh) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(mesh) as client:
+        yield client
+
+
+def check_city(text: str) -> None:
+    value = json.loads(text)
+    assert set(value) == {"city", "size"} and value["city"] in ("Paris", "Rome", "Oslo") and value["size"] in (1, 2, 3)
+
+
+async def test_a_schema_over_grpc_with_several_outputs(mesh: Mesh) -> None:
+    done = await mesh.client.complete("A city:", json_schema=SCHEMA, n=4, temperature=1.0, seed=3, max_tokens=200)
+    for output in done.outputs:
+        check_city(output.text)
+    assert (await mesh.client.complete("One of", choices=["héé", 'ho"ho'], seed=1)).outputs[0].text in ("héé", 'ho"ho')
+    again = await mesh.client.complete("A city:", json_schema=SCHEMA, n=4, temperature=1.0, seed=3, max_tokens=200)
+    assert [output.ids for output in again.outputs] == [output.ids for output in done.outputs]
+
+
+async def test_every_name_of_a_constraint_over_http(http: httpx.AsyncClient) -> None:
+    body = {"model": "tiny-llama", "prompt": "Once", "max_tokens": 200, "seed": 5}
+    schema_format = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
+    for fields in (
+        {"response_format": schema_format},
+        {"guided_json": SCHEMA},
+        {"json_schema": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+    ):
+        answer = (await http.post("/v1/completions", json={**body, **fields})).json()
+        check_city(answer["choices"][0]["text"])
+    for fields, pattern in (
+        ({"regex": "[0-9]{3}-[0-9]{2}"}, "[0-9]{3}-[0-9]{2}"),
+        ({"guided_regex": "(ab){2,4}"}, "(ab){2,4}"),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"guided_choice": ["left (or so)", "right"]}, r"left \(or so\)|right"),
+        ({"ebnf": 'root ::= "x" | "y" root'}, "y*x"),
+        ({"guided_grammar": 'root ::= "x" | "y" root'}, "y*x"),
+        ({"response_format": {"type": "text"}}, "(?s).*"),
+    ):
+        answer = (await http.post("/v1/completions", json={**body, **fields})).json()
+        assert re.fullmatch(pattern, answer["choices"][0]["text"]), (fields, answer)
+    native = {"text": "Once", "sampling_params": {"regex": "[ab]{4}", "max_new_tokens": 50, "temperature": 1.0}}
+    assert re.fullmatch("[ab]{4}", (await http.post("/generate", json=native)).json()["text"])
+
+
+async def test_the_sdk_streams_json_mode(sdk: AsyncOpenAI) -> None:
+    stream = await sdk.chat.completions.create(
+        model="tiny-llama",
+        messages=[{"role": "user", "content": "A city, as JSON."}],
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}},
+        stream=True,
+        max_tokens=200,
+        seed=2,
+    )
+    parts = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+    assert len(parts) > 3
+    check_city("".join(parts))
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+            "INVALID_GRAMMAR",
+            None,
+        ),
+        ({"response_format": {"type": "yaml"}}, "UNSUPPORTED", "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "INVALID_ARGUMENT", "response_format"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "INVALID_ARGUMENT", "ebnf"),
+        ({"guided_choice": [""]}, "INVALID_ARGUMENT", "guided_choice"),
+        ({"guided_json": {"not": {}}}, "INVALID_GRAMMAR", None),
+        ({"regex": "a" * ((1 << 20) + 1)}, "INVALID_GRAMMAR", "regex"),
+        ({"regex": "a", "ignore_eos": True}, "INVALID_ARGUMENT", "ignore_eos"),
+    ],
+)
+async def test_what_cannot_be_followed_is_refused(
+    http: httpx.AsyncClient, fields: object, code: str, param: str
+) -> None:
+    answer = await http.post("/v1/completions", json={"model": "tiny-llama", "prompt": "Once", **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["code"] == code, error
+    assert param is None or error["param"] == param, error
+
+
+async def test_a_broken_grammar_over_grpc_is_a_typed_error(mesh: Mesh) -> None:
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        await mesh.client.complete("x", regex="(a")
+    assert caught.value.reason == "INVALID_GRAMMAR"
+
+
+async def test_kills_change_no_byte(mesh: Mesh) -> None:
+    """Every daemon is killed once while guided streams are open, n = 2 among them."""
+    jobs = [
+        Job(name=f"words-{seed}", prompt="Words", options={"regex": WORDS, "seed": seed, "n": 1 + seed % 2})
+        for seed in range(8)
+    ]
+    jobs = [job.learned(await job.run(mesh.client)) for job in jobs]
+    for job in jobs:
+        assert all(re.fullmatch(WORDS, answer.text) for answer in job.answers)
+    pick = random.Random(7)
+    async with StreamLoad(mesh.client, jobs, num_streams=8) as load:
+        await load.all_progressed(0.0)
+        for service in SERVICES:
+            kill = await kill_once(mesh, load, service, signal.SIGKILL, pick)
+            assert load.failures == [], (kill, load.failures[:3])
+    assert load.failures == [] and load.num_completed >= 8

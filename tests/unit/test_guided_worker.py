@@ -1,0 +1,211 @@
+"""Outputs of the CPU worker that follow a grammar: every text fits, whatever is sampled, resumed or drafted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.plans import Steps, admit, chunk, grant
+
+from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.steps.step import NoToken, Release
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.guided.guide import mask_row
+from radixmesh.daemons.worker.plans.blob_store import BlobStore
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+
+pytest.importorskip("xgrammar")
+MODEL = Path(__file__).parents[2] / "compose/models/tiny-llama"
+PAGES = 160
+# A seed whose output ends soon.
+ENDS = 3
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"enum": ["ada", "bob"]},
+        "ages": {"type": "array", "items": {"enum": [1, 22]}, "maxItems": 3},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+ENDLESS = '{"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}'
+SOURCES = {
+    "schema": GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "regex": GrammarSource(GrammarForm.REGEX, "(ab|c[0-9]{2}){1,6}"),
+    "ebnf": GrammarSource(GrammarForm.EBNF, 'root ::= "x" root "y" | "z"'),
+}
+
+
+def blob_hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def fits(kind: str, text: str) -> bool:
+    if kind == "schema":
+        value = json.loads(text)
+        return value["name"] in ("ada", "bob") and set(value) == {"name", "ages"} and set(value["ages"]) <= {1, 22}
+    if kind == "regex":
+        return re.fullmatch("(ab|c[0-9]{2}){1,6}", text) is not None
+    x, _, y = text.partition("z")
+    return set(x) <= {"x"} and y == "y" * len(x)
+
+
+class Guided:
+    """One slot of a CPU worker that writes until its output ends."""
+
+    def __init__(self) -> None:
+        self.vocabulary = Vocabulary.load(MODEL)
+        self.backend: GrammarBackend = load_backend("xgrammar", GuidedVocabulary.of(self.vocabulary))
+        runner = load_cpu_runner(MODEL, num_pages=4 * PAGES, threads=1)
+        assert isinstance(runner, CpuRunner)
+        self.runner = runner
+        self.generation = 0
+
+    def steps(self) -> Steps:
+        self.blobs = BlobStore(max_bytes=1 << 24, max_blob_bytes=1 << 23)
+        grammars = GrammarStore(self.backend.format, lambda: self.backend)
+        executor = StepExecutor(self.runner, num_slots=4, max_tokens_per_step=256, blobs=self.blobs, grammars=grammars)
+        executor.begin_epoch(1)
+        return Steps(executor)
+
+    def write(
+        self, steps: Steps, source: GrammarSource, sampling: Sampling, output: Sequence[int] = (), **fields: object
+    ) -> tuple[list[int], bool]:
+        """Tokens until the end, and whether it came within the limit."""
+        artefact = self.backend.compile(source)
+        name = blob_hash(artefact)
+        self.blobs.put(name, artefact)
+        self.generation += 1
+        prompt, size = [5, 6, 7], self.runner.page_size
+        total = len(prompt) + len(output)
+        asked = admit(0, prompt, generation=self.generation, sampling=sampling, output_ids=list(output), **fields)
+        result = steps.run(
+            admits=(replace(asked, grammar_hash=name, max_total_len=PAGES * size),),
+            grants=(grant(0, range(PAGES)),),
+            chunks=(chunk(0, total),),
+        )
+        tokens = [*output, *result.ids.tolist()]
+        eos = set(self.vocabulary.identity.eos_ids)
+        while len(tokens) < 150 and tokens[-1] not in eos:
+            tokens += steps.run(decodes=[0]).ids.tolist()
+            tokens = tokens[: next((i + 1 for i, t in enumerate(tokens) if t in eos), len(tokens))]
+        steps.run(decodes=[], releases=(Release(slot=0, generation=self.generation),))
+        is_over = tokens[-1] in eos
+        return tokens[:-1] if is_over else tokens, is_over
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return self.vocabulary.tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def guided() -> Guided:
+    return Guided()
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_text_fits_its_grammar(guided: Guided, kind: str) -> None:
+    steps, num_over = guided.steps(), 0
+    for seed in range(10):
+        sampling = Sampling(temperature=1.0, seed=seed) if seed else Sampling(temperature=0.0)
+        tokens, is_over = guided.write(steps, SOURCES[kind], sampling)
+        num_over += is_over
+        assert not is_over or fits(kind, guided.text(tokens)), guided.text(tokens)
+    assert num_over >= 6
+
+
+def test_a_resumed_output_goes_on_as_if_it_had_never_stopped(guided: Guided) -> None:
+    steps, sampling = guided.steps(), Sampling(temperature=1.0, seed=ENDS)
+    whole, is_over = guided.write(steps, SOURCES["schema"], sampling)
+    assert is_over and len(whole) > 4
+    for cut in range(1, len(whole), 1 + len(whole) // 6):
+        assert guided.write(steps, SOURCES["schema"], sampling, whole[:cut]) == (whole, True)
+
+
+def test_drafts_change_no_token(guided: Guided) -> None:
+    plain, _ = guided.write(guided.steps(), SOURCES["schema"], Sampling(temperature=1.0, seed=ENDS))
+    rng = np.random.default_rng(0)
+
+    def draft(sample, most):
+        """Right, wrong in the middle, or against the grammar."""
+        known = len(sample.output_ids)
+        right = plain[known : known + most]
+        return [int(t) if rng.random() < 0.7 else int(rng.integers(0, 200)) for t in right]
+
+    guided.runner.verify(draft, max_drafts=3)
+    try:
+        drafted, is_over = guided.write(guided.steps(), SOURCES["schema"], Sampling(temperature=1.0, seed=ENDS))
+    finally:
+        guided.runner.max_tokens_per_row = 1
+        guided.runner._drafter = None
+    assert is_over and drafted == plain
+
+
+def test_min_tokens_yields_where_only_the_end_is_left(guided: Guided) -> None:
+    eos = list(guided.vocabulary.identity.eos_ids)
+    source = GrammarSource(GrammarForm.REGEX, "[ab]{2,8}")
+    tokens, is_over = guided.write(guided.steps(), source, Sampling(temperature=0.0), min_tokens=50, suppressed_ids=eos)
+    assert is_over and len(guided.text(tokens)) == 8, "the grammar's longest text, though 50 tokens were asked for"
+
+
+def test_what_cannot_be_followed_fails_its_slot_alone(guided: Guided) -> None:
+    steps = guided.steps()
+    source = GrammarSource(GrammarForm.REGEX, "[ab]+")
+    artefact = guided.backend.compile(source)
+    other = artefact.replace(b"xgrammar/", b"xgrammar/9", 1)
+    # No text of this schema is finite.
+    endless = guided.backend.compile(
+        GrammarSource(
+            GrammarForm.JSON_SCHEMA, '{"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}'
+        )
+    )
+    names = []
+    for blob in (other, endless, artefact):
+        guided.blobs.put(blob_hash(blob), blob)
+        names.append(blob_hash(blob))
+    wrong = guided.vocabulary.tokenizer.encode("z", add_special_tokens=False).ids
+    admits = [replace(admit(slot, [5, 6, 7]), grammar_hash=name) for slot, name in enumerate(names)]
+    admits.append(replace(admit(3, [5, 6, 7], output_ids=wrong), grammar_hash=names[2]))
+    result = steps.run(
+        admits=tuple(admits),
+        grants=tuple(grant(slot, range(8 * slot, 8 * slot + 8)) for slot in range(4)),
+        chunks=tuple(chunk(slot, 3 + len(wrong) * (slot == 3)) for slot in range(4)),
+    )
+    assert result.counts.tolist() == [0, 0, 1, 0]
+    assert result.no_token_reasons.tolist() == [
+        NoToken.SLOT_ERROR,
+        NoToken.SLOT_ERROR,
+        NoToken.HAS_TOKENS,
+        NoToken.SLOT_ERROR,
+    ]
+    assert {error.slot: error.error.reason_name for error in result.slot_errors} == dict.fromkeys(
+        (0, 1, 3), "INVALID_GRAMMAR"
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_a_masked_row_leaves_an_allowed_id(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 40))
+    values = st.sampled_from([0.0, 1.0, -5.0, float("nan"), float("-inf")])
+    row = np.array(data.draw(st.lists(values, min_size=size, max_size=size)), np.float32)
+    allowed = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)), np.bool_)
+    allowed[data.draw(st.integers(0, size - 1))] = True
+    suppressed = np.array(sorted(data.draw(st.sets(st.integers(0, size - 1)))), np.int32)
+    masked, keeps = mask_row(row, allowed, suppressed)
+    chosen = int(np.argmax(masked))
+    assert allowed[chosen] and not np.isnan(masked).any()
+    assert keeps == bool(allowed[~np.isin(np.arange(size), suppressed)].any())
+    assert not keeps or chosen not in suppressed
