@@ -1,5 +1,6 @@
 # make run   install into .venv, start the mesh on the tiny model, stream an answer, keep serving
 # make test  install, run every test that belongs to the daily suite
+# make test-clients   clients of other people, installed from PyPI and npm, against a mesh on the tiny model
 # make test-compose   the compose files in a Docker engine, which is started from Debian's packages where none runs
 # make test-cpu-paths the tests of numerics under other code paths of this CPU's libraries
 # make images         the images of the daemons, from wheels that are downloaded first
@@ -31,7 +32,7 @@ PROTOS = $(shell find protos -name '*.proto' | sort)
 SOURCES = $(wildcard daemons kernels clients tests bench)
 MYPY_PACKAGES = $(foreach p,$(patsubst src/radixmesh/%,%,$(wildcard src/radixmesh/daemons src/radixmesh/kernels src/radixmesh/client src/radixmesh/cli)),$(if $(shell find -L src/radixmesh/$(p) -name '*.py' -print -quit),-p radixmesh.$(p)))
 
-.PHONY: help install tools buf node stubs run images test test-full test-cpu-paths test-compose check check-format check-lint check-types check-protos check-stubs baseline clean
+.PHONY: help install tools buf node stubs run images test test-full test-cpu-paths test-clients test-compose check check-format check-lint check-types check-protos check-stubs baseline clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -90,6 +91,9 @@ test-full: install tools node
 
 test-cpu-paths: install
 	tests/cpu_paths.sh $(PY) $(PYTEST_ARGS)
+
+test-clients: install
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/clients $(PYTEST_ARGS)
 
 test-compose: install
 	OMP_NUM_THREADS=1 $(PY) tests/run_tests.py compose $(PYTEST_ARGS)

@@ -65,7 +65,7 @@ def page() -> str:
         "",
     ]
     parts: list[Callable[[Mapping[str, Any]], list[str]]] = [
-        *(_throughput, _logprobs, _whole_mesh, _steps, _prompts, _where, _idle, _gemm, _attention),
+        *(_throughput, _logprobs, _whole_mesh, _steps, _drafts, _prompts, _where, _idle, _gemm, _attention),
         *(_numerics, _endurance, _notes),
     ]
     return "\n".join(head + [line for part in parts for line in (*part(dense), "")]).rstrip() + "\n"
@@ -159,6 +159,28 @@ def _steps(dense: Mapping[str, Any]) -> list[str]:
         "Milliseconds at context 384, in brackets the share of the roofline in bf16, by number of rows:",
         "",
         *_table(["", *map(str, sizes)], rows),
+    ]
+
+
+def _drafts(_: Mapping[str, Any]) -> list[str]:
+    got = _read("h200-verify.json")
+    steps, shape = got["steps"], got["shape"]
+    positions = sorted({step["positions"] for step in steps})
+    cells = {(step["rows"], step["context"], step["positions"]): step for step in steps}
+    rows = []
+    for num_rows, context in dict.fromkeys((step["rows"], step["context"]) for step in steps):
+        of_case = [cells[num_rows, context, count] for count in positions]
+        plain = f"{of_case[0]['plain_ms']:.2f}"
+        rows.append([f"{num_rows}", f"{context:,}", plain, *(f"{c['ms']:.2f} ({c['ratio']:.2f})" for c in of_case)])
+    return [
+        *("## Steps that verify drafts", ""),
+        _wrapped(
+            f"{shape}, milliseconds a step by positions of a row (its last token and the drafts), in brackets over a "
+            f"plain step (`{got['command']}`). A row whose drafts are all accepted yields as many tokens as it has "
+            "positions."
+        ),
+        "",
+        *_table(["rows", "context", "plain", *(f"{count} positions" for count in positions)], rows),
     ]
 
 

@@ -14,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,7 +149,7 @@ def _measure(layer: _Layer, deadline: float) -> dict[str, object]:
                 for part in ("gate_up", "down")
             }
             config = ExpertsConfig(
-                tile_rows=tile_rows, **{part: GroupedConfig(**_named(block)) for part, block in chosen.items()}
+                tile_rows=tile_rows, **{part: GroupedConfig(*block) for part, block in chosen.items()}
             )
             if _micros(layer.whole(config), layer.num_turns) < _micros(layer.whole(best), layer.num_turns):
                 best = config
@@ -174,7 +174,7 @@ def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[
     for block in _SMALL if tile_rows <= 32 else _LARGE:
         if time.monotonic() > deadline:
             break
-        config = GroupedConfig(**_named(block))
+        config = GroupedConfig(*block)
         try:
             parts = layer.parts(ExpertsConfig(tile_rows=tile_rows, gate_up=config, down=config))
             for part in ("gate_up", "down"):
@@ -182,10 +182,6 @@ def _tried_blocks(layer: _Layer, tile_rows: int, deadline: float) -> dict[tuple[
         except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
             print(f"{block}: {error}"[:200], file=sys.stderr, flush=True)
     return {key: us for key, us in times_us.items() if ("down", key[1]) in times_us}
-
-
-def _named(block: Sequence[int]) -> dict[str, int]:
-    return dict(zip(("columns", "depth", "num_warps", "num_stages"), block, strict=True))
 
 
 def _weights(shape: _Shape) -> tuple[torch.Tensor, torch.Tensor]:

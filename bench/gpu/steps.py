@@ -39,8 +39,9 @@ NUM_SLOTS = 512
 class Bench:
     """Slots with pages of their own, in an order that is shuffled as after hours of use."""
 
-    def __init__(self, runner: DeviceRunner) -> None:
+    def __init__(self, runner: DeviceRunner, num_slots: int = NUM_SLOTS) -> None:
         self.runner = runner
+        self.num_slots = num_slots
         self._rng = np.random.default_rng(0)
         with torch.inference_mode():
             for layer in range(runner.num_layers):
@@ -51,7 +52,7 @@ class Bench:
         """Seconds a step; the context grows by one every step, from `context` - num_steps on."""
         length = context + num_steps + 8
         tables = self._tables(num_rows, length)
-        num_pages = np.full(NUM_SLOTS, tables.shape[1], np.int32)
+        num_pages = np.full(self.num_slots, tables.shape[1], np.int32)
         for slot in range(num_rows):
             self.runner.admitted(self._admit(slot, length))
         steps = []
@@ -87,7 +88,7 @@ class Bench:
             ids=np.zeros(num_decodes, np.int32),
             positions=np.full(num_decodes, context - 1, np.int32),
             page_tables=tables,
-            num_pages=np.full(NUM_SLOTS, tables.shape[1], np.int32),
+            num_pages=np.full(self.num_slots, tables.shape[1], np.int32),
             seeds=np.zeros(num_decodes, np.uint64),
             is_sampled=np.zeros(num_decodes, np.bool_),
         )
@@ -136,7 +137,7 @@ class Bench:
         pages = self._rng.permutation(min(self.runner.num_pages, num_rows * columns))[: num_rows * columns]
         if len(pages) < num_rows * columns:
             raise ValueError(f"{num_rows} rows of {length} tokens need more than {self.runner.num_pages} pages")
-        tables = np.zeros((NUM_SLOTS, columns), np.int32)
+        tables = np.zeros((self.num_slots, columns), np.int32)
         tables[:num_rows] = pages.reshape(num_rows, columns)
         return tables
 

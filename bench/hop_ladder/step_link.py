@@ -71,7 +71,7 @@ class ThreadLink(StepLink):
             eos_ids=self._eos_ids,
             model_name="in-process",
         )
-        snapshot = snapshot_of(list(parts), tuple(names), (), limits.num_pages)
+        snapshot = snapshot_of(list(parts), tuple(names), ((), {}), limits.num_pages)
         return Held(epoch=1, info=info, snapshot=snapshot)
 
     async def send(self, plan: StepPlan) -> None:

@@ -37,18 +37,34 @@ def run(arguments: list[str]) -> int:
         terminal.error(f"radixmesh serve: {error}")
         return _EXIT_USAGE
     terminal.line(f"{names[0]}: {model.architecture}, {model.weights_bytes / (1 << 30):.2f} GiB of weights in {folder}")
-    os.environ.update(
-        RADIXMESH_SERVE_FOLDER=str(folder),
-        RADIXMESH_SERVE_WORKER=_command("worker", worker),
-        RADIXMESH_SERVE_ROUTER=_command("router", _router_flags(options, names)),
-        RADIXMESH_SERVE_PORT=str(options.port),
-        RADIXMESH_SERVE_GRPC_PORT=str(options.grpc_port),
-    )
+    _set_environment(options, folder, worker, _router_flags(options, names))
     return up.run(
         _up_arguments(options),
         when_healthy=_greeting(options.port, names[0]),
         asked_by="radixmesh serve",
         port_flags="another --port or --grpc-port",
+    )
+
+
+def serve_environment(model: str, gpu: str) -> Path:
+    """Sets the variables of the compose file that it returns, for a mesh on a model as `radixmesh serve` starts one.
+
+    Raises ModelSourceError or ModelCheckError for a model that cannot be served here.
+    """
+    options = _parser().parse_args([model, "--gpu", gpu])
+    folder = find_model_folder(model, revision=None, say=lambda line: None)
+    worker = _worker_flags(options, folder, served_name(model, folder), check_model(folder))
+    _set_environment(options, folder, worker, [])
+    return _COMPOSE_FILE
+
+
+def _set_environment(options: argparse.Namespace, folder: Path, worker: Sequence[str], router: Sequence[str]) -> None:
+    os.environ.update(
+        RADIXMESH_SERVE_FOLDER=str(folder),
+        RADIXMESH_SERVE_WORKER=_command("worker", worker),
+        RADIXMESH_SERVE_ROUTER=_command("router", router),
+        RADIXMESH_SERVE_PORT=str(options.port),
+        RADIXMESH_SERVE_GRPC_PORT=str(options.grpc_port),
     )
 
 

@@ -52,6 +52,9 @@ def _write(pointer: Path, folder: Path) -> bool:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
             file.write(f"{folder.absolute()}\n")
+        # As run folders have it: nothing of this is anybody's to commit.
+        with os.fdopen(os.open(pointer.with_name(".gitignore"), flags, 0o600), "w") as file:
+            file.write("*\n")
         temporary.replace(pointer)
         return True
     return False

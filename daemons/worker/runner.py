@@ -86,6 +86,19 @@ class SegmentOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RowBounds:
+    """Of decode rows whose lengths the host knows late, because steps with them are in flight; int32 [rows].
+
+    max_lens: total length that each row may reach: its slot has pages and room for so many tokens. known_lens: tokens
+    of the row's slot that the host knows, `tokens[slot, :known_len]`, int32 [num_slots, max_total_len].
+    """
+
+    max_lens: IntArray
+    known_lens: IntArray
+    tokens: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeRows:
     """Decodes as arrays [rows], for runners whose `can_batch` took the slots' sampling.
 
@@ -105,6 +118,9 @@ class DecodeRows:
     is_sampled: npt.NDArray[np.bool_]
     max_tokens: IntArray | None = None
     """Most tokens that each row may yield: its slot has pages and room for so many. None: one each."""
+    bounds: RowBounds | None = None
+    """For an asynchronous runner with max_tokens_per_row > 1, which keeps exact lengths itself, and instead of
+    max_tokens: ids and positions are those that the host knows, or older."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +150,7 @@ class ModelRunner(ABC):
     is_asynchronous: bool = False
     max_tokens_per_row: int = 1
     """Most tokens that a decode yields in a step. 1: exactly one. Otherwise it may yield any number from 0 on, which is
-    known when the step is done: such a runner cannot be asynchronous yet."""
+    known when the step is done. If the runner is asynchronous too, it takes all decodes as DecodeRows, with bounds."""
     takes_grammars: bool = False
     """True if rows can be constrained by the grammar that an admit names."""
     kv_dtype: str = ""

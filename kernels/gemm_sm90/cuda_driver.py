@@ -1,25 +1,26 @@
-"""Driver calls for the project's own CUDA C++: modules, tensor maps, launches in clusters. By ctypes."""
+"""The parts of the CUDA driver that the project's own CUDA C++ needs: modules, tensor maps, launches in clusters.
+
+By cuda-bindings, which torch for CUDA brings. It is imported when a driver is made: a host without a GPU has none.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_CLUSTER, _PDL = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, _PROGRAMMATIC_STREAM_SERIALIZATION
-_TENSOR_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
-_SWIZZLE_128B, _PROMOTE_256B = 3, 3
-_MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 # The oldest are forgotten; what is launched with one has its copy.
 _MAX_MAPS = 8192
+ParameterType = type[ctypes.c_void_p] | type[ctypes.c_int32] | type[ctypes.c_float]
 
 
 class DriverError(RuntimeError):
-    """The driver is not there or refuses; the message says what."""
+    """The driver is not there or refuses; the message says which call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,106 +36,81 @@ class BoxOf:
 
 
 class Kernel(NamedTuple):
-    function: int
+    """function: the driver's handle."""
+
+    function: object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """One axis of CTAs. stream: 0 is the default one."""
+    """One axis of CTAs."""
 
     num_ctas: int
     num_threads: int
     shared_bytes: int
     cluster: int
     use_pdl: bool
-    stream: int
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute: an id, and a union of 64 bytes at offset 8."""
+class PreparedLaunch(NamedTuple):
+    """A kernel and the driver's configuration, in which only the stream changes. parameter_types: of ctypes, behind the
+    two tensor maps."""
 
-    _fields_ = [("id", ctypes.c_uint32), ("pad", ctypes.c_uint32), ("value", ctypes.c_uint32 * 16)]
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = [
-        ("grid", ctypes.c_uint32 * 3),
-        ("block", ctypes.c_uint32 * 3),
-        ("shared_bytes", ctypes.c_uint32),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("num_attributes", ctypes.c_uint32),
-    ]
+    kernel: Kernel
+    config: object
+    parameter_types: tuple[ParameterType | None, ...]
 
 
 class CudaDriver:
-    """On the context that torch has made current. library: for tests; otherwise libcuda. Raises DriverError."""
+    """On the context that torch has made current. Raises DriverError."""
 
-    def __init__(self, library: ctypes.CDLL | None = None) -> None:
-        try:
-            self._library = library or ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise DriverError(f"libcuda.so.1 is not there: {error}") from error
-        _declare(self._library)
-        self._maps: dict[tuple[object, ...], ctypes.Array[ctypes.c_char]] = {}
+    def __init__(self) -> None:
+        self._api = bindings("driver")
+        self._maps: dict[tuple[object, ...], object] = {}
 
     def load(self, cubin: bytes, name: str, shared_bytes: int) -> Kernel:
         """A kernel that may take so much dynamic shared memory. Never unloaded: graphs hold it."""
-        module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuModuleLoadData", self._library.cuModuleLoadData(ctypes.byref(module), cubin))
-        found = self._library.cuModuleGetFunction(ctypes.byref(function), module, name.encode())
-        self._check("cuModuleGetFunction", found)
-        status = self._library.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes)
-        self._check("cuFuncSetAttribute", status)
-        assert function.value is not None
-        return Kernel(function.value)
+        api = self._api
+        module = self._checked("cuModuleLoadData", api.cuModuleLoadData(cubin))
+        function = self._checked("cuModuleGetFunction", api.cuModuleGetFunction(module, name.encode()))
+        attribute = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        self._checked("cuFuncSetAttribute", api.cuFuncSetAttribute(function, attribute, shared_bytes))
+        return Kernel(function)
+
+    def prepare(self, kernel: Kernel, launch: Launch, parameter_types: Sequence[ParameterType]) -> PreparedLaunch:
+        """For a kernel with parameters (map, map, parameter_types...)."""
+        api, config, attributes = self._api, self._api.CUlaunchConfig(), []
+        config.gridDimX, config.blockDimX, config.sharedMemBytes = (
+            launch.num_ctas,
+            launch.num_threads,
+            launch.shared_bytes,
+        )
+        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        if launch.cluster > 1:
+            cluster = api.CUlaunchAttribute()
+            cluster.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = cluster.value.clusterDim
+            size.x, size.y, size.z = launch.cluster, 1, 1
+            attributes.append(cluster)
+        if launch.use_pdl:
+            pdl = api.CUlaunchAttribute()
+            pdl.id = api.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            pdl.value.programmaticStreamSerializationAllowed = 1
+            attributes.append(pdl)
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return PreparedLaunch(kernel, config, (None, None, *parameter_types))
 
     def launch(
-        self,
-        kernel: Kernel,
-        launch: Launch,
-        first: BoxOf,
-        second: BoxOf,
-        pointers: Sequence[int],
-        integers: Sequence[int],
-        number: float,
-        last_pointers: Sequence[int] = (),
+        self, prepared: PreparedLaunch, stream: int, first: BoxOf, second: BoxOf, parameters: tuple[object, ...]
     ) -> None:
-        """Of a kernel with parameters (map, map, pointers, int32..., float, pointers). The driver copies them."""
-        values: list[ctypes.Array[ctypes.c_char] | ctypes._SimpleCData[object]] = [
-            self._map(first),
-            self._map(second),
-            *(ctypes.c_void_p(pointer) for pointer in pointers),  # type: ignore[list-item]
-            *(ctypes.c_int32(value) for value in integers),  # type: ignore[list-item]
-            ctypes.c_float(number),  # type: ignore[list-item]
-            *(ctypes.c_void_p(pointer) for pointer in last_pointers),  # type: ignore[list-item]
-        ]
-        parameters = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        attributes = (_Attribute * 2)()
-        num_attributes = 0
-        if launch.cluster > 1:
-            attributes[0].id = _CLUSTER
-            attributes[0].value[:3] = [launch.cluster, 1, 1]
-            num_attributes = 1
-        if launch.use_pdl:
-            attributes[num_attributes].id = _PDL
-            attributes[num_attributes].value[0] = 1
-            num_attributes += 1
-        config = _Config(
-            (launch.num_ctas, 1, 1),
-            (launch.num_threads, 1, 1),
-            launch.shared_bytes,
-            launch.stream,
-            ctypes.cast(attributes, ctypes.POINTER(_Attribute)),
-            num_attributes,
-        )
-        status = self._library.cuLaunchKernelEx(ctypes.byref(config), kernel.function, parameters, None)
-        self._check("cuLaunchKernelEx", status)
+        """stream: 0 is the default one. The driver copies the parameters."""
+        kernel, config, types = prepared
+        config.hStream = stream  # type: ignore[attr-defined]
+        values = (self._map(first), self._map(second), *parameters)
+        self._checked("cuLaunchKernelEx", self._api.cuLaunchKernelEx(config, kernel.function, (values, types), 0))
 
-    def _map(self, box: BoxOf) -> ctypes.Array[ctypes.c_char]:
-        """CUtensorMap, aligned, of 64-bit dimensions columns first."""
+    def _map(self, box: BoxOf) -> object:
+        """CUtensorMap, of 64-bit dimensions columns first."""
         matrix = box.matrix
         key = (matrix.data_ptr(), matrix.shape, matrix.dtype, box.columns, box.rows, box.in_turns)
         found = self._maps.get(key)
@@ -148,47 +124,43 @@ class CudaDriver:
             box_sizes = [box.columns, 8, 2, box.rows // 16]
         else:
             sizes, strides, box_sizes = [num_columns, num_rows], [row_bytes], [box.columns, box.rows]
-        rank = len(sizes)
-        memory = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGNMENT)
-        offset = -ctypes.addressof(memory) % _MAP_ALIGNMENT
-        aligned = (ctypes.c_char * _MAP_BYTES).from_buffer(memory, offset)
-        status = self._library.cuTensorMapEncodeTiled(
-            ctypes.addressof(aligned),
-            _TENSOR_TYPES[matrix.dtype],
-            rank,
-            matrix.data_ptr(),
-            (ctypes.c_uint64 * rank)(*sizes),
-            (ctypes.c_uint64 * (rank - 1))(*strides),
-            (ctypes.c_uint32 * rank)(*box_sizes),
-            (ctypes.c_uint32 * rank)(*[1] * rank),
-            0,
-            _SWIZZLE_128B,
-            _PROMOTE_256B,
-            0,
-        )
-        self._check("cuTensorMapEncodeTiled", status)
+        made = self._encoded(matrix, sizes, strides, box_sizes)
         while len(self._maps) >= _MAX_MAPS:
             del self._maps[next(iter(self._maps))]
-        self._maps[key] = aligned
-        return aligned
+        self._maps[key] = made
+        return made
 
-    def _check(self, function: str, status: int) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(text))
-            raise DriverError(f"{function}: {(text.value or b'unknown').decode()} ({status})")
+    def _encoded(self, matrix: torch.Tensor, sizes: list[int], strides: list[int], box_sizes: list[int]) -> object:
+        api, rank = self._api, len(sizes)
+        types = api.CUtensorMapDataType
+        found = api.cuTensorMapEncodeTiled(
+            types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+            if matrix.dtype == torch.bfloat16
+            else types.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            rank,
+            matrix.data_ptr(),
+            [api.cuuint64_t(size) for size in sizes],
+            [api.cuuint64_t(stride) for stride in strides],
+            [api.cuuint32_t(size) for size in box_sizes],
+            [api.cuuint32_t(1)] * rank,
+            api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        return self._checked("cuTensorMapEncodeTiled", found)
+
+    def _checked(self, function: str, result: tuple[object, ...]) -> object:
+        """The result of a call beside its status."""
+        status, *found = result
+        if status != self._api.CUresult.CUDA_SUCCESS:
+            raise DriverError(f"{function}: {status!r}")
+        return found[0] if found else None
 
 
-def _declare(library: ctypes.CDLL) -> None:
-    pointer, integer, unsigned = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32
-    signatures: dict[str, list[type[ctypes._CData]]] = {
-        "cuModuleLoadData": [pointer, ctypes.c_char_p],
-        "cuModuleGetFunction": [pointer, pointer, ctypes.c_char_p],
-        "cuFuncSetAttribute": [pointer, integer, integer],
-        "cuLaunchKernelEx": [pointer, pointer, pointer, pointer],
-        "cuTensorMapEncodeTiled": [pointer, integer, unsigned, *[pointer] * 5, integer, integer, integer, integer],
-        "cuGetErrorString": [integer, pointer],
-    }
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, integer
+def bindings(name: str) -> ModuleType:
+    """A module of cuda-bindings."""
+    try:
+        return importlib.import_module(f"cuda.bindings.{name}")
+    except ImportError as error:
+        raise DriverError(f"cuda-bindings, which torch for CUDA brings, is not there: {error}") from error

@@ -7,6 +7,7 @@ the driver, captured in graphs as well.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch.nn import functional
 
-from radixmesh.kernels.gemm_sm90.cuda_driver import BoxOf, CudaDriver, Kernel, Launch
+from radixmesh.kernels.gemm_sm90.cuda_driver import BoxOf, CudaDriver, Kernel, Launch, PreparedLaunch
 from radixmesh.kernels.gemm_sm90.variants import MAX_CLUSTER, TILE_K, GemmConfig, Variant, variant_of
 from radixmesh.kernels.inverse_rms import inverse_rms_reference
 
@@ -22,6 +23,10 @@ MAX_ROWS = 256
 DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
 _NUM_COMPILERS = 8  # Threads.
+# Behind the tensor maps of weight and rows: the output and the residual, four sizes, eps, partial sums of squares to
+# read and to write.
+_POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32
+_PARAMETER_TYPES = (_POINTER, _POINTER, _INT32, _INT32, _INT32, _INT32, ctypes.c_float, _POINTER, _POINTER)
 
 
 class GemmSm90:
@@ -34,6 +39,7 @@ class GemmSm90:
         self._use_pdl = use_pdl
         self._kernels: dict[Variant, Kernel] = {}
         self._codes: dict[Variant, bytes] = {}
+        self._launches: dict[tuple[object, ...], tuple[Variant, PreparedLaunch]] = {}
 
     def prepare(self, variants: Iterable[Variant]) -> None:
         """Compiles them at once, so that the first launch of one has only to load it. One that does not compile says so
@@ -110,8 +116,8 @@ class GemmSm90:
         assert accepts(x_TK, w_NK, out, is_gated), (x_TK.shape, w_NK.shape, out.shape, x_TK.dtype)
         if residual is not None and residual is not out:
             assert residual.shape == out.shape and accepts(x_TK, w_NK, residual, is_gated), residual.shape
-        variant = variant_of(config, num_rows, is_gated, x_TK.dtype)
         assert config.split_k <= math.ceil(num_in / TILE_K) and config.cluster <= MAX_CLUSTER, (config, num_in)
+        variant, prepared = self._prepared(config, num_rows, num_out, is_gated, x_TK.dtype)
         num_square_sums = 0 if square_sums is None else len(square_sums)
         assert square_sums is None or (square_sums.shape[1] == num_rows and square_sums.is_contiguous()), (
             square_sums.shape
@@ -120,22 +126,40 @@ class GemmSm90:
             square_sums_out.shape
         )
         self._driver.launch(
-            self._kernel(variant),
-            Launch(
+            prepared,
+            torch.cuda.current_stream(x_TK.device).cuda_stream,
+            BoxOf(w_NK, TILE_K, variant.weight_rows, in_turns=is_gated),
+            BoxOf(x_TK, TILE_K, variant.activation_rows),
+            (
+                out.data_ptr(),
+                _address(residual),
+                num_rows,
+                num_out,
+                num_in,
+                num_square_sums,
+                eps,
+                _address(square_sums),
+                _address(square_sums_out),
+            ),
+        )
+
+    def _prepared(
+        self, config: GemmConfig, num_rows: int, num_out: int, is_gated: bool, dtype: torch.dtype
+    ) -> tuple[Variant, PreparedLaunch]:
+        key = config, num_rows, num_out, is_gated, dtype
+        found = self._launches.get(key)
+        if found is None:
+            variant = variant_of(config, num_rows, is_gated, dtype)
+            launch = Launch(
                 num_ctas=variant.num_ctas(num_rows, num_out),
                 num_threads=variant.num_threads,
                 shared_bytes=variant.shared_bytes,
                 cluster=config.cluster,
                 use_pdl=self._use_pdl,
-                stream=torch.cuda.current_stream(x_TK.device).cuda_stream,
-            ),
-            BoxOf(w_NK, TILE_K, variant.weight_rows, in_turns=is_gated),
-            BoxOf(x_TK, TILE_K, variant.activation_rows),
-            (out.data_ptr(), _address(residual)),
-            (num_rows, num_out, num_in, num_square_sums),
-            eps,
-            (_address(square_sums), _address(square_sums_out)),
-        )
+            )
+            found = variant, self._driver.prepare(self._kernel(variant), launch, _PARAMETER_TYPES)
+            self._launches[key] = found
+        return found
 
     def _kernel(self, variant: Variant) -> Kernel:
         kernel = self._kernels.get(variant)

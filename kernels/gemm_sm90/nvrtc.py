@@ -8,8 +8,11 @@ import hashlib
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from radixmesh.kernels.gemm_sm90.cuda_driver import bindings
 
 _DIGEST_BYTES = 32
 
@@ -19,18 +22,13 @@ class NvrtcError(RuntimeError):
 
 
 class Nvrtc:
-    """library: for tests; otherwise the one that torch brings. folder: of compiled kernels. Raises NvrtcError."""
+    """folder: of compiled kernels. Raises NvrtcError, and DriverError where cuda-bindings is not there."""
 
-    def __init__(self, library: ctypes.CDLL | None = None, folder: Path | None = None) -> None:
-        self._library = library or _load_library()
-        _declare(self._library)
+    def __init__(self, folder: Path | None = None) -> None:
+        self._api = bindings("nvrtc")
+        _load_builtins()
         self._folder = folder or _default_folder()
-
-    @property
-    def version(self) -> tuple[int, int]:
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        self._check("nvrtcVersion", self._library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-        return major.value, minor.value
+        self.version = self._checked("nvrtcVersion", self._api.nvrtcVersion())
 
     def cubin(self, source: str, architecture: str = "sm_90a") -> bytes:
         """Machine code, from disk where it was compiled before."""
@@ -46,32 +44,33 @@ class Nvrtc:
         return code
 
     def _compile(self, source: str, options: list[str]) -> bytes:
-        library, program = self._library, ctypes.c_void_p()
-        created = library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None)
-        self._check("nvrtcCreateProgram", created)
+        api = self._api
+        [program] = self._checked(
+            "nvrtcCreateProgram", api.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], [])
+        )
         try:
-            arguments = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-            if library.nvrtcCompileProgram(program, len(options), arguments):
+            [status] = api.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+            if status != api.nvrtcResult.NVRTC_SUCCESS:
                 raise NvrtcError(f"a kernel does not compile: {self._log(program)}")
-            size = ctypes.c_size_t()
-            self._check("nvrtcGetCUBINSize", library.nvrtcGetCUBINSize(program, ctypes.byref(size)))
-            code = ctypes.create_string_buffer(size.value)
-            self._check("nvrtcGetCUBIN", library.nvrtcGetCUBIN(program, code))
-            return code.raw
+            [size] = self._checked("nvrtcGetCUBINSize", api.nvrtcGetCUBINSize(program))
+            code = bytearray(size)
+            self._checked("nvrtcGetCUBIN", api.nvrtcGetCUBIN(program, code))
+            return bytes(code)
         finally:
-            library.nvrtcDestroyProgram(ctypes.byref(program))
+            api.nvrtcDestroyProgram(program)
 
-    def _log(self, program: ctypes.c_void_p) -> str:
-        size = ctypes.c_size_t()
-        self._library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
-        log = ctypes.create_string_buffer(max(size.value, 1))
-        self._library.nvrtcGetProgramLog(program, log)
-        return log.value.decode(errors="replace")
+    def _log(self, program: object) -> str:
+        _, size = self._api.nvrtcGetProgramLogSize(program)
+        log = bytearray(max(size, 1))
+        self._api.nvrtcGetProgramLog(program, log)
+        return bytes(log).rstrip(b"\0").decode(errors="replace")
 
-    def _check(self, function: str, status: int) -> None:
-        if status:
-            name: bytes = self._library.nvrtcGetErrorString(status)
-            raise NvrtcError(f"{function}: {name.decode()} ({status})")
+    def _checked(self, function: str, result: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The results of a call beside its status."""
+        status, *found = result
+        if status != self._api.nvrtcResult.NVRTC_SUCCESS:
+            raise NvrtcError(f"{function}: {status!r}")
+        return tuple(found)
 
 
 def _read(path: Path) -> bytes | None:
@@ -97,44 +96,11 @@ def _write(path: Path, code: bytes) -> None:
         raise
 
 
-def _load_library() -> ctypes.CDLL:
-    version: str | None = torch.version.cuda
-    if version is None:
-        raise NvrtcError("this torch is not built for CUDA")
-    name = f"libnvrtc.so.{version.split('.')[0]}"
-    # Wheels keep it beside torch, where the loader does not look; nor does the library itself for what it loads.
-    for folder in sorted(Path(torch.__file__).parents[1].glob("nvidia/*/lib")):
-        _load_builtins(folder)
-        if (folder / name).is_file():
-            return ctypes.CDLL(str(folder / name))
-    try:
-        return ctypes.CDLL(name)
-    except OSError as error:
-        raise NvrtcError(f"{name} is not there: {error}") from error
-
-
-def _load_builtins(folder: Path) -> None:
-    for path in folder.glob("libnvrtc-builtins.so.*"):
+def _load_builtins() -> None:
+    """Wheels keep it beside the library, where that does not look for it."""
+    for path in Path(torch.__file__).parents[1].glob("nvidia/*/lib/libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(path))
 
 
 def _default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "radixmesh" / "kernels"
-
-
-def _declare(library: ctypes.CDLL) -> None:
-    pointer, integer, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
-    signatures: dict[str, list[type[ctypes._CData]]] = {
-        "nvrtcVersion": [pointer, pointer],
-        "nvrtcCreateProgram": [pointer, text, text, integer, pointer, pointer],
-        "nvrtcCompileProgram": [pointer, integer, pointer],
-        "nvrtcDestroyProgram": [pointer],
-        "nvrtcGetCUBINSize": [pointer, pointer],
-        "nvrtcGetCUBIN": [pointer, pointer],
-        "nvrtcGetProgramLogSize": [pointer, pointer],
-        "nvrtcGetProgramLog": [pointer, pointer],
-    }
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, integer
-    library.nvrtcGetErrorString.argtypes, library.nvrtcGetErrorString.restype = [integer], text

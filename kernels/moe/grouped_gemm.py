@@ -19,9 +19,16 @@ from radixmesh.kernels.moe.group_rows import ExpertTiles, group_rows
 from radixmesh.kernels.moe.route import Routes
 
 _COMBINE_BLOCK = 1024
+# Pairs of an expert up to which it is used, places of a tile, and columns, depth, warps and stages of both GEMMs.
+_MEASURED = (
+    (8, 16, (32, 128, 4, 4), (64, 128, 4, 3)),
+    (28, 32, (64, 128, 4, 3), (128, 128, 4, 3)),
+    (64, 64, (64, 64, 4, 4), (128, 64, 4, 4)),
+    (float("inf"), 128, (128, 64, 8, 3), (128, 64, 8, 3)),
+)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GroupedConfig:
     """columns and depth: of a program's block of a weight, gate and up of so many columns each."""
 
@@ -42,8 +49,9 @@ class ExpertsConfig:
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
-    x_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, F, A: tl.constexpr, K: tl.constexpr,
-    R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride, F,
+    A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
@@ -54,7 +62,7 @@ def _gate_up_kernel(
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < F)[None, :]
         x_at = x_ptr + (pairs // A).to(tl.int64)[:, None] * x_stride + depth[None, :]
-        gate_at = w_ptr + (expert * 2 * F + columns)[None, :] * K + depth[:, None]
+        gate_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         gate_sums = tl.zeros((R, BLOCK_N), tl.float32)
         up_sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
@@ -72,7 +80,7 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    h_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, D, K: tl.constexpr, R: tl.constexpr,
+    h_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, D, K: tl.constexpr, R: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1).to(tl.int64)
@@ -84,7 +92,7 @@ def _down_kernel(
         depth = tl.arange(0, BLOCK_K)
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < D)[None, :]
         h_at = h_ptr + (tile * R + places)[:, None] * K + depth[None, :]
-        w_at = w_ptr + (expert * D + columns)[None, :] * K + depth[:, None]
+        w_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
         sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
             in_row = depth < K - start
@@ -124,9 +132,9 @@ def routed_experts(
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
 
-    All of one dtype (float32, float16, bfloat16), weights contiguous, rows of x contiguous; gate's rows are the first F
-    of an expert's matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind down
-    and at the end. `config` overrides the one for so many rows.
+    All of one dtype (float32, float16, bfloat16); each expert's matrix and each row of x is contiguous, and gate's rows
+    are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
+    down and at the end. `config` overrides the one for so many rows.
     """
     (num_rows, hidden), num_experts = x_TD.shape, len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
@@ -134,7 +142,7 @@ def routed_experts(
     out = torch.empty_like(x_TD) if out is None else out
     if num_rows == 0:
         return out
-    config = config or default_config(num_rows * num_picks, num_experts)
+    config = config or default_config(num_rows * num_picks, num_experts, x_TD.element_size())
     tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows)
     gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up)
     results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down)
@@ -146,7 +154,11 @@ def routed_experts(
 
 
 def gate_up_silu(
-    x_TD: torch.Tensor, tiles: ExpertTiles, num_pairs: int, w_gate_up_E2FD: torch.Tensor, config: GroupedConfig
+    x_TD: torch.Tensor,
+    tiles: ExpertTiles,
+    num_pairs: int,
+    w_gate_up_E2FD: torch.Tensor,
+    config: GroupedConfig,
 ) -> torch.Tensor:
     """silu(gate) x up of each pair's row by its expert, [N, R, F]; places without a pair hold anything."""
     num_tiles, tile_rows = tiles.pairs_NR.shape
@@ -154,24 +166,28 @@ def gate_up_silu(
     gated_NRF = x_TD.new_empty(num_tiles, tile_rows, mlp)
     # Columns are the fast axis: programs that run at once share the rows of a few tiles.
     _gate_up_kernel[(triton.cdiv(mlp, config.columns), num_tiles)](
-        x_TD, w_gate_up_E2FD, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, x_TD.stride(0), mlp,
-        A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
-        PRECISION=_precision(x_TD), num_warps=config.num_warps, num_stages=config.num_stages,
+        x_TD, w_gate_up_E2FD, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, x_TD.stride(0),
+        w_gate_up_E2FD.stride(0), mlp, A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns,
+        BLOCK_K=config.depth, PRECISION=_precision(x_TD), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return gated_NRF
 
 
 def down(
-    gated_NRF: torch.Tensor, tiles: ExpertTiles, num_pairs: int, w_down_EDF: torch.Tensor, config: GroupedConfig
+    gated_NRF: torch.Tensor,
+    tiles: ExpertTiles,
+    num_pairs: int,
+    w_down_EDF: torch.Tensor,
+    config: GroupedConfig,
 ) -> torch.Tensor:
     """The down projection of `gate_up_silu`'s result, [pairs, D], not weighted, in the order of the pairs."""
     num_tiles, tile_rows, mlp = gated_NRF.shape
     hidden = w_down_EDF.shape[1]
     results_PD = gated_NRF.new_empty(num_pairs, hidden)
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
-        gated_NRF, w_down_EDF, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, hidden, K=mlp,
-        R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(gated_NRF),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        gated_NRF, w_down_EDF, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
+        w_down_EDF.stride(0), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
+        PRECISION=_precision(gated_NRF), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return results_PD
 
@@ -183,29 +199,29 @@ def routed_experts_reference(
     w_down_EDF: torch.Tensor,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same as `routed_experts`, in torch, pair by pair, in float32 until the end."""
+    """The same as `routed_experts`, in torch: each expert computes all rows, in float32 until the end."""
     total_TD = torch.zeros_like(x_TD, dtype=torch.float32) if residual_TD is None else residual_TD.float()
-    for row, (experts, weights) in enumerate(zip(routes.expert_ids_TA.tolist(), routes.weights_TA, strict=True)):
-        for expert, weight in zip(experts, weights, strict=True):
-            gate_F, up_F = (w_gate_up_E2FD[expert].float() @ x_TD[row].float()).chunk(2)
-            total_TD[row] += weight * (w_down_EDF[expert].float() @ (torch.nn.functional.silu(gate_F) * up_F))
+    rows_TD = x_TD.float()
+    for expert, (w_gate_up_2FD, w_down_DF) in enumerate(zip(w_gate_up_E2FD, w_down_EDF, strict=True)):
+        weights_T1 = (routes.weights_TA * (routes.expert_ids_TA == expert)).sum(dim=1, keepdim=True)
+        gate_TF, up_TF = (rows_TD @ w_gate_up_2FD.float().t()).chunk(2, dim=1)
+        total_TD += weights_T1 * ((torch.nn.functional.silu(gate_TF) * up_TF) @ w_down_DF.float().t())
     return total_TD.to(x_TD.dtype)
 
 
-def default_config(num_pairs: int, num_experts: int) -> ExpertsConfig:
-    """By the pairs that an expert gets on average: weights are read once a tile, empty places cost arithmetic alone."""
+def default_config(num_pairs: int, num_experts: int, itemsize: int = 2) -> ExpertsConfig:
+    """By the pairs that an expert gets on average: weights are read once a tile, empty places cost arithmetic alone.
+
+    Measured on one H200 with the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite in bf16; blocks of float32 have half the
+    depth, since shared memory holds as many bytes.
+    """
     average = num_pairs / num_experts
-    if average <= 16:
-        block = GroupedConfig(columns=64, depth=128, num_warps=4, num_stages=3)
-        return ExpertsConfig(tile_rows=16, gate_up=block, down=block)
-    if average <= 48:
-        block = GroupedConfig(columns=64, depth=64, num_warps=4, num_stages=4)
-        return ExpertsConfig(tile_rows=32 if average <= 24 else 64, gate_up=block, down=block)
-    return ExpertsConfig(
-        tile_rows=128,
-        gate_up=GroupedConfig(columns=64, depth=64, num_warps=8, num_stages=3),
-        down=GroupedConfig(columns=128, depth=64, num_warps=8, num_stages=3),
+    _, tile_rows, gate_up_block, down_block = next(row for row in _MEASURED if average <= row[0])
+    gate_up, down_ = (
+        GroupedConfig(columns, depth * 2 // itemsize, num_warps, num_stages)
+        for columns, depth, num_warps, num_stages in (gate_up_block, down_block)
     )
+    return ExpertsConfig(tile_rows=tile_rows, gate_up=gate_up, down=down_)
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -217,6 +233,7 @@ def _check(x_TD: torch.Tensor, routes: Routes, w_gate_up_E2FD: torch.Tensor, w_d
     assert w_gate_up_E2FD.shape == (num_experts, 2 * mlp, hidden), (w_gate_up_E2FD.shape, w_down_EDF.shape)
     assert x_TD.shape[1] == hidden and x_TD.stride(1) == 1, (x_TD.shape, x_TD.stride())
     assert x_TD.dtype == w_gate_up_E2FD.dtype == w_down_EDF.dtype, (x_TD.dtype, w_down_EDF.dtype)
-    assert w_gate_up_E2FD.is_contiguous() and w_down_EDF.is_contiguous(), w_down_EDF.stride()
+    for w in (w_gate_up_E2FD, w_down_EDF):
+        assert w.stride()[1:] == (w.shape[2], 1), w.stride()
     assert routes.expert_ids_TA.shape == routes.weights_TA.shape and len(routes.weights_TA) == len(x_TD)
     assert routes.weights_TA.dtype == torch.float32 and routes.weights_TA.is_contiguous()

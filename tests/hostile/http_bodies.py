@@ -54,6 +54,8 @@ _IDS = Edge([7] * 1000, [7] * 200_000, "context_length_exceeded")
 _TOOLS = Edge([{"x": [1] * 60_000}], [{"x": [1] * 65_536}], "TOO_LARGE", 1)
 _ARGS = Edge({"x": [1] * 60_000}, {"x": [1] * 65_536}, "TOO_LARGE")
 _TEXTS = Edge(["a"] * 1024, ["a"] * 1025, "INVALID_ARGUMENT")
+# Legal is what asks for nothing: the mesh of these tests follows no grammar.
+_GRAMMAR = Edge("", "a" * (_MIB + 1), "INVALID_GRAMMAR")
 # By field, the same on every route that has it, but for those of _OF_ROUTE.
 EDGES: Mapping[str, Edge] = {
     **dict.fromkeys(("cache_salt", "tenant"), _NAME),
@@ -73,6 +75,12 @@ EDGES: Mapping[str, Edge] = {
     "tool_choice": Edge("none", "required", "UNSUPPORTED"),
     "reasoning_effort": Edge("e" * 256, "e" * 257, "INVALID_ARGUMENT"),
     "chat_template_kwargs": _ARGS,
+    **dict.fromkeys(("regex", "guided_regex", "ebnf", "guided_grammar", "structural_tag"), _GRAMMAR),
+    **dict.fromkeys(("json_schema", "guided_json"), Edge({}, "a" * (_MIB + 1), "INVALID_GRAMMAR")),
+    "guided_choice": Edge([], ["a"] * 1025, "TOO_LARGE"),
+    "guided_json_object": Edge(False, 1, "INVALID_ARGUMENT"),
+    "response_format": Edge({"type": "text"}, {"type": "t" * 1000}, "UNSUPPORTED"),
+    "structured_outputs": Edge({}, {f"o{i}": 1 for i in range(257)}, "TOO_LARGE"),
     "sampling_params": Edge([{}], [{}] * 1025, "INVALID_ARGUMENT"),
     "sampling_seed": Edge(2**64 - 1, 2**64, "INVALID_ARGUMENT"),
     "tokens": Edge([7] * 1000, [[7] * 1024] * 1025, "INVALID_ARGUMENT"),

@@ -35,6 +35,9 @@ _MODELS = {
     "llama_biases": lambda: random_llama("biases"),
     "qwen2": lambda: random_model("qwen2"),
     "qwen3": lambda: random_model("qwen3"),
+    "mixtral": lambda: random_model("mixtral"),
+    "qwen3_moe": lambda: random_model("qwen3_moe"),
+    "qwen3_moe_some_layers": lambda: random_model("qwen3_moe_some_layers"),
 }
 
 
@@ -43,7 +46,9 @@ def _assert_near(got, want, model):
     torch.testing.assert_close(got, want, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize(("name", "deterministic"), [*((name, False) for name in _MODELS), ("llama_biases", True)])
+@pytest.mark.parametrize(
+    ("name", "deterministic"), [*((name, False) for name in _MODELS), ("llama_biases", True), ("qwen3_moe", True)]
+)
 def test_logits_are_those_of_transformers(name, deterministic, tmp_path, monkeypatch):
     model = _MODELS[name]()
     got = _logits(model, tmp_path, monkeypatch, replace(_SETTINGS, deterministic=deterministic))

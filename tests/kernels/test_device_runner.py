@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.plan_driver import GREEDY, PLAIN_OPTIONS, check_same, drive, logprob_tolerance
+from support.drafting import check_same_outputs, drafter_of, drive_long, outputs_of
+from support.plan_driver import GREEDY, OPTIONS, PLAIN_OPTIONS, check_same, drive, logprob_tolerance
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -191,3 +192,38 @@ def test_kernels_begin_early_only_where_the_gpu_can_have_them_wait(monkeypatch, 
     with pytest.raises(InterruptedError):
         load.load_cuda_runner(MODEL, settings)
     assert seen == [expected]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "max_drafts", "lag", "options"),
+    [
+        (4, 3, 1, [OPTIONS[5], OPTIONS[1]]),
+        pytest.param(1, 1, 0, OPTIONS, marks=pytest.mark.full),
+        pytest.param(4, 8, 2, OPTIONS, marks=pytest.mark.full),
+    ],
+)
+def test_drafts_change_no_output(monkeypatch, page_size, max_drafts, lag, options):
+    """Rows are launched ahead of what the host knows of their lengths; the device accepts what sampling confirms.
+
+    One row is decodes to attention, two are chunks.
+    """
+    from radixmesh.daemons.worker.cuda.step import verify_steps
+
+    monkeypatch.setattr(verify_steps, "LEAST_CHUNKS", 2)
+    num_out = 6 if len(options) < len(OPTIONS) else 14
+    steps = {"chunk_len": 64, "num_steps": num_out, "num_out": num_out, "options": options}
+    want = drive_long(_cpu_runner(page_size), lag=0, **steps)
+    runner = _device_runner(page_size)
+    drafter = drafter_of(outputs_of(want, options), seed=max_drafts, share=0.8)
+    runner.verify(drafter, max_drafts=max_drafts)  # type: ignore[attr-defined]
+    got = drive_long(runner, lag=lag, **steps)
+    check_same_outputs(got, want, num_out=num_out, atol=logprob_tolerance(MODEL))
+    counts = np.concatenate([result.counts for result in got.results])
+    assert counts.max() > 1 and counts.max() <= max_drafts + 1
+
+
+def test_attention_that_needs_exact_lengths_verifies_nothing(monkeypatch):
+    runner = _device_runner(4)
+    monkeypatch.setattr(type(runner._attention), "needs_exact_lengths", True)  # type: ignore[attr-defined]
+    runner.verify(lambda sample, most: [5] * most, max_drafts=3)  # type: ignore[attr-defined]
+    assert runner.max_tokens_per_row == 1

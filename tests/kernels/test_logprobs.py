@@ -39,8 +39,7 @@ def _check(logits_TV: torch.Tensor, num_top: list[int], tokens: list[int]) -> No
         np.testing.assert_allclose(floats[1 + count : 1 + 2 * count], want.top[0], atol=2e-5, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", [70, 1024, 5000])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(70, torch.float32), (1024, torch.bfloat16), (2500, torch.float32)])
 def test_any_mix_of_rows(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = (torch.randn(6, vocab_size, generator=generator) * 5).to(dtype).to(device)
@@ -50,15 +49,15 @@ def test_any_mix_of_rows(vocab_size: int, dtype: torch.dtype, device: torch.devi
 def test_ties_go_to_the_lower_id(device: torch.device) -> None:
     """Few distinct values: alternatives end in the middle of a tie that spans several blocks."""
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randint(-2, 3, (3, 4000), generator=generator).float().to(device)
+    logits = torch.randint(-2, 3, (3, 2200), generator=generator).float().to(device)
     logits[1, ::2] = -0.0
     logits[2] = 1.5
     _check(logits, [20, 7, 33], [5, 6, 7])
 
 
 def test_rising_values_of_which_every_one_is_better_than_those_before(device: torch.device) -> None:
-    logits = torch.arange(3000, device=device).float()[None] / 100
-    _check(torch.cat([logits, -logits]), [9, 9], [0, 2999])
+    logits = torch.arange(1500, device=device).float()[None] / 100
+    _check(torch.cat([logits, -logits]), [9, 9], [0, 1499])
 
 
 def test_broken_logits(device: torch.device) -> None:
@@ -68,5 +67,5 @@ def test_broken_logits(device: torch.device) -> None:
 
 def test_large_values_do_not_overflow(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(2, 2500, generator=generator).to(device) * 3e4
+    logits = torch.randn(2, 1100, generator=generator).to(device) * 3e4
     _check(logits, [3, 3], [1, 2])

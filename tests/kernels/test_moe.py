@@ -82,7 +82,9 @@ def test_equal_scores_and_bad_numbers_name_experts_that_there_are() -> None:
     assert bool(((ids_TA >= 0) & (ids_TA < 12)).all())
 
 
-@pytest.mark.parametrize(("num_rows", "num_experts", "num_picks"), [(1, 8, 2), (7, 5, 3), (200, 9, 8), (33, 128, 1)])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "num_picks"), [(1, 8, 2), (7, 5, 3), (200, 9, 8), (33, 128, 1), (700, 20, 6)]
+)
 @pytest.mark.parametrize("tile_rows", [16, 64])
 def test_every_pair_has_one_place_in_a_tile_of_its_expert(
     num_rows: int, num_experts: int, num_picks: int, tile_rows: int

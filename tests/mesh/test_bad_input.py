@@ -206,7 +206,7 @@ BAD = [
         reason="UNSUPPORTED",
         status="UNIMPLEMENTED",
         fields={"grammar": common_pb2.Grammar(regex="a+")},
-        says="leave grammar unset",
+        says="leave it out",
         metadata={"feature": "grammar"},
     ),
     Bad(

@@ -191,7 +191,7 @@ async def test_submits_that_cannot_run_are_rejected_one_by_one(mesh: Mesh) -> No
         ({"task": common_pb2.TASK_UNSPECIFIED}, "MISSING_FIELD"),
         ({"task": 77}, "MISSING_FIELD"),
         ({"task": common_pb2.TASK_EMBED}, "UNSUPPORTED"),
-        ({"grammar_hash": "ab"}, "UNSUPPORTED"),
+        ({"grammar_hash": "ab"}, "UNKNOWN_BLOB"),
         ({"transfer_id": "t"}, "UNSUPPORTED"),
         ({"embeddings": [common_pb2.EmbeddingSpan(blob_hash="x")]}, "UNSUPPORTED"),
         ({"model": "gpt-17"}, "UNKNOWN_MODEL"),
@@ -385,7 +385,7 @@ async def test_the_tokenizers_verbs_refuse(mesh: Mesh) -> None:
             (stub.Decode(tokenizer_pb2.DecodeRequest(ids=[b"123"])), "INVALID_ARGUMENT", "MALFORMED_MESSAGE"),
             (stub.Decode(tokenizer_pb2.DecodeRequest(ids=[pack_ints([-1])])), "INVALID_ARGUMENT",
              "TOKEN_OUT_OF_VOCABULARY"),
-            (stub.CompileGrammar(tokenizer_pb2.CompileGrammarRequest()), "UNIMPLEMENTED", "UNSUPPORTED"),
+            (stub.CompileGrammar(tokenizer_pb2.CompileGrammarRequest()), "INVALID_ARGUMENT", "MISSING_FIELD"),
         ):  # fmt: skip
             refusal = await refused(call)
             assert (refusal.status, refusal.reason) == (status, reason), refusal
@@ -405,10 +405,15 @@ async def test_blobs_are_checked_and_bounded(mesh: Mesh) -> None:
             refusal = await refused(stub.PutBlob(request))
             assert (refusal.status, refusal.reason) == (status, reason), refusal
             assert says in refusal.message
-        for number in range(10):
-            # More than the store keeps: the oldest ones leave.
+        # The store keeps eight of these, each for its TTL: what was put is not lost to a stranger's later puts.
+        for number in range(9):
             data = bytes([number]) * (32 << 20)
-            await stub.PutBlob(worker_pb2.PutBlobRequest(hash=hashlib.sha256(data).hexdigest(), data=data))
+            call = stub.PutBlob(worker_pb2.PutBlobRequest(hash=hashlib.sha256(data).hexdigest(), data=data))
+            if number < 8:
+                await call
+        refusal = await refused(call)
+        assert (refusal.status, refusal.reason) == ("RESOURCE_EXHAUSTED", "OVERLOADED"), refusal
+        assert "--blob-store-bytes" in refusal.message
 
 
 async def test_a_stranger_that_holds_no_claim_moves_nothing(mesh: Mesh) -> None:

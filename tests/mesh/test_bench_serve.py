@@ -17,17 +17,17 @@ SHARED = "--dataset shared-prefix --prefix-len 160 --question-len 16 --per-group
 FAST = {"simulated_base_us": 2000, "simulated_prefill_token_us": 5, "num_pages": 60_000, "max_total_len": 8192}
 
 
-async def start(*flags: str) -> asyncio.subprocess.Process:
+async def start(*flags: str, verb: str = "serve") -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "radixmesh.cli", "bench", "serve", *flags),
+        *(sys.executable, "-m", "radixmesh.cli", "bench", verb, *flags),
         env={"PYTHONPATH": str(SRC)},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
 
 
-async def bench(*flags: str) -> tuple[int | None, str, str]:
-    process = await start(*flags)
+async def bench(*flags: str, verb: str = "serve") -> tuple[int | None, str, str]:
+    process = await start(*flags, verb=verb)
     out, err = await asyncio.wait_for(process.communicate(), 200)
     return process.returncode, out.decode(), err.decode()
 
@@ -105,3 +105,45 @@ async def test_what_cannot_be_measured_is_one_line(tmp_path: Path) -> None:
     ):
         code, out, err = await bench(*flags)
         assert code in (1, 2) and wrong in err and "Traceback" not in err and out == "", (flags, err)
+
+
+# As sglang.bench_serving 0.5 writes them, but for what it says of its own server and flags.
+SGLANG_KEYS = {
+    *("tag", "backend", "dataset_name", "request_rate", "max_concurrency", "duration", "completed", "concurrency"),
+    *("total_input_tokens", "total_input_text_tokens", "total_input_vision_tokens", "total_output_tokens"),
+    *("total_output_tokens_retokenized", "request_throughput", "input_throughput", "output_throughput"),
+    *("total_throughput", "accept_length", "max_concurrent_requests"),
+    *(
+        f"{figure}_{name}_ms"
+        for figure in ("mean", "median", "std", "p90", "p95", "p99")
+        for name in ("e2e_latency", "ttft", "tpot", "itl")
+    ),
+}
+DETAILS = {"input_lens", "output_lens", "ttfts", "itls", "generated_texts", "errors"}
+
+
+async def test_figures_under_sglangs_names_and_whole_batches(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    rows = ("--result-filename", str(tmp_path / "rows.jsonl"))
+    async with running_mesh("simulated", worker=FAST) as mesh:
+        target = ("--target", f"grpc://{mesh.routers[0]}")
+        for more in ((), ("--output-details",)):
+            code, _, err = await bench(*target, *SHARED.split(), "--output-file", str(lines), *more)
+            assert code == 0, err
+        batches = ("--batch-size", "1", "4", "--input-len", "64", "--output-len", "9")
+        code, out, err = await bench(*target, *batches, *rows, verb="one-batch")
+        assert code == 0 and "last_ttft" in out, err
+        offline = ("--num-prompts", "20", "--input-len", "64", "--output-len", "8")
+        code, out, err = await bench(*target, *offline, *rows, verb="offline-throughput")
+        assert code == 0 and "total_throughput" in out, err
+    plain, detailed = (json.loads(line) for line in lines.read_text().splitlines())
+    assert plain.keys() == SGLANG_KEYS and detailed.keys() == SGLANG_KEYS | DETAILS
+    assert (plain["completed"], plain["total_output_tokens"], plain["total_input_tokens"]) == (32, 32 * 12, 32 * 176)
+    assert detailed["output_lens"] == [12] * 32 and all(len(gaps) == 11 or gaps for gaps in detailed["itls"])
+    one, four, whole = (json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert [(row["batch_size"], row["input_len"], row["output_len"]) for row in (one, four)] == [(1, 64, 9), (4, 64, 9)]
+    for row in (one, four):
+        assert 0 < row["last_ttft"] < row["latency"] and row["output_throughput"] > 0
+    assert (whole["successful_requests"], whole["total_output_tokens"]) == (20, 160)
+    code, _, err = await bench("--target", "grpc://127.0.0.1:1", verb="one-batch")
+    assert code == 1 and err.count("\n") <= 2, err

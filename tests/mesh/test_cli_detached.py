@@ -196,6 +196,7 @@ def test_a_chosen_run_folder_is_found_again(compose: Path, tmp_path: Path) -> No
     assert json.loads(radixmesh(tmp_path, "status", "--json").stdout)["pid"] == pid
     assert json.loads(radixmesh(tmp_path, "status", "--json", "-p", "fakes").stdout)["pid"] == pid
     assert "no cluster 'other'" in radixmesh(tmp_path, "status", "-p", "other").stdout
+    assert (tmp_path / ".radixmesh" / ".gitignore").read_text() == "*\n"
     # A pointer that others can write is none.
     (pointer,) = (tmp_path / ".radixmesh").glob("*.folder")
     pointer.chmod(0o666)

@@ -315,7 +315,7 @@ async def test_texts_and_models(sdk: AsyncOpenAI, http: httpx.AsyncClient) -> No
     assert (await sdk.models.retrieve(NAME)).id == NAME
     with pytest.raises(openai.NotFoundError) as raised:
         await sdk.models.retrieve("some/other")
-    assert raised.value.code == "UNKNOWN_MODEL"
+    assert raised.value.code == "model_not_found"
     assert (await http.get("/health")).json() == {"status": "serving"}
     assert "radixmesh_output_tokens_total" in (await http.get("/metrics")).text
 

@@ -121,9 +121,9 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("suffix", COMPLETIONS, {"prompt": "x", "suffix": "y"}, 400, "UNSUPPORTED", "suffix"),
     ("best_of", COMPLETIONS, {"prompt": "x", "best_of": 3}, 400, "UNSUPPORTED", "best_of"),
     ("id of two lines", COMPLETIONS, {"prompt": "x", "request_id": "a\nb"}, 400, "INVALID_ARGUMENT", "request_id"),
-    ("unknown model", COMPLETIONS, {"prompt": "x", "model": "other"}, 404, "UNKNOWN_MODEL", None),
+    ("unknown model", COMPLETIONS, {"prompt": "x", "model": "other"}, 404, "model_not_found", None),
     ("deadline over", COMPLETIONS, {"prompt": "x", "deadline_ms": 0}, 408, "DEADLINE_EXCEEDED", None),
-    ("unknown model, streamed", COMPLETIONS, {"prompt": "x", "model": "o", "stream": True}, 404, "UNKNOWN_MODEL", None),
+    ("unknown model, stream", COMPLETIONS, {"prompt": "x", "model": "o", "stream": True}, 404, "model_not_found", None),
     ("no messages", CHAT, {}, 400, "MISSING_FIELD", "messages"),
     ("empty chat", CHAT, {"messages": []}, 400, "INVALID_CHAT", "messages"),
     ("no role", CHAT, {"messages": [{"content": "x"}]}, 400, "MISSING_FIELD", "messages.0.role"),
@@ -179,7 +179,7 @@ async def test_the_sdk_raises_what_the_router_says(mesh: Mesh) -> None:
     async with openai_client(mesh) as sdk:
         with pytest.raises(openai.NotFoundError) as unknown:
             await sdk.chat.completions.create(model="other", messages=USER)  # type: ignore[arg-type]
-        assert unknown.value.code == "UNKNOWN_MODEL"
+        assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as wrong:
             await sdk.completions.create(model="tiny-llama", prompt="x", temperature=-1)
         assert (wrong.value.code, wrong.value.param) == ("INVALID_ARGUMENT", "temperature")

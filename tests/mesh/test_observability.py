@@ -133,9 +133,14 @@ async def test_a_resumed_stream_continues_its_trace(mesh: Mesh, collector: Colle
 
 
 async def test_every_daemon_counts_what_it_did(mesh: Mesh) -> None:
-    num_tokens = 25
+    num_tokens, steps = 25, "radixmesh_step_round_trip_seconds_count"
+    before = (await asyncio.to_thread(scrape, mesh, "scheduler"))[steps]
     await mesh.client.complete(LONG.prompt, temperature=0.0, max_tokens=num_tokens)
-    await asyncio.sleep(0.8)  # The scheduler exports twice a second.
+    async with asyncio.timeout(60):  # Scheduler and router export now and then.
+        while (await asyncio.to_thread(scrape, mesh, "scheduler"))[steps] < before + num_tokens:
+            await asyncio.sleep(0.05)
+        while (await asyncio.to_thread(scrape, mesh, "router"))["radixmesh_requests_running"]:
+            await asyncio.sleep(0.05)
     seen = {name: await asyncio.to_thread(scrape, mesh, name) for name in SERVICES}
     router, scheduler, worker = seen["router"], seen["scheduler"], seen["worker"]
     assert router["radixmesh_time_to_first_token_seconds_count"] >= 1

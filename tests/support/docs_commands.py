@@ -52,6 +52,8 @@ COMMANDS: dict[str, str | NotHere] = {
     "radixmesh bench serve --target http://127.0.0.1:8000/v1 --input-len 512 --output-len 64 --num-requests 40 "
     "--request-rate 8": _LOADS,
     "radixmesh bench serve --target http://127.0.0.1:8000/v1 --dataset sharegpt --file chats.json --chat": _LOADS,
+    "radixmesh bench one-batch --batch-size 1 4 --input-len 128 --output-len 8": _LOADS,
+    "radixmesh bench offline-throughput --num-prompts 8 --input-len 64 --output-len 8": _LOADS,
     "radixmesh bench scheduler --workload mixed --policy lpm --running 64 --cache-tokens 63243 --speed 20 "
     "--json": _LOADS,
     "radixmesh tokenizer --listen 127.0.0.1:50061 --model compose/models/tiny-llama": _BY_HAND,

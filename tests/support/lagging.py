@@ -8,9 +8,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, StepResult
 from radixmesh.daemons.worker.runner import DecodeRows, Segment, StepOutput
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
+from radixmesh.daemons.worker.simulated.uneven_runner import UnevenRunner
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from support.planner_world import World
 
@@ -53,6 +55,55 @@ class LaggingRunner(SimulatedRunner):
             return output
 
         return StepHandle(event, collect)
+
+
+class LaggingUnevenRunner(UnevenRunner):
+    """Decodes yield any number of tokens, and exact lengths are its own: the host hears of them late."""
+
+    is_asynchronous = True
+
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(**arguments)
+        self._last_tokens, self._lengths = np.full((2, 1024), _UNKNOWN, np.int32)
+        self._num_top: dict[int, int | None] = {}
+
+    def can_batch(self, sampling: Sampling) -> bool:
+        return True
+
+    def admitted(self, admit: Admit) -> None:
+        self._last_tokens[admit.slot] = (admit.output_ids if len(admit.output_ids) else admit.prompt_ids)[-1]
+        self._lengths[admit.slot] = len(admit.prompt_ids) + len(admit.output_ids)
+        self._num_top[admit.slot] = admit.sampling.num_top_logprobs
+
+    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
+        output = self._run(rows, segments, ready_ns)
+        for segment, got in zip(segments, output.segments, strict=True):
+            if segment.sample is not None and got.token is not None:
+                self._last_tokens[segment.slot] = got.token
+                self._lengths[segment.slot] = segment.sample.position + 1
+        event = LaggingEvent()
+        return StepHandle(event, lambda: (event.wait(), output)[1])
+
+    def _run(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
+        bounds, slots = rows.bounds, rows.slots
+        assert bounds is not None and rows.max_tokens is None
+        lengths = self._lengths[slots]
+        assert (lengths >= bounds.known_lens).all()
+        room = np.clip(bounds.max_lens - lengths, 0, self.max_tokens_per_row).astype(np.int32)
+        ids = self._last_tokens[slots]
+        exact = replace(rows, ids=ids, positions=lengths - 1, max_tokens=room, bounds=None)
+        output = self.step(exact, segments, ready_ns)
+        assert output.counts is not None
+        ends = np.cumsum(output.counts)
+        yields = output.counts > 0
+        self._last_tokens[slots[yields]] = output.tokens[ends[yields] - 1]
+        self._lengths[slots] += output.counts
+        logprobs = {
+            row: self._logprobs(output.tokens[end - count : end], num_top)
+            for row, (slot, end, count) in enumerate(zip(slots.tolist(), ends, output.counts, strict=True))
+            if (num_top := self._num_top[slot]) is not None and count
+        }
+        return replace(output, logprobs=logprobs)
 
 
 class LaggingWorld(World):

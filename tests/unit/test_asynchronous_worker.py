@@ -1,11 +1,12 @@
 """Steps that are launched before the tokens of those before them are known, under a real planner."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from support.chaos_hour import ChaosConfig, ChaosHour
-from support.lagging import LaggingRunner, LaggingWorld
+from support.lagging import LaggingRunner, LaggingUnevenRunner, LaggingWorld
 from support.planner_world import VOCAB_SIZE
 from support.plans import admit, chunk, grant
 
@@ -20,8 +21,10 @@ from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 
-def _submit_load(world: LaggingWorld, rng: np.random.Generator, num_requests: int) -> list:
-    """Requests that share prefixes, some with logprobs, which the runner takes as segments."""
+def _submit_load(
+    world: LaggingWorld, rng: np.random.Generator, num_requests: int, *, has_min_tokens: bool = True
+) -> list:
+    """Requests that share prefixes, some with logprobs, which the plain runner takes as segments."""
     stems = [rng.integers(2, VOCAB_SIZE, 12).tolist() for _ in range(4)]
     wanted = []
     for index in range(num_requests):
@@ -32,7 +35,7 @@ def _submit_load(world: LaggingWorld, rng: np.random.Generator, num_requests: in
             seed=int(rng.integers(1 << 40)),
             num_top_logprobs=1 if index % 5 == 0 else None,
         )
-        stop = Stop(max_tokens=int(rng.integers(1, 40)), min_tokens=int(index % 4 == 1))
+        stop = Stop(max_tokens=int(rng.integers(1, 40)), min_tokens=int(has_min_tokens and index % 4 == 1))
         wanted.append(world.submit(prompt, sampling=sampling, stop=stop))
     return wanted
 
@@ -52,6 +55,26 @@ def test_tokens_and_records_are_those_of_a_worker_that_waits(lag, page_size):
         world.check_clean()
         # Pages adopted here are hit by the next round, and the worker compares every page that is named with its
         # record: one that was written down wrongly refuses the plan.
+        world.begin_epoch()
+        assert world.planner.state.pages.pool.num_cached > 0
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize(("page_size", "most"), [(1, 2), (4, 5)])
+def test_rows_of_any_number_of_tokens_over_steps_in_flight(lag, page_size, most):
+    """The host hears late how long rows are: pages are granted for the most, records are settled from counts."""
+    rng = np.random.default_rng(lag * 10 + page_size)
+    runner_class = partial(LaggingUnevenRunner, max_tokens_per_row=most, row_seed=lag)
+    world = LaggingWorld(
+        lag=lag, page_size=page_size, num_pages=240 // page_size, num_slots=6, runner_class=runner_class
+    )
+    for _ in range(3):
+        records = _submit_load(world, rng, 24, has_min_tokens=False)
+        world.run(depth=lag + 1)
+        for record in records:
+            assert record.rejected is None and record.finished is not None
+            assert record.tokens == world.expected(record.submission)
+        world.check_clean()
         world.begin_epoch()
         assert world.planner.state.pages.pool.num_cached > 0
 

@@ -31,7 +31,7 @@ from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Gemm, Sm90Kernel
 from radixmesh.daemons.worker.cuda.gemm.tuning import matrix_group
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
-from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver, Kernel, Launch
+from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver, Kernel, Launch, ParameterType, PreparedLaunch
 from radixmesh.kernels.gemm_sm90.gemm import GemmSm90, gate_up_silu_reference, linear_reference
 from radixmesh.kernels.gemm_sm90.variants import GemmConfig, Variant, variant_of
 from radixmesh.kernels.inverse_rms import inverse_rms_reference
@@ -133,7 +133,10 @@ class _Driver(CudaDriver):
         self.loaded.append(cubin)
         return Kernel(len(self.loaded))
 
-    def launch(self, kernel: Kernel, how: Launch, *arguments: object) -> None:
+    def prepare(self, kernel: Kernel, launch: Launch, parameter_types: Sequence[ParameterType]) -> PreparedLaunch:
+        return PreparedLaunch(kernel, None, tuple(parameter_types))
+
+    def launch(self, prepared: PreparedLaunch, *arguments: object) -> None:
         self.num_launched += 1
 
 

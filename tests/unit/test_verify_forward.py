@@ -13,7 +13,8 @@ from support.planner_world import World
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.results.outputs import Outputs
 from radixmesh.daemons.worker.cpu import load_cpu_runner
-from radixmesh.daemons.worker.cpu.runner import CpuRunner, Drafter
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.runner import SampleInput
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"

@@ -6,8 +6,15 @@ import importlib
 import sys
 
 _BENCHES = {
+    "offline-throughput": "tokens a second with all requests there from the start",
+    "one-batch": "time batches of equal requests: prefill, decode",
     "scheduler": "replay a workload against the planner with the simulated worker, in virtual time",
     "serve": "send a workload to a running mesh and measure what its clients see",
+}
+# Module and function, where they are not `<name>.run`.
+_PLACES = {
+    "offline-throughput": ("offline", "run_offline_throughput"),
+    "one-batch": ("offline", "run_one_batch"),
 }
 _EXIT_USAGE = 2
 
@@ -19,12 +26,13 @@ def run(arguments: list[str]) -> int:
         print(_usage())
         return 0
     if name in _BENCHES:
-        module = importlib.import_module(f"radixmesh.cli.bench.{name}")
-        return int(module.run(rest))
+        place, verb = _PLACES.get(name, (name, "run"))
+        module = importlib.import_module(f"radixmesh.cli.bench.{place}")
+        return int(getattr(module, verb)(rest))
     print(f"radixmesh bench: there is no bench {name!r}\n\n{_usage()}", file=sys.stderr)
     return _EXIT_USAGE
 
 
 def _usage() -> str:
-    benches = "\n".join(f"  {name:<12} {text}" for name, text in _BENCHES.items())
+    benches = "\n".join(f"  {name:<20} {text}" for name, text in _BENCHES.items())
     return f"usage: radixmesh bench <what> ... (radixmesh bench <what> --help for its flags)\n\n{benches}"

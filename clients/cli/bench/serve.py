@@ -21,6 +21,7 @@ from radixmesh.cli.bench.oracle import oracle_of
 from radixmesh.cli.bench.progress_bar import ProgressBar
 from radixmesh.cli.bench.request_record import RequestRecord
 from radixmesh.cli.bench.serve_flags import serve_parser
+from radixmesh.cli.bench.sglang_report import sglang_details, sglang_report
 from radixmesh.cli.bench.summary import Summary, summarise, summary_lines, summary_rows
 from radixmesh.cli.bench.target import Target, TargetError, TargetOptions, open_target
 from radixmesh.cli.bench.workloads import fixed_lengths
@@ -64,6 +65,8 @@ async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         report = _report(options, arguments, address, model, load, summary, best)
         report |= {"is_interrupted": not is_whole, "length_share": share}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.output_file is not None:
+        _add_line(options, load.records, summary)
     if plot_load is not None:
         options.plot.write_text(plot_load(load.records, f"{options.dataset}, {model} at {address}"))
     if not is_whole:
@@ -73,8 +76,8 @@ async def _serve(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
 def _check_folders(options: argparse.Namespace) -> None:
     """Raises ValueError for a file that could not be written after the load."""
-    for flag in ("json", "plot"):
-        path = getattr(options, flag)
+    for flag in ("json", "plot", "output-file"):
+        path = getattr(options, flag.replace("-", "_"))
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"--{flag} {path}: there is no folder {path.parent}")
 
@@ -214,6 +217,18 @@ def _report(
         started = min((record.sent for record in load.records), default=0.0)
         report["requests"] = [_details(record, started) for record in load.records]
     return report
+
+
+def _add_line(options: argparse.Namespace, records: Sequence[RequestRecord], summary: Summary) -> None:
+    line = sglang_report(
+        records,
+        summary,
+        dataset=options.dataset,
+        request_rate=options.request_rate,
+        concurrency=options.concurrency,
+    )
+    with options.output_file.open("a") as file:
+        file.write(json.dumps(line | (sglang_details(records) if options.output_details else {})) + "\n")
 
 
 def _details(record: RequestRecord, started: float) -> dict[str, object]:

@@ -33,6 +33,10 @@ def serve_parser() -> argparse.ArgumentParser:
     out = parser.add_argument_group("results")
     out.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     out.add_argument("--details", action="store_true", help="with --json: every request too")
+    out.add_argument(
+        "--output-file", type=Path, metavar="FILE", help="add a line of JSON there, under sglang.bench_serving's names"
+    )
+    out.add_argument("--output-details", action="store_true", help="with --output-file: every request's figures too")
     out.add_argument("--plot", type=_svg, metavar="FILE.svg", help="write diagrams there (needs matplotlib)")
     out.add_argument("--oracle", action="store_true", help="show the hit rate of an infinite cache beside")
     out.add_argument("--no-progress", action="store_true", help="show nothing while it runs")
@@ -59,16 +63,16 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--chat", action="store_true", help="sharegpt: whole chats, each turn after the answer before it"
     )
-    group.add_argument("--num-requests", type=_count, metavar="N", help="default: as many as the workload has")
+    group.add_argument("--num-requests", type=count, metavar="N", help="default: as many as the workload has")
     group.add_argument("--seed", type=int, help="default: the workload's own")
-    group.add_argument("--input-len", type=_count, metavar="N", help="random: prompts of 1 to N tokens (4096)")
+    group.add_argument("--input-len", type=count, metavar="N", help="random: prompts of 1 to N tokens (4096)")
     group.add_argument(
-        "--output-len", type=_count, metavar="N", help="random: 1 to N (2048); shared-prefix, sharegpt: N"
+        "--output-len", type=count, metavar="N", help="random: 1 to N (2048); shared-prefix, sharegpt: N"
     )
-    group.add_argument("--prefix-len", type=_count, metavar="N", help="shared-prefix: tokens in common (2048)")
-    group.add_argument("--question-len", type=_count, metavar="N", help="shared-prefix: tokens of one's own (128)")
-    group.add_argument("--per-group", type=_count, metavar="N", help="shared-prefix: requests with one prefix (16)")
-    group.add_argument("--vocab-size", type=_count, metavar="N", help="fold ids into so many; default: the mesh's own")
+    group.add_argument("--prefix-len", type=count, metavar="N", help="shared-prefix: tokens in common (2048)")
+    group.add_argument("--question-len", type=count, metavar="N", help="shared-prefix: tokens of one's own (128)")
+    group.add_argument("--per-group", type=count, metavar="N", help="shared-prefix: requests with one prefix (16)")
+    group.add_argument("--vocab-size", type=count, metavar="N", help="fold ids into so many; default: the mesh's own")
     group.add_argument("--temperature", type=float, default=0.0, help="default: 0")
     group.add_argument("--respect-eos", action="store_true", help="let the model end before the asked length")
     group.add_argument("--ids-only", action="store_true", help="gRPC: no text is made")
@@ -82,13 +86,14 @@ def _add_pace(group: argparse._ArgumentGroup) -> None:
         help="first turns arrive at random, R a second (inf: all at once); default: as the workload says",
     )
     group.add_argument(
-        "--concurrency", type=_count, metavar="N", help="at most N requests at a time, sent when there is room"
+        "--concurrency", type=count, metavar="N", help="at most N requests at a time, sent when there is room"
     )
     group.add_argument("--time-scale", type=_not_negative, default=1.0, metavar="F", help="all delays times F (1)")
     group.add_argument("--warmup", type=_whole, default=2, metavar="N", help="uncounted requests before (2)")
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A whole number from 1 on. Raises ArgumentTypeError."""
     number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1")

@@ -48,7 +48,8 @@ _HTTP_TO_TYPE: Mapping[int, str] = {
 }
 _RETRY_AFTER_S = 1
 # Libraries tell this one by its code, or by "maximum context length", and cut the conversation.
-_CODES: Mapping[str, str] = {"PROMPT_TOO_LONG": "context_length_exceeded"}
+# The other tells "no such model" from any other 404 or 400: litellm looks for these very words.
+_CODES: Mapping[str, str] = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNKNOWN_MODEL": "model_not_found"}
 
 
 def http_status(error: MeshError) -> int:
@@ -63,6 +64,8 @@ def error_body(error: MeshError, path: str = "") -> dict[str, JsonValue]:
     error = as_sent(error, path)
     if error.reason_name == "PROMPT_TOO_LONG":
         error = _in_openais_words(error)
+    elif error.reason_name in _CODES:
+        error = MeshError(error.reason, error.message, {**error.metadata, "reason": error.reason_name})
     status = http_status(error)
     kind = _HTTP_TO_TYPE.get(status) or ("invalid_request_error" if status < 500 else "server_error")
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
+from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
@@ -21,8 +22,6 @@ from radixmesh.daemons.worker.sampling.penalties import is_adjusted
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
 from radixmesh.daemons.worker.tiles import RowTiles
 
-Drafter = Callable[[SampleInput, int], Sequence[int]]
-"""Proposes at most so many tokens that may follow the prompt and output of an input."""
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
 _LOGPROB_ROWS = 128
 

@@ -12,6 +12,8 @@ import torch
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TiledGemm, TorchGemm
 from radixmesh.kernels import gemv
 from radixmesh.kernels.deferred_norm import DeferredNormGemm
+from radixmesh.kernels.moe.grouped_gemm import default_config, routed_experts, routed_experts_reference
+from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import (
     HeadNorms,
@@ -68,6 +70,22 @@ class Ops(ABC):
         if gated_TF is not None:
             return gated_TF
         return self.silu_mul(DeferredNormGemm(self.gemm.linear(x_TD, w_2FD), norm_input_TD=x_TD), eps)
+
+    def route(self, logits_TE: torch.Tensor, rule: RouterRule) -> Routes:
+        """The experts that rows pick, and their weights."""
+        return route_reference(logits_TE, rule)
+
+    def add_experts(
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        w_gate_up_E2FD: torch.Tensor,
+        w_down_EDF: torch.Tensor,
+    ) -> None:
+        """Adds the weighted sum of what each row's experts make of x to the residual in place."""
+        residual_TD.copy_(routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD))
+        self.gemm.changed()
 
     def linear_fused(
         self,
@@ -132,6 +150,8 @@ class TritonOps(Ops):
     ) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
+        # One configuration for any number of rows, so that a row's sums are the same beside any others.
+        self._experts_config = default_config(1, 1) if is_deterministic else None
         if is_deterministic:
             self.gemm = TiledGemm()
         elif gemm is not None:
@@ -139,6 +159,28 @@ class TritonOps(Ops):
 
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
+
+    def route(self, logits_TE: torch.Tensor, rule: RouterRule) -> Routes:
+        return route(logits_TE, rule)
+
+    def add_experts(
+        self,
+        residual_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        routes: Routes,
+        w_gate_up_E2FD: torch.Tensor,
+        w_down_EDF: torch.Tensor,
+    ) -> None:
+        routed_experts(
+            x_TD,
+            routes,
+            w_gate_up_E2FD,
+            w_down_EDF,
+            residual_TD=residual_TD,
+            out=residual_TD,
+            config=self._experts_config,
+        )
+        self.gemm.changed()
 
     def rope_write_kv(
         self,

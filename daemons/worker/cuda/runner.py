@@ -10,7 +10,7 @@ Those of prompt tokens are computed when the step's result is asked for, from hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,19 +20,23 @@ import torch
 from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
+from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
-from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
+from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
-from radixmesh.daemons.worker.cuda.step.prompt_vectors import Collect, PromptVectors
+from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, TokenRing
+from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
+from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
@@ -43,13 +47,12 @@ from radixmesh.daemons.worker.runner import (
 )
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
-from radixmesh.kernels.sampling.sample import TokenTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
+
+_log = get_logger(__name__)
 
 # Decode steps of the warm-up: the first ones of a device that was just started are slow.
 _WARM_UP_DECODES = 100
-_NO_PROMPTS: Mapping[int, KeptPrompt] = {}
-_NO_VECTORS: Mapping[int, Collect] = {}
 
 AttentionCreator = Callable[[torch.Tensor], DeviceAttention]
 """Makes the attention over page tables int32 [slots + 1, pages] on the device, the last slot being a dummy."""
@@ -105,13 +108,14 @@ class DeviceRunner(ModelRunner):
         with device.in_order(), torch.inference_mode():
             self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
             self._attention = create_attention(self.slots.page_tables)
-            self._sampler = SlotSampler(
+            self._create_sampler = partial(
+                SlotSampler,
                 limits.num_slots,
-                max_rows=limits.num_slots,
                 vocab_size=self.vocab_size,
                 max_total_len=limits.max_total_len,
                 device=device.torch_device,
             )
+            self._sampler = self._create_sampler(max_rows=limits.num_slots)
             self._prompts = PromptSteps(
                 device,
                 model,
@@ -124,10 +128,37 @@ class DeviceRunner(ModelRunner):
             )
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self.slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
+            vectors = PromptVectors(device, model, embed_pooling)
+            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, model)
-        self._vectors = PromptVectors(device, model, embed_pooling)
+        self._verify: VerifySteps | None = None
+
+    def verify(self, drafter: Drafter, *, max_drafts: int, graph_rows: tuple[int, ...] | None = None) -> None:
+        """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, as `CpuRunner.verify`.
+
+        To be called before an executor is made of the runner. graph_rows: sizes of the steps that are captured; None:
+        those of the runner's limits. Attention that needs exact lengths verifies nothing.
+        """
+        if self._attention.needs_exact_lengths:
+            _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
+            return
+        self.max_tokens_per_row = 1 + max_drafts
+        max_rows = self._limits.num_slots * self.max_tokens_per_row
+        with self.device.in_order(), torch.inference_mode():
+            self._attention.reserve(max_rows)
+            self._sampler = self._create_sampler(max_rows=max_rows)
+            parts = self.device, self.model, self._attention, self.slots, self._sampler
+            self._verify = VerifySteps(
+                *parts,
+                drafter,
+                max_drafts=max_drafts,
+                page_size=self.page_size,
+                graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
+            )
+            self._verify.capture()
+            self.device.record_event().wait()
 
     def can_batch(self, sampling: Sampling) -> bool:
         return True
@@ -136,6 +167,8 @@ class DeviceRunner(ModelRunner):
         self._admissions += 1
         self.slots.admitted(admit)
         self._sampler.admitted(admit)
+        if self._verify is not None:
+            self._verify.admitted(admit)
 
     def warm_up(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
@@ -168,6 +201,8 @@ class DeviceRunner(ModelRunner):
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         with self.device.in_order():
             self._sampler.send()
+            if self._verify is not None:
+                return self._launch_verify(self._verify, rows, segments)
             if not segments:
                 return self._launch_decodes(rows)
             slots = np.concatenate([rows.slots, np.array([s.slot for s in segments], np.int32)])
@@ -179,7 +214,7 @@ class DeviceRunner(ModelRunner):
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
-            return self._handle(start, start)
+            return self._handle(start, start, StepHandle.of(NOTHING), 0)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
@@ -188,7 +223,8 @@ class DeviceRunner(ModelRunner):
         replay = self._decode if bucket is None else self._graphs.replay
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
-        target, asking = self._target(views.ring_index_1), self._sampler.asking(rows.slots)
+        target = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
+        asking = self._sampler.asking(rows.slots)
         self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, target)
         self._sampler.logprobs(logits_TV, views.slots, target, self._tokens.logprobs, asking)
         end = self._clock.end(self.device)
@@ -221,12 +257,9 @@ class DeviceRunner(ModelRunner):
         target = KvTarget(views.positions, views.slots, tables, self.page_size)
         logits_TV = self.model.logits(self.model.layers(x_TD, target, attention))
         # The token of a row is at the position that follows its KV.
-        to = self._target(views.ring_index_1)
+        to = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
         self._sampler.sample_greedily(logits_TV, views.slots, views.kv_lens, to, use_pdl=self._use_pdl)
         return logits_TV
-
-    def _target(self, ring_index_1: torch.Tensor) -> TokenTarget:
-        return TokenTarget(ring_RT=self._tokens.rows, ring_index_1=ring_index_1, last_tokens_S=self.slots.last_tokens)
 
     @torch.inference_mode()
     def logits(self, segments: Sequence[Segment]) -> list[FloatArray]:
@@ -234,19 +267,8 @@ class DeviceRunner(ModelRunner):
 
         The segments' pages lie in the tables of their slots for that long: requests there have theirs sent anew.
         """
-        rows = no_rows()
-        size = max(len(segment.pages) for segment in segments)
-        tables = np.zeros((1 + max(segment.slot for segment in segments), size), np.int32)
-        num_pages = np.zeros(len(tables), np.int32)
-        for segment in segments:
-            tables[segment.slot, : len(segment.pages)] = segment.pages
-            num_pages[segment.slot] = len(segment.pages)
-        slots = [segment.slot for segment in segments]
         with self.device.in_order():
-            self.slots.forget(slots)
-            self.slots.send(np.array(slots, np.int32), tables, num_pages)
-            self.slots.forget(slots)
-            forward = self._prompts.forward(rows, segments, is_captured=False)
+            forward = self._chunks.forward_alone(segments)
             return np.split(self._host_logits.of(forward.hidden_TD), forward.chunk_ends[:-1])
 
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -265,64 +287,58 @@ class DeviceRunner(ModelRunner):
     def _launch_chunks(self, rows: DecodeRows, segments: Sequence[Segment]) -> StepHandle[StepOutput]:
         """Launches a step with chunks, and samples all rows whose token is wanted."""
         start = self._clock.begin(self.device)
-        sampled = [i for i, s in enumerate(segments) if s.sample is not None]
-        slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in sampled], np.int32)])
-        ring_index, asking = self._tokens.take() if len(slots) else 0, self._sampler.asking(slots)
-        forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=self._admissions)
-        if len(slots):
-            to = forward.sampled
-            target = self._target(to.ring_index_1)
-            logits_TV = self.model.logits(forward.hidden_TD.index_select(0, to.rows))
-            self._sampler.sample(logits_TV, to.slots, to.positions, slots, target)
-            self._sampler.logprobs(logits_TV, to.slots, target, self._tokens.logprobs, asking)
-        kept, vectors = {}, {}
-        for index, segment in enumerate(segments):
-            last = int(forward.chunk_ends[index])
-            hidden_TD = forward.hidden_TD[last - len(segment.ids) : last]
-            vector = self._vectors.launch(segment, hidden_TD)
-            if vector is not None:
-                vectors[index] = vector
-            if segment.prompt_logprobs is not None:
-                # It is asked for when other steps have been launched.
-                own_TD = hidden_TD.clone() if forward.is_overwritten else hidden_TD
-                kept[index] = KeptPrompt.of(segment, own_TD)
-        done = self._clock.end(self.device)
-        fetched = self._tokens.fetch(len(slots), done, asking) if len(slots) else None
-        return self._handle(start, done, fetched, len(rows.slots), len(segments), sampled, kept, vectors)
+        chunks = self._chunks.launch(rows, segments, self._sampler, self._admissions)
+        end = self._clock.end(self.device)
+        return self._handle(start, end, self._chunks.fetch(chunks, end), len(rows.slots), chunks)
+
+    def _launch_verify(
+        self, verify: VerifySteps, rows: DecodeRows, segments: Sequence[Segment]
+    ) -> StepHandle[StepOutput]:
+        """Launches a step whose decodes verify drafts. Chunks are a forward of their own, ahead of it."""
+        start = self._clock.begin(self.device)
+        chunks = NO_CHUNKS
+        if segments:
+            slots = np.array([segment.slot for segment in segments], np.int32)
+            self.slots.send(slots, rows.page_tables, rows.num_pages)
+            chunks = self._chunks.launch(no_rows(), segments, self._sampler, self._admissions)
+        verifying = verify.launch(rows) if len(rows.slots) else None
+        end = self._clock.end(self.device)
+        of_chunks = self._chunks.fetch(chunks, end)
+        of_rows = StepHandle.of(NOTHING) if verifying is None else verify.fetch(verifying, end)
+
+        def collect() -> StepOutput:
+            end.wait()
+            start_ns, end_ns = self._clock.place(start, end)
+            got = NO_ROWS if verifying is None else verify.yielded(verifying, of_rows.result())
+            return StepOutput(
+                tokens=got.tokens,
+                counts=got.counts,
+                segments=chunks.outputs(of_chunks.result(), self._host_logits),
+                logprobs=got.logprobs,
+                start_ns=start_ns,
+                end_ns=end_ns,
+            )
+
+        return StepHandle(end, collect)
 
     def _handle(
         self,
         start: TimedEvent,
         end: TimedEvent,
-        fetched: StepHandle[Fetched] | None = None,
-        num_decodes: int = 0,
-        num_segments: int = 0,
-        sampled: Sequence[int] = (),
-        kept: Mapping[int, KeptPrompt] = _NO_PROMPTS,
-        vectors: Mapping[int, Collect] = _NO_VECTORS,
+        fetched: StepHandle[Fetched],
+        num_rows: int,
+        chunks: LaunchedChunks = NO_CHUNKS,
     ) -> StepHandle[StepOutput]:
-        """A step on the device. `sampled`: indexes of the segments whose tokens follow the decode rows' in `fetched`;
-        kept: prompts whose logprobs are wanted; vectors: those of tasks, by segment. The clock places steps in the
-        order in which results are asked for."""
+        """A step on the device. The clock places steps in the order in which their results are asked for."""
 
         def collect() -> StepOutput:
             end.wait()
             start_ns, end_ns = self._clock.place(start, end)
-            tokens, logprobs = NOTHING if fetched is None else fetched.result()
-            row_of = {segment: num_decodes + number for number, segment in enumerate(sampled)}
-            segments = [
-                SegmentOutput(
-                    token=int(tokens[row_of[index]]) if index in row_of else None,
-                    logprobs=logprobs.get(row_of[index]) if index in row_of else None,
-                    prompt_logprobs=self._host_logits.prompt_logprobs(kept[index]) if index in kept else None,
-                    vector=vectors[index]() if index in vectors else None,
-                )
-                for index in range(num_segments)
-            ]
+            got = fetched.result()
             return StepOutput(
-                tokens=tokens[:num_decodes],
-                segments=segments,
-                logprobs={row: of_row for row, of_row in logprobs.items() if row < num_decodes},
+                tokens=got.tokens[:num_rows],
+                segments=chunks.outputs(got, self._host_logits),
+                logprobs={row: of_row for row, of_row in got.logprobs.items() if row < num_rows},
                 start_ns=start_ns,
                 end_ns=end_ns,
             )

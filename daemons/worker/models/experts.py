@@ -40,7 +40,8 @@ class ExpertWeights:
     """Gated MLPs, [in, out] as all projections; the gate is the first half of gate_up. Biases are None where there are
     none.
 
-    The experts lie at aligned addresses, so `w[e]` is contiguous, and the whole is a strided view.
+    The experts lie at aligned addresses, so `w[e]` is contiguous, and the whole is a strided view; where the placement
+    puts features out first, `w[e].t()` is.
     """
 
     w_gate_up_EDF2: torch.Tensor
@@ -148,8 +149,11 @@ class RoutedExperts:
 
 
 def _aligned_stack(num: int, num_in: int, num_out: int, placement: Placement) -> torch.Tensor:
-    """[num, in, out] not filled, each [in, out] contiguous and aligned."""
+    """[num, in, out] not filled, each [in, out], or what it is a transposed view of, contiguous and aligned."""
+    if placement.is_out_first:
+        num_in, num_out = num_out, num_in
     step = _ALIGNMENT // placement.dtype.itemsize
     size = -(-num_in * num_out // step) * step
     memory = torch.empty(num, size, dtype=placement.dtype, device=placement.device)
-    return memory[:, : num_in * num_out].view(num, num_in, num_out)
+    stack = memory[:, : num_in * num_out].view(num, num_in, num_out)
+    return stack.transpose(1, 2) if placement.is_out_first else stack

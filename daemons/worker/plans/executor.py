@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
@@ -29,7 +29,7 @@ from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
 from radixmesh.daemons.worker.plans.slot_blobs import SlotBlobs
 from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
-from radixmesh.daemons.worker.plans.uneven_rows import settle_uneven
+from radixmesh.daemons.worker.plans.uneven_rows import settle_bounded, settle_uneven
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
 from radixmesh.daemons.worker.step_handle import DONE, StepHandle
 
@@ -43,6 +43,8 @@ class Written:
     page_generations: IntArray
     offsets: IntArray
     segment_ids: list[IntArray] | None
+    row_slots: IntArray
+    """Slots of the rows whose positions are known at the launch: all of them, or none where rows have bounds."""
     row_ids: IntArray
     is_known: BoolArray
     """Of each row: whether its token was known at the launch, and row_ids holds it."""
@@ -81,7 +83,8 @@ class StepExecutor:
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
         self.weights_version = 1
-        assert runner.max_tokens_per_row == 1 or not runner.is_asynchronous, "a launch needs exact lengths"
+        # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
+        self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
         self._epoch = 0
         self._group_generation = 0
         self.last_step = 0
@@ -119,19 +122,21 @@ class StepExecutor:
         self.last_step = plan.step_id
         if not plan.has_forward:
             return StepHandle(DONE, partial(self._builder(plan).build, at_ns=ready_ns))
-        batch = ForwardBatch.of(plan, self.table, self.limits.page_size, self.runner.max_tokens_per_row)
+        most = self.runner.max_tokens_per_row
+        batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if self._launched and self._needs_tokens(batch):
             self.finish_all()
         self._fail_stuck(batch)
         builder = self._builder(plan)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
-        if self.runner.max_tokens_per_row > 1:
+        if most > 1:
+            self.table.is_bounded[self.table.decode_set] = True
+        if most > 1 and not self._is_bounded:
             output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
             for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
                 if segment.sample is not None:
                     self._guide(row, got.tokens)
-            self.table.is_bounded[self.table.decode_set] = True
             return StepHandle.of(builder.build_forward(batch, output))
         settle = partial(self._settle, plan.step_id, running, batch, self._written(batch), builder)
         self._advance(batch)
@@ -214,9 +219,12 @@ class StepExecutor:
 
     def _guide(self, row: Row, tokens: Sequence[int]) -> None:
         """A slot's guide follows what was sampled for it."""
-        if row.slot in self.blobs.failed or self.table.generations[row.slot] != row.generation:
+        table = self.table
+        # A released slot keeps its generation: its request may be gone while the step ran.
+        is_same = table.is_occupied[row.slot] and table.generations[row.slot] == row.generation
+        if row.slot in self.blobs.failed or not is_same:
             return
-        guide = self.table.occupant(row.slot).guide
+        guide = table.occupant(row.slot).guide
         if guide is None:
             return
         for token in tokens:
@@ -247,13 +255,14 @@ class StepExecutor:
     def _written(self, batch: ForwardBatch) -> Written:
         """Places of the step's tokens: segments first, rows after them. Their ids are known once it is done."""
         size, rows = self.limits.page_size, batch.rows
+        slots, row_positions = (empty_ints(), empty_ints()) if self._is_bounded else (rows.slots, rows.positions)
         pages, positions = [], []
         for segment in batch.segments:
             at = np.arange(segment.start, segment.start + len(segment.ids), dtype=np.int32)
             pages.append(segment.pages[at // size])
             positions.append(at)
-        pages.append(rows.page_tables[rows.slots, rows.positions // size])
-        positions.append(rows.positions)
+        pages.append(rows.page_tables[slots, row_positions // size])
+        positions.append(row_positions)
         all_pages = np.concatenate(pages)
         return Written(
             pages=all_pages,
@@ -261,15 +270,17 @@ class StepExecutor:
             offsets=np.concatenate(positions) % np.int32(size),
             segment_ids=[segment.ids.copy() for segment in batch.segments] if self.runner.is_asynchronous else None,
             # Read anew: the rows' own ids are older than what was finished since.
-            row_ids=self.table.tokens[rows.slots, rows.positions],
-            is_known=self.table.known_len[rows.slots] > rows.positions,
+            row_slots=slots,
+            row_ids=self.table.tokens[slots, row_positions],
+            is_known=self.table.known_len[slots] > row_positions,
         )
 
     def _advance(self, batch: ForwardBatch) -> None:
         """Lengths, as the step will leave them."""
         table, rows = self.table, batch.rows
-        table.computed_len[rows.slots] = rows.positions + 1
-        table.total_len[rows.slots] = rows.positions + 2
+        if not self._is_bounded:
+            table.computed_len[rows.slots] = rows.positions + 1
+            table.total_len[rows.slots] = rows.positions + 2
         for segment in batch.segments:
             table.computed_len[segment.slot] = segment.start + len(segment.ids)
             if segment.sample is not None:
@@ -292,23 +303,29 @@ class StepExecutor:
         output = running.result()
         # A row whose token was not known at the launch computed the one that the step before sampled for its slot. The
         # slot may have moved on since, and its tokens with it: they are taken from where nothing but results are kept.
-        rows, table = batch.rows, self.table
-        ids = np.where(written.is_known, written.row_ids, self._last_sampled[rows.slots])
+        ids = np.where(written.is_known, written.row_ids, self._last_sampled[written.row_slots])
         segment_ids = written.segment_ids or [segment.ids for segment in batch.segments]
         self.records.extend_if(
             written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
         )
-        self._last_sampled[rows.slots] = output.tokens
-        is_same = table.generations[rows.slots] == batch.row_generations
-        slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
-        table.tokens[slots, positions] = output.tokens[is_same]
-        table.known_len[slots] = positions + 1
+        if self._is_bounded:
+            batch = settle_bounded(batch, output, self.table, self.records, self.limits.page_size)
+        else:
+            self._learn_rows(batch, output.tokens)
         for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
                 self._guide(row, got.tokens)
         return builder.build_forward(batch, output)
+
+    def _learn_rows(self, batch: ForwardBatch, tokens: IntArray) -> None:
+        rows, table = batch.rows, self.table
+        self._last_sampled[rows.slots] = tokens
+        is_same = table.generations[rows.slots] == batch.row_generations
+        slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
+        table.tokens[slots, positions] = tokens[is_same]
+        table.known_len[slots] = positions + 1
 
     def _learn(self, row: Row, position: int, token: int) -> None:
         assert 0 <= token < self.limits.vocab_size, f"the runner sampled {token} for slot {row.slot}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.steps.step import StepPlan, Task
 from radixmesh.daemons.worker.plans.slot_table import SlotTable
-from radixmesh.daemons.worker.runner import DecodeRows, SampleInput, Segment
+from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +42,17 @@ class ForwardBatch:
     num_results: int
 
     @classmethod
-    def of(cls, plan: StepPlan, table: SlotTable, page_size: int, max_tokens_per_row: int = 1) -> ForwardBatch:
-        """The batch of a checked and applied plan. Segments hold views of the table's arrays, rows hold copies."""
+    def of(
+        cls, plan: StepPlan, table: SlotTable, page_size: int, max_tokens_per_row: int = 1, *, is_bounded: bool = False
+    ) -> ForwardBatch:
+        """The batch of a checked and applied plan. Segments hold views of the table's arrays, rows hold copies.
+
+        is_bounded: lengths of the table are the least that decoding slots have by now. Rows without room are among the
+        rows, unless already the least length leaves them none.
+        """
         decode_set = table.decode_set
+        if is_bounded:
+            return cls._bounded(plan, table, page_size)
         room = table.room(decode_set, max_tokens_per_row) if max_tokens_per_row > 1 else None
         has_room = table.has_room(decode_set) if room is None else room > 0
         is_batched = has_room & (table.total_len[decode_set] >= table.batch_from_len[decode_set])
@@ -55,15 +63,9 @@ class ForwardBatch:
             max_tokens = None if room is None else int(room[index])
             segments.append(_segment(table, slot, 1, page_size, max_tokens))
             segment_rows.append(_row(table, slot, index))
-        num_results = len(decode_set)
-        for chunk in plan.chunks:
-            is_last = table.computed_len[chunk.slot] + chunk.length == table.total_len[chunk.slot]
-            index = num_results if is_last else -1
-            num_results += bool(is_last)
-            if is_last and not _can_finish(table, chunk.slot):
-                continue
-            segments.append(_segment(table, chunk.slot, chunk.length, page_size))
-            segment_rows.append(_row(table, chunk.slot, index))
+        chunks, chunk_rows, num_results = _chunks(plan, table, page_size)
+        segments += chunks
+        segment_rows += chunk_rows
         row_indexes = np.flatnonzero(is_batched).astype(np.int32)
         slots = decode_set[row_indexes]
         return cls(
@@ -75,6 +77,45 @@ class ForwardBatch:
             segment_rows=segment_rows,
             num_results=num_results,
         )
+
+    @classmethod
+    def _bounded(cls, plan: StepPlan, table: SlotTable, page_size: int) -> ForwardBatch:
+        decode_set = table.decode_set
+        has_room = table.total_len[decode_set] < table.max_total_len[decode_set]
+        slots = decode_set[has_room]
+        assert (table.total_len[slots] >= table.batch_from_len[slots]).all(), "bounds are of rows, not of segments"
+        chunks, chunk_rows, num_results = _chunks(plan, table, page_size)
+        with_pages = table.num_pages[slots].astype(np.int64) * page_size + 1
+        bounds = RowBounds(
+            max_lens=np.minimum(with_pages, table.max_total_len[slots]).astype(np.int32),
+            known_lens=table.known_len[slots],
+            tokens=table.tokens,
+        )
+        return cls(
+            rows=replace(_decode_rows(table, slots, None), bounds=bounds),
+            row_indexes=np.flatnonzero(has_room).astype(np.int32),
+            row_generations=table.generations[slots],
+            row_logprobs_starts=table.logprobs_start[slots],
+            segments=chunks,
+            segment_rows=chunk_rows,
+            num_results=num_results,
+        )
+
+
+def _chunks(plan: StepPlan, table: SlotTable, page_size: int) -> tuple[list[Segment], list[Row], int]:
+    """The chunks of a plan, where their outputs go, and how many result rows the plan has with those of decodes."""
+    segments: list[Segment] = []
+    segment_rows: list[Row] = []
+    num_results = len(table.decode_set)
+    for chunk in plan.chunks:
+        is_last = table.computed_len[chunk.slot] + chunk.length == table.total_len[chunk.slot]
+        index = num_results if is_last else -1
+        num_results += bool(is_last)
+        if is_last and not _can_finish(table, chunk.slot):
+            continue
+        segments.append(_segment(table, chunk.slot, chunk.length, page_size))
+        segment_rows.append(_row(table, chunk.slot, index))
+    return segments, segment_rows, num_results
 
 
 def _row(table: SlotTable, slot: int, index: int) -> Row:

@@ -3,12 +3,15 @@
     row that yields n > 0 tokens     KV of [position, position + n)         tokens at [position + 1, position + 1 + n)
     row that yields none             nothing was written, nothing changes
 
-For runners that are done when the launch returns: the next plan starts from the lengths that this leaves.
+A runner that is done when the launch returns settles there (`settle_uneven`): the next plan starts from the lengths
+that this leaves. An asynchronous one settles when its result is asked for (`settle_bounded`): until then the table has
+the least lengths that slots may have by now.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -16,6 +19,8 @@ from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.slot_table import SlotTable
 from radixmesh.daemons.worker.runner import StepOutput
+
+_NEVER = np.int32(2**31 - 1)
 
 
 def settle_uneven(
@@ -37,6 +42,27 @@ def settle_uneven(
         if segment.sample is not None:
             assert len(got.tokens) == 1, f"a prefill yields one token, slot {slot} has {len(got.tokens)}"
             _append(table, slot, got.tokens)
+
+
+def settle_bounded(
+    batch: ForwardBatch, output: StepOutput, table: SlotTable, records: PageRecordTable, page_size: int
+) -> ForwardBatch:
+    """Takes in what the rows of a launched step computed; returns the batch with their exact positions.
+
+    A row whose slot moved on since the launch changes nothing, and tells no logprobs.
+    """
+    assert output.counts is not None, "rows with bounds yield counts"
+    rows, counts = batch.rows, output.counts
+    starts = np.cumsum(counts) - counts
+    positions, logprobs_starts = rows.positions.copy(), batch.row_logprobs_starts.copy()
+    is_same = table.is_occupied[rows.slots] & (table.generations[rows.slots] == batch.row_generations)
+    logprobs_starts[~is_same] = _NEVER
+    for row in np.flatnonzero(is_same).tolist():
+        slot = int(rows.slots[row])
+        positions[row] = table.computed_len[slot]
+        tokens = output.tokens[starts[row] : starts[row] + counts[row]].tolist()
+        _settle_decode(table, records, page_size, slot, tokens)
+    return replace(batch, rows=replace(rows, positions=positions), row_logprobs_starts=logprobs_starts)
 
 
 def _settle_decode(

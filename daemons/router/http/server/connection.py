@@ -30,6 +30,10 @@ _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 
 
+def _takes_nothing(data: bytes) -> bool:
+    return False
+
+
 @dataclass(slots=True, eq=False)
 class ConnectionHandle:
     """A request's handle on its connection. cut(): ends it at once, whatever its client has not read yet.
@@ -88,6 +92,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._writing.stop()
         self.limits.waiting.pop(self, None)
         super().connection_lost(exc)
+        # The handle leads back here. A connection that waits for the garbage collector keeps its TLS session, which the
+        # next one could resume without its certificate.
+        self._handle.write_part = _takes_nothing
 
     def data_received(self, data: bytes) -> None:
         if self._is_over or (self._is_in_message and self.cycle.response_complete):

@@ -54,6 +54,8 @@ class DeviceStep:
     chunk_row_starts: torch.Tensor
     chunk_kv_lens: torch.Tensor
     max_chunk_len: int
+    is_from_host: bool = True
+    """False: the slots and lengths are written by a kernel of the step itself."""
 
     @property
     def num_decodes(self) -> int:
@@ -80,12 +82,19 @@ class StepAttention(ABC):
 class DeviceAttention(ABC):
     """An implementation. is_batch_invariant: a row's bits depend on its own sequence alone.
 
+    needs_exact_lengths: plan() lays out the work by the lengths of `HostStep`, which then must be exact: decodes yield
+    one token each.
     captures_chunks: whether a graph of a step with chunks serves other steps: what tells them apart is read on the
     device. Such a step's `decode_slots` reach into the rows of chunks, where `decode_kv_lens` are 0.
     """
 
     is_batch_invariant: bool
     captures_chunks: bool = False
+    needs_exact_lengths: bool = False
+
+    def reserve(self, num_rows: int) -> None:
+        """Makes room for steps of so many decode rows. What was captured before stays valid. Default: any fit."""
+        return
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
         """All answers that plan() may give for a step of so many decode rows: graphs are captured for each."""

@@ -23,6 +23,10 @@ class PoolAttention(DeviceAttention):
         self.inner = inner
         self.is_batch_invariant = inner.is_batch_invariant
         self.captures_chunks = inner.captures_chunks
+        self.needs_exact_lengths = inner.needs_exact_lengths
+
+    def reserve(self, num_rows: int) -> None:
+        self.inner.reserve(num_rows)
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
         return self.inner.variants(num_rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -45,14 +46,30 @@ class TritonAttention(DeviceAttention):
         self.is_batch_invariant = is_deterministic
         self.shape = shape
         self.page_size = page_size
-        sizes = (max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, device, dtype)
-        self.workspace = DecodeWorkspace(
-            *sizes, windows=tuple(dict.fromkeys(windows)), is_batch_invariant=is_deterministic
+        self._max_rows = max_rows
+        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, device, dtype)
+        self._create_workspace = partial(
+            DecodeWorkspace,
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            device=device,
+            dtype=dtype,
+            windows=tuple(dict.fromkeys(windows)),
+            is_batch_invariant=is_deterministic,
         )
+        self.workspace = self._create_workspace(max_rows)
+        self._captured: list[DecodeWorkspace] = []
         # A window may end within the prefix; and a row's bits would depend on who shares it.
         can_share = not is_deterministic and set(windows) == {None}
-        self.shared = SharedPrefixWorkspace(*sizes) if can_share else None
+        self.shared = SharedPrefixWorkspace(max_rows, *sizes) if can_share else None
         self._watch = PrefixWatch(page_size)
+
+    def reserve(self, num_rows: int) -> None:
+        if num_rows > self._max_rows:
+            # Graphs that were captured with the smaller one go on writing to it.
+            self._captured.append(self.workspace)
+            self.workspace, self._max_rows = self._create_workspace(num_rows), num_rows
 
     def variants(self, num_rows: int) -> tuple[str, ...]:
         return ("", SHARED) if self.shared is not None and num_rows >= LEAST_SHARED_ROWS else ("",)
@@ -75,7 +92,8 @@ class TritonAttention(DeviceAttention):
             assert self.shared is not None
             plan_shared_decode(step.decode_kv_lens, self.shared, skips_empty=skips_empty)
         elif step.num_decodes:
-            use_pdl = self.use_pdl and is_all_decodes
+            # Beside the kernel that writes the lengths the plan would be made too early.
+            use_pdl = self.use_pdl and is_all_decodes and step.is_from_host
             plan_decode(step.decode_kv_lens, self.workspace, skips_empty=skips_empty, use_pdl=use_pdl)
         return _TritonStep(self, step, is_shared=variant == SHARED)
 

@@ -25,6 +25,7 @@ class FlashInferBackend(DeviceAttention):
     """
 
     is_batch_invariant = False
+    needs_exact_lengths = True
 
     def __init__(
         self,

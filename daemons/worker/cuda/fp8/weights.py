@@ -28,15 +28,15 @@ Matrix = torch.Tensor | QuantizedMatrix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMatrices:
-    """The projections of a layer: q, k, v are one, gate and up are one."""
+    """The projections of a layer: q, k, v are one, gate and up are one; None where experts are in the MLP's place."""
 
     qkv: Matrix
     o: Matrix
-    gate_up: Matrix
-    down: Matrix
+    gate_up: Matrix | None
+    down: Matrix | None
 
     def all(self) -> tuple[Matrix, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+        return tuple(each for each in (self.qkv, self.o, self.gate_up, self.down) if each is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
-"""A dense decoder on a device: the weights of `models/decoder` as parts that run fused operations.
+"""A decoder on a device: the weights of `models/decoder` as parts that run fused operations.
 
 Legend: T rows, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
-from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, QuantizedLayers
+from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention, GroupedQueryAttention
@@ -34,12 +35,13 @@ from radixmesh.daemons.worker.cuda.model.general import (
 )
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, reorder, reordered, row_order
+from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert, missing_of_experts, rule_of
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norm
 from radixmesh.daemons.worker.models.activations import ACTIVATIONS
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.norms import create_norm
-from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights
+from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights, RoutedWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
 from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
 
@@ -98,11 +100,12 @@ class LoadedDecoder(LoadedModel):
                 reorder(norm, of_heads[: len(norm)])
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
-        has_bias = any(mlp_of(layer).b_gate_up_F2 is not None for layer in self.weights.layers)
+        mlps = [layer.mlp for layer in self.weights.layers if isinstance(layer.mlp, MlpWeights)]
+        has_bias = any(mlp.b_gate_up_F2 is not None for mlp in mlps)
         gated = GemmEpilogue.GATED if self.is_gate_up_folded and not has_bias else GemmEpilogue.PLAIN
         groups = (
-            TunableMatrices(tuple(of.gate_up for of in self.matrices), gated, self.is_gate_up_folded),
-            TunableMatrices(tuple(of.down for of in self.matrices), GemmEpilogue.ADDED),
+            TunableMatrices(_there(of.gate_up for of in self.matrices), gated, self.is_gate_up_folded),
+            TunableMatrices(_there(of.down for of in self.matrices), GemmEpilogue.ADDED),
             TunableMatrices(tuple(of.qkv for of in self.matrices), GemmEpilogue.PLAIN, self.is_qkv_folded),
             TunableMatrices(tuple(of.o for of in self.matrices), GemmEpilogue.ADDED),
             TunableMatrices((self.weights.head_DO.t(),), GemmEpilogue.PLAIN),
@@ -113,6 +116,8 @@ class LoadedDecoder(LoadedModel):
         config = self.config
         qkv = config.query_size + 2 * config.kv_size
         numbers = 4 * config.hidden_size + qkv + 2 * config.query_size + 3 * config.mlp_size
+        if config.experts is not None:
+            numbers += config.experts.num_picks * (config.experts.mlp_size + config.hidden_size)
         return numbers * self.dtype.itemsize
 
     def position_bytes(self) -> int:
@@ -198,7 +203,8 @@ class DeviceDecoder(DeviceModel):
 def check_decoder(config: DecoderConfig, *, is_quantized: bool) -> None:
     """Raises MeshError UNSUPPORTED for what only the CPU backend computes."""
     missing = {
-        "routed experts": config.experts is not None,
+        **missing_of_experts(config, is_quantized=is_quantized),
+        "routed experts between other norms": config.experts is not None and needs_general_attention(config),
         "norms of heads after RoPE": config.head_norm is HeadNorm.AFTER_ROPE,
         "chunked attention": config.chunks is not None,
         "query temperatures": config.query_temperature is not None,
@@ -214,11 +220,6 @@ def check_decoder(config: DecoderConfig, *, is_quantized: bool) -> None:
             f"the model has {what}, which the cuda backend does not compute yet: use --backend cpu",
             {"feature": what},
         )
-
-
-def mlp_of(layer: DecoderLayer) -> MlpWeights:
-    assert isinstance(layer.mlp, MlpWeights)
-    return layer.mlp
 
 
 def _create_attention(
@@ -264,7 +265,10 @@ def _create_attention(
 def _create_mlp(loaded: LoadedDecoder, index: int, kernels: Kernels) -> Mlp:
     """Fused where kernels have the layer's shape."""
     config, layer, matrices = loaded.config, loaded.weights.layers[index], loaded.matrices[index]
-    weights = mlp_of(layer)
+    weights = layer.mlp
+    if isinstance(weights, RoutedWeights):
+        return _create_routed_mlp(config, layer.mlp_norm_D, weights, kernels)
+    assert matrices.gate_up is not None and matrices.down is not None
     gate_up = create_linear(kernels, matrices.gate_up, weights.b_gate_up_F2)
     down = create_linear(kernels, matrices.down, weights.b_down_D)
     if not needs_general_mlp(config):
@@ -281,11 +285,39 @@ def _create_mlp(loaded: LoadedDecoder, index: int, kernels: Kernels) -> Mlp:
     )
 
 
+def _create_routed_mlp(
+    config: DecoderConfig, norm_D: torch.Tensor, weights: RoutedWeights, kernels: Kernels
+) -> RoutedMlp:
+    assert config.experts is not None
+    shared = None
+    if weights.shared is not None:
+        gate = weights.w_shared_gate_D1
+        shared = SharedExpert(
+            gate_up=create_linear(kernels, weights.shared.w_gate_up_DF2.t(), None),
+            down=create_linear(kernels, weights.shared.w_down_FD.t(), None),
+            w_gate_1D=None if gate is None else gate.t(),
+        )
+    return RoutedMlp(
+        norm_D=norm_D,
+        eps=config.norm_eps,
+        w_router_ED=weights.w_router_DE.t(),
+        rule=rule_of(config.experts),
+        w_gate_up_E2FD=weights.experts.w_gate_up_EDF2.transpose(1, 2),
+        w_down_EDF=weights.experts.w_down_EFD.transpose(1, 2),
+        shared=shared,
+        ops=kernels.plain,
+    )
+
+
 def _matrices(layer: DecoderLayer) -> LayerMatrices:
-    mlp = mlp_of(layer)
+    mlp = layer.mlp if isinstance(layer.mlp, MlpWeights) else None
     return LayerMatrices(
         qkv=layer.attention.w_qkv_DX.t(),
         o=layer.attention.w_o_QD.t(),
-        gate_up=mlp.w_gate_up_DF2.t(),
-        down=mlp.w_down_FD.t(),
+        gate_up=None if mlp is None else mlp.w_gate_up_DF2.t(),
+        down=None if mlp is None else mlp.w_down_FD.t(),
     )
+
+
+def _there(matrices: Iterable[Matrix | None]) -> tuple[Matrix, ...]:
+    return tuple(matrix for matrix in matrices if matrix is not None)

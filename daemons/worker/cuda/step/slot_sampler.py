@@ -50,6 +50,11 @@ class SlotSampler:
         self._logprob_scratch = LogprobScratch(max_rows, MAX_TOP_LOGPROBS, device)
         self._num_top = np.full(num_slots + 1, -1, np.int32)
 
+    @property
+    def tokens_SL(self) -> torch.Tensor:
+        """Prompt and output of slots with penalties, int32 [slots + 1, max_total_len]."""
+        return self._params.tokens_SL
+
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
         compile_sampling(self._params, self._vocab_size, dtype)

@@ -16,7 +16,8 @@ class SlotState:
     """Tables of [num_slots + 1]: the last slot is a dummy, whose page is the pool's dummy page, for rows of padding.
 
     page_tables int32 [num_slots + 1, pages]; last_tokens int32 [num_slots + 1]: the
-    token that was sampled last, the input of the next decode.
+    token that was sampled last, the input of the next decode. lengths int32 [num_slots + 1]: prompt and output with
+    that token, kept once a decode may yield several of them and the device alone knows how many.
     """
 
     def __init__(self, device: Device, *, num_slots: int, max_pages: int, dummy_page: int) -> None:
@@ -27,14 +28,16 @@ class SlotState:
         self.page_tables = torch.zeros(num_slots + 1, max_pages, dtype=torch.int32, device=where)
         self.page_tables[num_slots] = dummy_page
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int32, device=where)
+        self.lengths = torch.zeros_like(self.last_tokens)
+        self.keeps_lengths = False
         self._num_sent = np.zeros(num_slots + 1, np.int32)
-        self._new_tokens: dict[int, int] = {}
+        self._new_tokens: dict[int, tuple[int, int]] = {}
 
     def admitted(self, admit: Admit) -> None:
         """A request took the slot: its pages are sent anew, and its last token, in case it decodes at once."""
         self._num_sent[admit.slot] = 0
         ids = admit.output_ids if len(admit.output_ids) else admit.prompt_ids
-        self._new_tokens[admit.slot] = int(ids[-1])
+        self._new_tokens[admit.slot] = int(ids[-1]), len(admit.prompt_ids) + len(admit.output_ids)
 
     def forget(self, slots: Sequence[int]) -> None:
         """Their pages will be sent anew."""
@@ -57,13 +60,22 @@ class SlotState:
 
     def row_tokens(self, slots: IntArray) -> IntArray:
         """The new last tokens of `slots`, each once, or -1: int32. They count as sent, and those of others are sent."""
-        tokens = np.full(len(slots), -1, np.int32)
+        return self.row_states(slots)[0]
+
+    def row_states(self, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """The same, and the lengths that go with them."""
+        tokens, lengths = np.full((2, len(slots)), -1, np.int32)
         if self._new_tokens:
             others, self._new_tokens = self._new_tokens, {}
             for row, slot in enumerate(slots.tolist()):
-                tokens[row] = others.pop(slot, -1)
+                tokens[row], lengths[row] = others.pop(slot, (-1, -1))
             self._send_tokens(others)
-        return tokens
+        return tokens, lengths
+
+    def sampled(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Tokens at `positions` of `slots` were sampled by a prefill: int32 on the device."""
+        if self.keeps_lengths:
+            self.lengths.index_copy_(0, slots.long(), positions + 1)
 
     def send(self, slots: IntArray, page_tables: IntArray, num_pages: IntArray) -> None:
         """Brings what changed of `slots` to the device, behind all work so far. Tables are those of the host."""
@@ -77,10 +89,13 @@ class SlotState:
             indexes, pages = self._sent(entries.T)
             self.page_tables.view(-1).index_copy_(0, indexes.long(), pages)
 
-    def _send_tokens(self, tokens: Mapping[int, int]) -> None:
-        if tokens:
-            slots, ids = self._sent(np.array([list(tokens.keys()), list(tokens.values())], np.int32))
-            self.last_tokens.index_copy_(0, slots.long(), ids)
+    def _send_tokens(self, states: Mapping[int, tuple[int, int]]) -> None:
+        if states:
+            numbers = [(slot, token, length) for slot, (token, length) in states.items()]
+            slots, tokens, lengths = self._sent(np.array(numbers, np.int32).T)
+            self.last_tokens.index_copy_(0, slots.long(), tokens)
+            if self.keeps_lengths:
+                self.lengths.index_copy_(0, slots.long(), lengths)
 
     def _sent(self, numbers: IntArray) -> torch.Tensor:
         sent = torch.empty(numbers.size, dtype=torch.int32, device=self._device.torch_device)

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
+from radixmesh.kernels.sampling.sample import TokenTarget
 
 _NUM_STEPS = 16
 
@@ -60,6 +62,10 @@ class TokenRing:
         if before is not None:
             before.result()
         return self._index
+
+    def target(self, ring_index_1: torch.Tensor, last_tokens_S: torch.Tensor) -> TokenTarget:
+        """Destination of a step's tokens: the row of the ring that the device reads its index of, and the slots."""
+        return TokenTarget(ring_RT=self.rows, ring_index_1=ring_index_1, last_tokens_S=last_tokens_S)
 
     def fetch(self, count: int, done: DeviceEvent, asking: Asking = NOBODY) -> StepHandle[Fetched]:
         """The first `count` tokens of the row that was taken last, and the logprobs of those that ask, the caller's to

@@ -1,0 +1,150 @@
+"""Cost of a step that verifies drafts over a step of one token a row, of the worker alone.
+
+    python bench/gpu/verify.py > bench/results/h200-verify.json
+
+In process: the runner is driven by hand, steps follow each other without a wait, the KV is random. Hardly a draft is
+right, so that lengths grow as they do without; a step costs the same whatever is accepted. positions: of a row, its
+last token and the drafts. ratio: the step's time over that of a plain one of as many rows. break_even: tokens that a
+row must yield beside the first, of the drafts, for a token to cost as much as without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+import triton
+from gpu.mesh import gpu_name
+from gpu.shapes import write_shape
+from gpu.steps import Bench
+
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
+
+_DRAFT = 11
+
+
+def wrong_drafts(sample: SampleInput, most: int) -> Sequence[int]:
+    """As many as are asked for, of which sampling confirms hardly one."""
+    return [_DRAFT] * most
+
+
+class VerifyBench(Bench):
+    """Steps of rows with bounds; the device's lengths start at those of the prompts."""
+
+    def verify(self, num_rows: int, context: int, num_steps: int) -> dict[str, float]:
+        """Ms of a step, ms that the host takes to launch one, and tokens that a row yields in one."""
+        first, length = context - num_steps // 2, context + 20 * num_steps
+        tables = self._tables(num_rows, length)
+        for slot in range(num_rows):
+            self.runner.admitted(_admit(slot, first, length))
+        tokens = np.zeros((self.num_slots, length), np.int32)
+        num_pages = np.full(self.num_slots, tables.shape[1], np.int32)
+        slots = np.arange(num_rows, dtype=np.int32)
+        max_lens = np.full(num_rows, length, np.int32)
+        steps, launches, yielded = [], [], 0
+        for step in range(num_steps + 5):
+            if step == 5:
+                steps[-1].wait()
+                start = time.perf_counter()
+            # The least length by now: the window of drafts continues where the device is.
+            known = np.full(num_rows, first + step, np.int32)
+            rows = DecodeRows(
+                slots=slots,
+                ids=slots,
+                positions=known - 1,
+                page_tables=tables,
+                num_pages=num_pages,
+                seeds=np.zeros(num_rows, np.uint64),
+                is_sampled=np.zeros(num_rows, np.bool_),
+                bounds=RowBounds(max_lens=max_lens, known_lens=known, tokens=tokens),
+            )
+            began = time.perf_counter()
+            steps.append(self.runner.launch(rows, (), 0))
+            launches.append(time.perf_counter() - began)
+            if len(steps) > 3:
+                yielded += int(steps[-4].result().counts.sum())
+        steps[-1].wait()
+        seconds = (time.perf_counter() - start) / num_steps
+        return {
+            "ms": round(seconds * 1e3, 3),
+            "launch_ms": round(float(np.median(launches)) * 1e3, 3),
+            "tokens_a_row": round(yielded / (len(steps) - 3) / num_rows, 3),
+        }
+
+
+def _admit(slot: int, prompt_len: int, max_total_len: int) -> Admit:
+    return Admit(
+        slot=slot,
+        generation=1,
+        request_id=f"r{slot}",
+        prompt_ids=np.full(prompt_len, 5 + slot, np.int32),
+        max_total_len=max_total_len,
+        sampling=Sampling(temperature=0.0),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 64, 256])
+    parser.add_argument("--positions", type=int, nargs="*", default=[2, 4, 8])
+    parser.add_argument("--contexts", type=int, nargs="*", default=[512, 2048])
+    parser.add_argument("--steps", type=int, default=24)
+    args = parser.parse_args()
+    settings = DeviceSettings(
+        dtype="bfloat16",
+        attention_backend="triton",
+        load_format="dummy",
+        page_size=1,
+        num_pages=None,
+        num_slots=max(args.rows),
+        max_tokens_per_step=2048,
+        max_total_len=8192,
+        mem_fraction=0.75,
+        cuda_graphs=True,
+        use_pdl=True,
+        deterministic=False,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        runner = load_cuda_runner(write_shape(args.shape, Path(folder)), settings)
+    bench = VerifyBench(runner, num_slots=max(args.rows))
+    bench.decode(1, 200, 100)
+    cases = [(num_rows, context) for context in args.contexts for num_rows in args.rows]
+    plain = {case: bench.decode(*case, args.steps)[0] * 1e3 for case in cases}
+    print(json.dumps({str(case): round(ms, 3) for case, ms in plain.items()}), file=sys.stderr, flush=True)
+    results = []
+    for positions in args.positions:
+        runner.verify(wrong_drafts, max_drafts=positions - 1, graph_rows=tuple(sorted(args.rows)))
+        for num_rows, context in cases:
+            got = bench.verify(num_rows, context, args.steps)
+            ratio = got["ms"] / plain[num_rows, context]
+            case = {"rows": num_rows, "context": context, "positions": positions}
+            of_plain = {"plain_ms": round(plain[num_rows, context], 3), "ratio": round(ratio, 3)}
+            results.append({**case, **got, **of_plain, "break_even": round(ratio - 1, 3)})
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
+    output = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": f"{gpu_name()}, {os.cpu_count()} cores",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "shape": args.shape,
+        "steps": results,
+    }
+    print(json.dumps(output, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Routed experts in the place of a layer's MLP, from the residual to the residual.
+
+Legend: T rows, D hidden size, E experts, F mlp size of an expert. Weights are [out, in].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from radixmesh.daemons.worker.cuda.linear import Linear, Residual
+from radixmesh.daemons.worker.cuda.model.mlp import Mlp
+from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, ExpertsConfig, RouterKind
+from radixmesh.kernels.moe.route import RouterRule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedExpert:
+    """An MLP that every row goes through beside its experts. w_gate_1D: its result is multiplied by the sigmoid of this
+    projection of the row; None: it is not."""
+
+    gate_up: Linear
+    down: Linear
+    w_gate_1D: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedMlp(Mlp):
+    """A row's experts are picked, grouped and computed on the device: captured in graphs as any other part."""
+
+    norm_D: torch.Tensor
+    eps: float
+    w_router_ED: torch.Tensor
+    rule: RouterRule
+    w_gate_up_E2FD: torch.Tensor
+    w_down_EDF: torch.Tensor
+    shared: SharedExpert | None
+    ops: Ops
+
+    def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
+        assert source_TD is None, "no family has experts beside its attention"
+        ops, rows_TD = self.ops, residual.rows()
+        normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
+        routes = ops.route(ops.linear(normed_TD, self.w_router_ED), self.rule)
+        if self.shared is not None:
+            self._add_shared(self.shared, rows_TD, normed_TD)
+        ops.add_experts(rows_TD, normed_TD, routes, self.w_gate_up_E2FD, self.w_down_EDF)
+
+    def _add_shared(self, shared: SharedExpert, rows_TD: torch.Tensor, normed_TD: torch.Tensor) -> None:
+        gated_TF = self.ops.silu_mul(shared.gate_up.multiplied(normed_TD), self.eps)
+        result_TD = shared.down.multiplied(gated_TF).out_TN
+        if shared.w_gate_1D is not None:
+            result_TD *= torch.sigmoid(self.ops.linear(normed_TD, shared.w_gate_1D))
+        rows_TD += result_TD
+
+
+def rule_of(experts: ExpertsConfig) -> RouterRule:
+    """A softmax over the picks alone is the softmax over all experts, divided by the sum of the picks."""
+    is_normalised = experts.is_normalised or experts.router is RouterKind.PICKED_SOFTMAX
+    return RouterRule(num_picks=experts.num_picks, is_normalised=is_normalised)
+
+
+def missing_of_experts(config: DecoderConfig, *, is_quantized: bool) -> dict[str, bool]:
+    """Features of routed experts that only the CPU backend computes, and whether the model has them."""
+    experts = config.experts
+    if experts is None:
+        return {}
+    return {
+        "FP8 weights of routed experts": is_quantized,
+        "biases of experts": experts.has_bias,
+        "clamped experts": experts.swiglu_limit is not None,
+        "experts whose input is scaled": experts.router is RouterKind.SIGMOID,
+        "experts with biases beside them": config.has_mlp_bias,
+    }

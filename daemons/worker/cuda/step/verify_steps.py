@@ -1,0 +1,248 @@
+"""Steps of decodes that verify drafts: a row computes its last token and up to k drafts, and yields 1 to k + 1 tokens.
+
+    stage     windows of drafts, behind the tokens that the host knows          the host may be some steps late
+    graph     fetch -> expand by the lengths on the device -> forward of B x (k + 1) positions -> greedy sample
+    behind    resample and logprobs where a row asks for them -> accept: lengths, last tokens, counts
+
+Exact lengths live on the device beside the last tokens, so the next step may be launched before this one has run. What
+a position samples is what a decode would sample there, with the noise of its position: drafts change no token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.runtime.steps.step import Admit, TokenLogprobs
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
+from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
+from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
+from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
+from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
+from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
+from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
+from radixmesh.kernels.rope_kv import KvTarget
+from radixmesh.kernels.sampling.drafts import (
+    DraftInputs,
+    DraftRows,
+    SlotLengths,
+    accept_drafts,
+    expand_drafts,
+)
+from radixmesh.kernels.sampling.sample import TokenTarget
+
+# Steps whose tokens the host does not know yet when it drafts: the windows are that much longer.
+_STEPS_AHEAD = 3
+_COLUMNS = 6
+LEAST_CHUNKS = 32
+"""Rows from which on the positions of a row are one chunk, which reads the KV once. Fewer rows fill the device only if
+each position is a decode of its own, whose KV is split."""
+
+
+class Verifying(NamedTuple):
+    """A launched step: `num_rows` rows and `padded` with padding; who asks for logprobs, by row and by position."""
+
+    num_rows: int
+    padded: int
+    asking: Asking
+    positions: Asking
+
+
+class Yielded(NamedTuple):
+    """Tokens of all rows, int32, row after row; counts int32 [rows]; logprobs by row."""
+
+    tokens: IntArray
+    counts: IntArray
+    logprobs: Mapping[int, TokenLogprobs]
+
+
+NO_ROWS = Yielded(empty_ints(), empty_ints(), {})
+
+
+class VerifySteps:
+    """max_drafts: k. Page tables, last tokens and lengths are those of `slots`, which keeps lengths from now on."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: DeviceModel,
+        attention: DeviceAttention,
+        slots: SlotState,
+        sampler: SlotSampler,
+        drafter: Drafter,
+        *,
+        max_drafts: int,
+        page_size: int,
+        graph_rows: tuple[int, ...],
+    ) -> None:
+        self._model, self._attention, self._sampler = model, attention, sampler
+        self._slots, self._drafter = slots, drafter
+        self._page_size = page_size
+        self._num_positions = 1 + max_drafts
+        self._window = max_drafts + _STEPS_AHEAD * self._num_positions
+        slots.keeps_lengths = True
+        max_rows = slots.dummy_slot
+        self._staging = StagingBuffer(device, max_rows=max_rows, num_columns=_COLUMNS + self._window)
+        self._graphs = DecodeGraphs(device, graph_rows)
+        # A row of the ring holds the tokens of all positions, then the counts of all rows.
+        self._ring = TokenRing(device, max_rows=max_rows * (self._num_positions + 1))
+        self._rows = DraftRows.allocate(max_rows, self._num_positions, device.torch_device)
+        self._sampled_1T = torch.zeros_like(self._rows.tokens)[None]
+        self._zero_1 = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
+        # Rows of one slot all sample: none of their tokens is the slot's last one before it is accepted.
+        self._no_last_S = torch.zeros_like(slots.last_tokens)
+        self._state = SlotLengths(slots.last_tokens, slots.lengths, slots.page_tables, sampler.tokens_SL)
+        self._admits: dict[int, Admit] = {}
+
+    def capture(self) -> None:
+        """Compiles and captures, largest first: smaller graphs reuse its memory."""
+        for num_rows in sorted(self._graphs.sizes, reverse=True):
+            stage = partial(self._stage, None, num_rows)
+            self._graphs.capture(num_rows, "", partial(self._forward, num_rows), stage)
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took a slot: what is drafted for it."""
+        self._admits[admit.slot] = admit
+
+    def launch(self, rows: DecodeRows) -> Verifying:
+        """Launches a step of decodes alone; pages, last tokens and lengths that are new come with it."""
+        num_rows = len(rows.slots)
+        bucket = self._graphs.bucket(num_rows)
+        self._stage(rows, bucket or num_rows)
+        logits_TV = self._forward(num_rows) if bucket is None else self._graphs.replay(bucket, "")
+        padded = bucket or num_rows
+        drafted, inputs = self._rows.of(padded), self._inputs(padded)
+        asking = self._sampler.asking(rows.slots)
+        target = self._target(padded)
+        self._sampler.resample(logits_TV, drafted.slots, drafted.kv_lens, rows.slots, target)
+        positions = self._positions_of(asking)
+        ring_index_1 = self._staging.ring_index_1
+        if asking.rows:
+            # Read at the ring's index as tokens of a ring are: every row of it is the same memory.
+            tokens_RT = target.ring_RT.expand(len(self._ring.rows), -1)
+            to = TokenTarget(ring_RT=tokens_RT, ring_index_1=ring_index_1, last_tokens_S=self._no_last_S)
+            self._sampler.logprobs(logits_TV, drafted.slots, to, self._ring.logprobs, positions)
+        accept_drafts(target.ring_RT[0], inputs.slots, drafted, self._state, self._ring.rows, ring_index_1)
+        return Verifying(num_rows, padded, asking, positions)
+
+    def fetch(self, verifying: Verifying, done: DeviceEvent) -> StepHandle[Fetched]:
+        """Sampled tokens of all positions, then counts; logprobs by position."""
+        self._staging.fence(done)
+        return self._ring.fetch(verifying.padded * (self._num_positions + 1), done, verifying.positions)
+
+    def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
+        """Outcome of the rows."""
+        count, size = verifying.num_rows, self._num_positions
+        tokens = fetched.tokens[: count * size].reshape(count, size)
+        counts = fetched.tokens[verifying.padded * size :][:count]
+        logprobs = {
+            row: _joined([fetched.logprobs[row * size + number] for number in range(counts[row])])
+            for row in verifying.asking.rows
+            if counts[row]
+        }
+        return Yielded(tokens[np.arange(size) < counts[:, None]], counts, logprobs)
+
+    def _stage(self, rows: DecodeRows | None, num_rows: int) -> None:
+        """Fills the next staging slot; None: rows of padding alone."""
+        count = 0 if rows is None else len(rows.slots)
+        entries = np.zeros((0, 2), np.int32)
+        if rows is not None:
+            entries = self._slots.new_entries(rows.slots, rows.page_tables, rows.num_pages)
+            if len(entries) > self._staging.max_entries:
+                self._slots.send_entries(entries)
+                entries = entries[:0]
+        columns = self._staging.stage(num_rows, entries, self._ring.take())
+        slots, max_lens, tokens, lengths, starts, counts = columns[:_COLUMNS]
+        slots[count:], max_lens[count:], tokens[count:], lengths[count:] = self._slots.dummy_slot, 0, -1, -1
+        starts[count:] = counts[count:] = 0
+        if rows is None:
+            return
+        assert rows.bounds is not None, "a row that verifies drafts has bounds"
+        slots[:count], max_lens[:count] = rows.slots, rows.bounds.max_lens
+        tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
+        starts[:count] = rows.bounds.known_lens
+        for row, slot in enumerate(rows.slots.tolist()):
+            drafts = self._drafts(slot, row, rows.bounds)
+            counts[row] = len(drafts)
+            columns[_COLUMNS : _COLUMNS + len(drafts), row] = drafts
+
+    def _drafts(self, slot: int, row: int, bounds: RowBounds) -> IntArray:
+        """Behind the tokens that the host knows: the device takes those at its own positions."""
+        admit, length = self._admits[slot], int(bounds.known_lens[row])
+        sample = SampleInput(
+            sampling=admit.sampling,
+            prompt_ids=admit.prompt_ids,
+            output_ids=bounds.tokens[slot, len(admit.prompt_ids) : length],
+            position=length,
+        )
+        drafts = np.array(list(self._drafter(sample, self._window)), np.int32)[: self._window]
+        # An id outside the vocabulary has no embedding.
+        is_token = (drafts >= 0) & (drafts < self._model.vocab_size)
+        return drafts if is_token.all() else drafts[: int(np.argmin(is_token))]
+
+    def _inputs(self, num_rows: int) -> DraftInputs:
+        columns, staging = self._staging.columns(num_rows), self._staging
+        slots, max_lens, tokens, lengths, starts, counts = (column[:num_rows] for column in columns[:_COLUMNS])
+        return DraftInputs(
+            slots=slots,
+            max_lens=max_lens,
+            tokens=tokens,
+            lengths=lengths,
+            starts=starts,
+            counts=counts,
+            window_WB=columns[_COLUMNS:],
+            entries_E2=staging.entries_E2(num_rows),
+            num_entries_1=staging.num_entries_1,
+        )
+
+    def _target(self, num_rows: int) -> TokenTarget:
+        sampled_1T = self._sampled_1T[:, : num_rows * self._num_positions]
+        return TokenTarget(ring_RT=sampled_1T, ring_index_1=self._zero_1, last_tokens_S=self._no_last_S)
+
+    def _positions_of(self, asking: Asking) -> Asking:
+        size = self._num_positions
+        rows = [row * size + number for row in asking.rows for number in range(size)]
+        return Asking(rows, [num_top for num_top in asking.num_top for _ in range(size)])
+
+    def _forward(self, num_rows: int) -> torch.Tensor:
+        """A step whose inputs are staged, all positions sampled greedily: their logits. Graphs record it."""
+        self._staging.fetch(num_rows)
+        rows = self._rows.of(num_rows)
+        expand_drafts(self._inputs(num_rows), self._state, rows)
+        tables, nothing = self._slots.page_tables, rows.slots[:0]
+        is_chunked = num_rows >= LEAST_CHUNKS
+        step = DeviceStep(
+            page_tables=tables,
+            row_slots=rows.slots,
+            row_positions=rows.positions,
+            decode_slots=nothing if is_chunked else rows.slots,
+            decode_kv_lens=nothing if is_chunked else rows.kv_lens,
+            chunk_slots=rows.chunk_slots if is_chunked else nothing,
+            chunk_row_starts=rows.chunk_row_starts if is_chunked else nothing,
+            chunk_kv_lens=rows.chunk_kv_lens if is_chunked else nothing,
+            max_chunk_len=self._num_positions if is_chunked else 0,
+            is_from_host=False,
+        )
+        target = KvTarget(rows.positions, rows.slots, tables, self._page_size)
+        hidden_TD = self._model.layers(self._model.embed(rows.tokens), target, self._attention.begin(step, ""))
+        logits_TV = self._model.logits(hidden_TD)
+        self._sampler.sample_greedily(logits_TV, rows.slots, rows.kv_lens, self._target(num_rows), use_pdl=False)
+        return logits_TV
+
+
+def _joined(parts: list[TokenLogprobs]) -> TokenLogprobs:
+    return TokenLogprobs(
+        own=np.concatenate([part.own for part in parts]),
+        num_top=parts[0].num_top,
+        top_ids=np.concatenate([part.top_ids for part in parts]),
+        top=np.concatenate([part.top for part in parts]),
+    )

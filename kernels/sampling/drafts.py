@@ -1,0 +1,219 @@
+"""Drafted tokens on the device: from a row to the positions that verify its drafts, and from the tokens sampled there
+to the row's new length.
+
+A row of length l computes 1 + n positions: its last token at l - 1, then n drafts. What is sampled behind each of them
+is what a decode would sample there if the drafts before it are right, so a row yields the tokens up to and with the
+first one that its draft did not foresee.
+
+    position     l - 1     l          l + 1        ...
+    computes     last      draft 0    draft 1            the first n of the window that continue the row
+    samples      t0        t1         t2                 t0 == draft 0: t1 counts; t1 == draft 1: t2 counts; ...
+
+The host knows lengths late. It sends a window of drafts with the position at which it starts; the device takes those at
+its own positions. B rows, P positions of a row (1 + the most drafts), T = B * P, W window, S slots, L tokens of a slot,
+E entries of page tables.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+_ENTRIES = 128  # Entries that a program writes at a time.
+
+
+class DraftInputs(NamedTuple):
+    """Inputs of a step as the host sends them, int32 on the device.
+
+    slots, max_lens [B]: slot, and the total length that its pages and its request allow; a row that has reached it
+    yields nothing. tokens, lengths [B]: last token and length of a slot that was just taken, -1: as on the device.
+    starts, counts [B]: position of the first draft of the window, and number of drafts. window_WB [W, >= B].
+    The first num_entries_1 of entries_E2 (index, page) are written to the flat page tables.
+    """
+
+    slots: torch.Tensor
+    max_lens: torch.Tensor
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    counts: torch.Tensor
+    window_WB: torch.Tensor
+    entries_E2: torch.Tensor
+    num_entries_1: torch.Tensor
+
+
+class SlotLengths(NamedTuple):
+    """State by slot, int32: last_tokens, lengths [S], page_tables [S, pages], tokens_SL (prompt and output, which
+    penalties count). The last slot is the dummy of padding."""
+
+    last_tokens: torch.Tensor
+    lengths: torch.Tensor
+    page_tables: torch.Tensor
+    tokens_SL: torch.Tensor
+
+
+class DraftRows(NamedTuple):
+    """The positions of a step, int32 [T] each, P a row: token, position, slot, KV length with its own token. Those that
+    a row does not use are the dummy slot's, with KV length 0. num_drafts [B]; -1: the row has no room.
+
+    The same as chunks, two a row: those that it uses, and those that it does not, with KV length 0. chunk_slots,
+    chunk_kv_lens [2 B], chunk_row_starts [2 B + 1].
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    num_drafts: torch.Tensor
+    chunk_slots: torch.Tensor
+    chunk_row_starts: torch.Tensor
+    chunk_kv_lens: torch.Tensor
+
+    @classmethod
+    def allocate(cls, max_rows: int, num_positions: int, device: torch.device) -> DraftRows:
+        """For up to `max_rows` rows."""
+        sizes = [max_rows * num_positions] * 4 + [max_rows, 2 * max_rows, 2 * max_rows + 1, 2 * max_rows]
+        return cls(*(torch.zeros(size, dtype=torch.int32, device=device) for size in sizes))
+
+    def of(self, num_rows: int) -> DraftRows:
+        """Those of the first rows: the same memory."""
+        num_positions = len(self.tokens) // len(self.num_drafts)
+        size = num_rows * num_positions
+        return DraftRows(
+            self.tokens[:size],
+            self.positions[:size],
+            self.slots[:size],
+            self.kv_lens[:size],
+            self.num_drafts[:num_rows],
+            self.chunk_slots[: 2 * num_rows],
+            self.chunk_row_starts[: 2 * num_rows + 1],
+            self.chunk_kv_lens[: 2 * num_rows],
+        )
+
+
+@triton.jit
+def _expand_kernel(
+    slots_ptr, max_lens_ptr, tokens_ptr, lengths_ptr, starts_ptr, counts_ptr, window_ptr, entries_ptr, num_entries_ptr,
+    last_tokens_ptr, slot_lengths_ptr, page_tables_ptr, slot_tokens_ptr, row_tokens_ptr, positions_ptr, row_slots_ptr,
+    kv_lens_ptr, num_drafts_ptr, chunk_slots_ptr, chunk_row_starts_ptr, chunk_kv_lens_ptr, dummy_slot, window_stride,
+    slot_tokens_stride, P: tl.constexpr, BLOCK_P: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    num_entries = tl.load(num_entries_ptr)
+    first = row * ENTRIES
+    while first < num_entries:
+        entry = first + tl.arange(0, ENTRIES)
+        is_entry = entry < num_entries
+        index = tl.load(entries_ptr + 2 * entry, mask=is_entry, other=0)
+        page = tl.load(entries_ptr + 2 * entry + 1, mask=is_entry, other=0)
+        tl.store(page_tables_ptr + index, page, mask=is_entry)
+        first += tl.num_programs(0) * ENTRIES
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    last = tl.load(tokens_ptr + row)
+    length = tl.load(lengths_ptr + row)
+    # Rows with something sent have slots of their own: no other program reads what is written here.
+    if length >= 0:
+        tl.store(last_tokens_ptr + slot, last)
+        tl.store(slot_lengths_ptr + slot, length)
+    else:
+        last = tl.load(last_tokens_ptr + slot)
+        length = tl.load(slot_lengths_ptr + slot)
+    room = tl.load(max_lens_ptr + row) - length
+    skipped = length - tl.load(starts_ptr + row)
+    left = tl.where(skipped >= 0, tl.load(counts_ptr + row) - skipped, 0)
+    num_drafts = tl.maximum(tl.minimum(tl.minimum(left, room - 1), P - 1), 0)
+    number = tl.arange(0, BLOCK_P)
+    is_draft = (number > 0) & (number <= num_drafts)
+    draft = tl.load(window_ptr + (skipped + number - 1) * window_stride + row, mask=is_draft, other=0)
+    is_used = (number <= num_drafts) & (room > 0)
+    position = length - 1 + number
+    at = row * P + number
+    is_row = number < P
+    tl.store(row_tokens_ptr + at, tl.where(is_used, tl.where(number == 0, last, draft), 0), mask=is_row)
+    tl.store(positions_ptr + at, tl.where(is_used, position, 0), mask=is_row)
+    tl.store(row_slots_ptr + at, tl.where(is_used, slot.to(tl.int32), dummy_slot), mask=is_row)
+    tl.store(kv_lens_ptr + at, tl.where(is_used, position + 1, 0), mask=is_row)
+    tl.store(num_drafts_ptr + row, tl.where(room > 0, num_drafts, -1))
+    num_used = tl.where(room > 0, num_drafts + 1, 0)
+    tl.store(chunk_slots_ptr + 2 * row, tl.where(room > 0, slot.to(tl.int32), dummy_slot))
+    tl.store(chunk_slots_ptr + 2 * row + 1, dummy_slot)
+    tl.store(chunk_row_starts_ptr + 2 * row, row * P)
+    tl.store(chunk_row_starts_ptr + 2 * row + 1, row * P + num_used)
+    if row == tl.num_programs(0) - 1:
+        tl.store(chunk_row_starts_ptr + 2 * row + 2, row * P + P)
+    tl.store(chunk_kv_lens_ptr + 2 * row, tl.where(room > 0, length + num_drafts, 0))
+    tl.store(chunk_kv_lens_ptr + 2 * row + 1, 0)
+    # Penalties of a position count the drafts before it.
+    tl.store(slot_tokens_ptr + slot * slot_tokens_stride + position, draft, mask=is_draft & is_used)
+
+
+def expand_drafts(inputs: DraftInputs, state: SlotLengths, rows: DraftRows) -> None:
+    """Fills `rows` from the inputs and the slots' state, and brings what was sent into that. Can be captured."""
+    num_rows, num_positions = _check(inputs, state, rows)
+    _expand_kernel[(num_rows,)](
+        inputs.slots, inputs.max_lens, inputs.tokens, inputs.lengths, inputs.starts, inputs.counts, inputs.window_WB,
+        inputs.entries_E2, inputs.num_entries_1, state.last_tokens, state.lengths, state.page_tables, state.tokens_SL,
+        *rows, len(state.lengths) - 1, inputs.window_WB.stride(0), state.tokens_SL.stride(0), P=num_positions,
+        BLOCK_P=triton.next_power_of_2(num_positions), ENTRIES=_ENTRIES, num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["ring_stride", "num_rows"])
+def _accept_kernel(
+    sampled_ptr, row_tokens_ptr, num_drafts_ptr, slots_ptr, last_tokens_ptr, slot_lengths_ptr, ring_ptr, ring_index_ptr,
+    ring_stride, num_rows, P: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    num_drafts = tl.load(num_drafts_ptr + row)
+    number = tl.arange(0, BLOCK_P)
+    is_row = number < P
+    sampled = tl.load(sampled_ptr + row * P + number, mask=is_row, other=-1)
+    has_draft = number < num_drafts
+    draft = tl.load(row_tokens_ptr + row * P + number + 1, mask=has_draft, other=-1)
+    # The number of the first token that no right draft follows: it is the last one of the row.
+    last_number = tl.min(tl.where(has_draft & (draft == sampled), BLOCK_P, number), axis=0)
+    count = tl.where(num_drafts >= 0, last_number + 1, 0)
+    ring_ptr += tl.load(ring_index_ptr).to(tl.int64) * ring_stride
+    tl.store(ring_ptr + row * P + number, sampled, mask=is_row)
+    tl.store(ring_ptr + num_rows * P + row, count)
+    if count > 0:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        tl.store(last_tokens_ptr + slot, tl.sum(tl.where(number == last_number, sampled, 0), axis=0))
+        tl.store(slot_lengths_ptr + slot, tl.load(slot_lengths_ptr + slot) + count)
+
+
+def accept_drafts(
+    sampled_T: torch.Tensor,
+    slots_B: torch.Tensor,
+    rows: DraftRows,
+    state: SlotLengths,
+    ring_RN: torch.Tensor,
+    ring_index_1: torch.Tensor,
+) -> None:
+    """Advances the slots by what their rows yield, from the tokens int32 [T] sampled at the positions of `rows`.
+
+    ring_RN[ring_index_1[0]], int32: gets the T sampled tokens, then the count of each row, 0 where it had no room.
+    """
+    num_rows = len(slots_B)
+    num_positions = len(sampled_T) // num_rows
+    assert sampled_T.dtype == slots_B.dtype == ring_RN.dtype == torch.int32 and sampled_T.is_contiguous()
+    assert ring_RN.stride(1) == 1 and len(sampled_T) + num_rows <= ring_RN.shape[1], ring_RN.shape
+    _accept_kernel[(num_rows,)](
+        sampled_T, rows.tokens, rows.num_drafts, slots_B, state.last_tokens, state.lengths, ring_RN, ring_index_1,
+        ring_RN.stride(0), num_rows, P=num_positions, BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
+    )  # fmt: skip
+
+
+def _check(inputs: DraftInputs, state: SlotLengths, rows: DraftRows) -> tuple[int, int]:
+    num_rows, num_positions = len(inputs.slots), len(rows.tokens) // len(inputs.slots)
+    for numbers in (*inputs, *state, *rows):
+        assert numbers.dtype == torch.int32, numbers.dtype
+    for column in inputs[:6]:
+        assert column.shape == (num_rows,) and column.is_contiguous(), column.shape
+    assert inputs.window_WB.stride(1) == 1 and inputs.window_WB.shape[1] >= num_rows, inputs.window_WB.shape
+    assert state.page_tables.is_contiguous() and state.tokens_SL.stride(1) == 1
+    assert rows.num_drafts.shape == (num_rows,) and len(rows.tokens) == num_rows * num_positions, rows.tokens.shape
+    return num_rows, num_positions

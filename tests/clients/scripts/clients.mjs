@@ -1,0 +1,33 @@
+// The openai SDK for Node and the Vercel AI SDK: whole answers, streams, a stream that is left, embeddings, errors.
+
+import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
+import { embed, generateText, streamText } from "ai";
+import assert from "node:assert/strict";
+import OpenAI from "openai";
+
+const [url, model] = process.argv.slice(2);
+const messages = [{ role: "user", content: "Who are you?" }];
+
+const client = new OpenAI({ baseURL: url, apiKey: "none", maxRetries: 0 });
+const whole = await client.chat.completions.create({ model, messages, temperature: 0, max_tokens: 16 });
+let text = "";
+for await (const part of await client.chat.completions.create({ model, messages, temperature: 0, max_tokens: 16, stream: true }))
+  text += part.choices[0]?.delta?.content ?? "";
+assert.equal(text, whole.choices[0].message.content);
+const left = await client.completions.create({ model, prompt: "The Tyger", max_tokens: 1500, stream: true });
+for await (const part of left) if (part.choices[0].text) break;
+assert.equal((await client.embeddings.create({ model, input: ["a", "b"] })).data.length, 2);
+await assert.rejects(client.chat.completions.create({ model: "nobody", messages }), (error) => error.status === 404 && error.code === "model_not_found");
+
+const provider = createOpenAICompatible({ name: "radixmesh", baseURL: url, apiKey: "none", includeUsage: true });
+const answer = await generateText({ model: provider(model), prompt: "Who are you?", temperature: 0, maxOutputTokens: 16 });
+assert.equal(answer.text, whole.choices[0].message.content);
+assert.ok(answer.usage.outputTokens > 0);
+const stream = streamText({ model: provider(model), prompt: "Who are you?", temperature: 0, maxOutputTokens: 16 });
+let streamed = "";
+for await (const part of stream.textStream) streamed += part;
+assert.equal(streamed, answer.text);
+assert.ok((await stream.usage).outputTokens > 0);
+const { embedding } = await embed({ model: provider.embeddingModel?.(model) ?? provider.textEmbeddingModel(model), value: "The Tyger" });
+assert.ok(embedding.length > 8);
+console.log("done");

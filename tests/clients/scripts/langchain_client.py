@@ -1,0 +1,39 @@
+"""LangChain: invoke, stream, batch, a bound tool, embeddings, and the error of a prompt that is too long."""
+
+import sys
+
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+
+URL, MODEL = sys.argv[1:]
+options = {"base_url": URL, "api_key": "none", "model": MODEL, "max_retries": 0}
+chat = ChatOpenAI(**options, temperature=0, max_tokens=16, stream_usage=True)
+whole = chat.invoke("Who are you?")
+assert whole.content and whole.usage_metadata["output_tokens"] > 0
+chunks = list(chat.stream("Who are you?"))
+assert "".join(chunk.content for chunk in chunks) == whole.content, chunks
+assert any(chunk.usage_metadata for chunk in chunks)
+assert [answer.content for answer in chat.batch(["Who are you?"] * 3)] == [whole.content] * 3
+
+
+@tool
+def weather(city: str) -> str:
+    """The weather of a city."""
+    return f"rain in {city}"
+
+
+assert chat.bind_tools([weather]).invoke("How is the weather?") is not None
+assert chat.bind(logprobs=True, top_logprobs=2).invoke("Hi").response_metadata["logprobs"]["content"]
+embeddings = OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
+assert len(embeddings.embed_documents(["The Tyger", "Lorelei"])) == 2
+assert len(embeddings.embed_query("The Tyger")) > 8
+try:
+    chat.invoke("word " * 5000)
+except Exception as error:
+    assert "context" in str(error).lower() and type(error).__name__ in (
+        "OpenAIContextOverflowError",
+        "BadRequestError",
+    ), type(error)
+    print("too long:", type(error).__name__)
+else:
+    raise AssertionError("a prompt beyond the context was taken")

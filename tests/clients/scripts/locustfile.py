@@ -1,0 +1,26 @@
+"""locust: users that complete and stream."""
+
+import os
+
+from locust import HttpUser, task
+
+MODEL = os.environ["MODEL"]
+
+
+class Reader(HttpUser):
+    """One answer after the other."""
+
+    @task
+    def complete(self) -> None:
+        body = {"model": MODEL, "prompt": "The Tyger", "max_tokens": 8}
+        with self.client.post("/v1/completions", json=body, catch_response=True) as answer:
+            if answer.status_code != 200 or not answer.json()["choices"]:
+                answer.failure(answer.text)
+
+    @task
+    def stream(self) -> None:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "stream": True}
+        with self.client.post("/v1/chat/completions", json=body, stream=True, catch_response=True) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+            if lines[-1] != b"data: [DONE]":
+                answer.failure(str(lines[-1:]))

@@ -1,0 +1,75 @@
+"""A drafter for tests, which proposes how outputs went on before, with mistakes; and runs to compare with it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.runner import ModelRunner, SampleInput
+from support.plan_driver import OPTIONS, PROMPTS, PlanDriver
+
+Outputs = Mapping[tuple[tuple[int, ...], Sampling], Sequence[int]]
+"""Output ids by prompt and sampling."""
+
+
+def drafter_of(outputs: Outputs, *, seed: int, share: float) -> Drafter:
+    """Proposes the continuations in `outputs`, each token right with probability `share`. It knows what came behind
+    any position, so that it can draft ahead of what it was told."""
+    rng = random.Random(seed)
+
+    def draft(sample: SampleInput, most: int) -> Sequence[int]:
+        output = outputs[tuple(sample.prompt_ids.tolist()), sample.sampling]
+        following = output[len(sample.output_ids) :][: rng.randrange(most // 2, most + 1)]
+        return [token if rng.random() < share else rng.randrange(2, 200) for token in following]
+
+    return draft
+
+
+def outputs_of(driver: PlanDriver, options: Sequence[Sampling] = OPTIONS) -> Outputs:
+    """Outputs of a driver that ran `options`."""
+    prompts = [tuple(PROMPTS[slot % len(PROMPTS)]) for slot in range(len(options))]
+    keys = zip(prompts, options, strict=True)
+    return {key: driver.tokens[slot] for slot, key in enumerate(keys)}
+
+
+def drive_long(
+    runner: ModelRunner,
+    *,
+    chunk_len: int,
+    lag: int,
+    num_steps: int,
+    num_out: int,
+    options: Sequence[Sampling] = OPTIONS,
+) -> PlanDriver:
+    """All of `options`, one slot each, each for `num_out` tokens if so many steps suffice."""
+    driver = PlanDriver(runner, lag=lag)
+    for slot, sampling in enumerate(options):
+        driver.add(slot, PROMPTS[slot % len(PROMPTS)], sampling, chunk_len=chunk_len, num_out=num_out)
+    driver.finish(num_steps)
+    return driver
+
+
+def check_same_outputs(got: PlanDriver, want: PlanDriver, *, num_out: int, atol: float) -> None:
+    """The tokens of each request, and the logprobs of each of its positions."""
+    for slot, tokens in want.tokens.items():
+        assert len(tokens) == num_out, (slot, len(tokens))
+        assert got.tokens[slot] == tokens, slot
+    ours, theirs = (_logprobs(driver) for driver in (got, want))
+    assert ours.keys() == theirs.keys() and theirs
+    for key, (token, top) in theirs.items():
+        assert abs(ours[key][0] - token) <= atol, key
+        assert all(abs(a - b) <= atol for a, b in zip(ours[key][1], top, strict=True)), key
+
+
+def _logprobs(driver: PlanDriver) -> dict[tuple[int, int], tuple[float, list[float]]]:
+    """Logprobs of tokens and of alternatives, by slot and position."""
+    found: dict[tuple[int, int], tuple[float, list[float]]] = {}
+    for result in driver.results:
+        for part in result.logprobs:
+            for index, own in enumerate(part.logprobs.own.tolist()):
+                key = part.slot, part.first_position + index
+                assert key not in found
+                found[key] = own, part.logprobs.top[index].tolist()
+    return found
