@@ -218,7 +218,7 @@ async def test_an_exception_of_the_program_ends_its_requests(mesh: Mesh, client:
     with pytest.raises(RuntimeError, match="mine"):
         await asyncio.to_thread(dies.run, client=client)
     async with asyncio.timeout(60):
-        while (await mesh.scheduler_state()).num_running:
+        while (await mesh.scheduler_state()).load.num_running:
             await asyncio.sleep(0.05)
 
 

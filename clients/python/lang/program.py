@@ -143,7 +143,7 @@ class Program:
     def _stream(
         self, state: State, runtime: Runtime, client: Client, args: Sequence[object], arguments: Mapping[str, object]
     ) -> None:
-        # Who iterates over the text raises it.
+        # The iteration over the text raises it.
         with contextlib.suppress(BaseException):
             self._run(state, runtime, client, args, arguments)
 
