@@ -50,8 +50,8 @@ class ToolCallStart(NamedTuple):
 
 
 class ToolCallArguments(NamedTuple):
-    """More of the arguments' JSON text of call number `call`, as the model wrote it: an output that max_tokens cut off ends
-    in the middle; never empty."""
+    """More of the arguments' JSON text of call number `call`, as the model wrote it; never empty. An output that max_tokens
+    cut off ends in the middle."""
 
     call: int
     text: str
