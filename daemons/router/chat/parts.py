@@ -50,8 +50,9 @@ class ToolCallStart(NamedTuple):
 
 
 class ToolCallArguments(NamedTuple):
-    """More of the arguments' JSON text of call number `call`, as the model wrote it; never empty. An output that max_tokens
-    cut off ends in the middle."""
+    """More of the arguments' JSON text of call number `call`, as the model wrote it; never empty.
+
+    An output that max_tokens cut off ends in the middle of them."""
 
     call: int
     text: str
