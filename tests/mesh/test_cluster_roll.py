@@ -59,7 +59,9 @@ async def cluster(path: Path, tmp_path: Path) -> AsyncIterator[LocalCluster]:
         yield cluster
 
 
-async def test_dependencies_come_first_one_replica_after_the_other_at_the_same_addresses(cluster: LocalCluster) -> None:
+async def test_dependencies_come_first_one_replica_after_the_other_as_the_file_says_now(
+    cluster: LocalCluster, path: Path
+) -> None:
     before, addresses = cluster.pids, [status.address for status in cluster.processes]
     most_away = 0
     events: list[tuple[str, str]] = []
@@ -79,7 +81,6 @@ async def test_dependencies_come_first_one_replica_after_the_other_at_the_same_a
     assert {status.restarts for status in cluster.processes} == {1}
 
 
-async def test_a_roll_takes_what_the_file_says_now(cluster: LocalCluster, path: Path) -> None:
     path.write_text(COMPOSE.replace('FAKE_PEERS: "worker', 'FAKE_PEERS: "now worker'))
     assert await cluster.prepare_roll(["router"]).run() == ["router-1"]
     assert any("peers now" in line for line in cluster.recent_lines("router"))
@@ -156,17 +157,16 @@ async def test_the_verb_asks_the_supervisor(path: Path, tmp_path: Path) -> None:
     assert code == 1 and "radixmesh up" in said
 
 
-@pytest.mark.parametrize("line", [b"\n", b"[]\n", b'{"roll": "router"}\n', b"x" * (1 << 21)])
-async def test_the_control_socket_answers_nonsense_with_an_error(cluster: LocalCluster, line: bytes) -> None:
-    socket = cluster.run_folder / "control.sock"
-    assert socket.stat().st_mode & 0o077 == 0
-    folder = os.open(cluster.run_folder, os.O_RDONLY)
-    try:
-        reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/control.sock")
-    finally:
-        os.close(folder)
-    writer.write(line)
-    answer = await asyncio.wait_for(reader.readline(), 60)
-    assert b"no request that the supervisor knows" in answer
-    writer.close()
+async def test_the_control_socket_answers_nonsense_with_an_error(cluster: LocalCluster) -> None:
+    assert (cluster.run_folder / "control.sock").stat().st_mode & 0o077 == 0
+    for line in (b"\n", b"[]\n", b'{"roll": "router"}\n', b"x" * (1 << 21)):
+        folder = os.open(cluster.run_folder, os.O_RDONLY)
+        try:
+            reader, writer = await asyncio.open_unix_connection(f"/proc/self/fd/{folder}/control.sock")
+        finally:
+            os.close(folder)
+        writer.write(line)
+        answer = await asyncio.wait_for(reader.readline(), 60)
+        assert b"no request that the supervisor knows" in answer
+        writer.close()
     assert all(status.state is ProcessState.HEALTHY for status in cluster.processes)
