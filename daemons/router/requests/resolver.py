@@ -39,9 +39,7 @@ class Draft:
 
 def check_request(request: router_pb2.GenerateRequest) -> Draft:
     """Checks all that can be checked without model and prompt. Raises MeshError naming the field."""
-    check_names(
-        cache_salt=request.cache_salt, session=request.session, tenant=request.tenant, model=request.model
-    )
+    check_names(cache_salt=request.cache_salt, session=request.session, tenant=request.tenant, model=request.model)
     if request.WhichOneof("input") is None:
         raise MeshError(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set text, prompt_ids or chat: what to continue", {"field": "input"}
