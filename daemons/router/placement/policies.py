@@ -41,8 +41,8 @@ class PlacementPolicy(ABC):
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         """Index of the chosen one of the candidates, which are not empty, and not modified.
 
-        num_tokens: of the prompt. first_key: equal for prompts with an equal first block. session: equal for requests of
-        one conversation, 0 = of none.
+        num_tokens: of the prompt. first_key: equal for prompts with an equal first block. session: equal for requests
+        of one conversation, 0 = of none.
         """
 
 
