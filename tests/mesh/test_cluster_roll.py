@@ -80,7 +80,6 @@ async def test_dependencies_come_first_one_replica_after_the_other_as_the_file_s
     assert [status.address for status in cluster.processes] == addresses
     assert {status.restarts for status in cluster.processes} == {1}
 
-
     path.write_text(COMPOSE.replace('FAKE_PEERS: "worker', 'FAKE_PEERS: "now worker'))
     assert await cluster.prepare_roll(["router"]).run() == ["router-1"]
     assert any("peers now" in line for line in cluster.recent_lines("router"))
