@@ -178,8 +178,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def end_after_answer(self) -> None:
         """The answer under way is the last one, and says so unless it has begun. Without one nothing happens."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.keep_alive = False
 
     def close_when_idle(self) -> None:
         """Closes soon unless a request comes: one that its client has just sent must not meet a closed connection."""
