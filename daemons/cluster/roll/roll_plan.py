@@ -9,7 +9,7 @@ from radixmesh.daemons.cluster.plan import ClusterPlan, ProcessSpec
 _OUR_CLI = "radixmesh.cli"
 # A second process of these harms nothing: they hold no memory worth speaking of, and a second scheduler stands by.
 _TRIED = ("tokenizer", "detokenizer", "scheduler", "router", "front")
-# What they still do when they are asked to leave goes on elsewhere, or in their next process.
+# Their work goes on elsewhere, or in their next process.
 _RESUMED = ("tokenizer", "detokenizer", "scheduler", "worker")
 # Seconds that the only one of its kind gets to leave: while it drains it takes nothing new.
 _ALONE_S = 1.0
