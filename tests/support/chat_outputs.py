@@ -13,7 +13,7 @@ WEATHER = Tool(
 )
 NOTE = Tool("note.add", '{"type": "object", "properties": {"text": {"type": "string"}}}')
 USE = ToolUse((WEATHER, NOTE), ToolMode.AUTO)
-BERLIN = {"city": "Berlin \"Mitte\" }]", "days": 3, "tags": ["a,b", "ü"]}
+BERLIN = {"city": 'Berlin "Mitte" }]', "days": 3, "tags": ["a,b", "ü"]}
 TEXT = {"text": "line 1\n</x> {[\t\\"}
 
 
