@@ -180,7 +180,7 @@ class AsyncState:
         except asyncio.CancelledError as error:
             self.error = error
             raise
-        except Exception as error:  # Whoever waits for this state raises it.
+        except Exception as error:  # All that wait for this state raise it.
             self.error = error
         finally:
             self._queue.clear()

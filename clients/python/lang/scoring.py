@@ -65,7 +65,7 @@ async def _scored(runtime: Runtime, ids: Sequence[int], start: int) -> list[floa
 
 
 # Options of the run that say where and for whom, and not how to sample.
-_KEPT = frozenset(("model", "cache_salt", "priority", "tenant", "deadline_s"))
+_KEPT = frozenset(("model", "cache_salt", "priority", "tenant", "session", "deadline_s"))
 
 
 def _first_of_choice(prefix: Sequence[int], whole: Sequence[int]) -> int:
