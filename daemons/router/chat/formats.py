@@ -65,7 +65,7 @@ _TEMPLATES_OF_THOUGHTS: tuple[tuple[str, str], ...] = (
 
 
 class ChatFormat(NamedTuple):
-    """How a model writes calls and reasoning. calls: a name of TOOL_PARSERS; "" = none known. thought: None = it does
+    """The way a model writes calls and reasoning. calls: a name of TOOL_PARSERS; "" = none known. thought: None = it does
     not reason, or all in harmony's channels."""
 
     calls: str = ""
