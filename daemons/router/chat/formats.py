@@ -65,8 +65,8 @@ _TEMPLATES_OF_THOUGHTS: tuple[tuple[str, str], ...] = (
 
 
 class ChatFormat(NamedTuple):
-    """The way a model writes calls and reasoning. calls: a name of TOOL_PARSERS; "" = none known. thought: None = it does
-    not reason, or all in harmony's channels."""
+    """The way a model writes calls and reasoning. calls: a name of TOOL_PARSERS; "" = none known. thought: None = it
+    does not reason, or all in harmony's channels."""
 
     calls: str = ""
     thought: ThoughtTags | None = None
