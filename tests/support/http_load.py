@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import itertools
 from collections.abc import Sequence
 from types import TracebackType
 
@@ -83,7 +83,8 @@ class HttpLoad:
         (answer,) = job.answers
         self.num_completed += 1
         if text != answer.text:
-            same = len(os.path.commonprefix((text, answer.text)))
+            pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, answer.text, strict=False))
+            same = len(list(pairs))
             self.failures.append(
                 f"{job.name}: from character {same} on {text[same:][:60]!r}, not {answer.text[same:][:60]!r}; "
                 f"last event {events[-2:]}"
