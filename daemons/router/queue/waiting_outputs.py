@@ -169,7 +169,7 @@ class WaitingOutputs:
 
 
 class _Rate:
-    """How fast the queue moves, while anything waits in it."""
+    """Rate at which the queue moves, while anything waits in it."""
 
     def __init__(self) -> None:
         self._last_s: float | None = None
