@@ -15,7 +15,7 @@ from radixmesh.daemons.runtime.guided.backend import load_backend
 
 pytest.importorskip("xgrammar")
 pytest.importorskip("jsonschema")
-# What a refusal says: a keyword's name, or the library's own words.
+# Refusals name a keyword, or have the library's own words.
 SAID = ("which a grammar cannot follow", "asks for what a grammar cannot follow", "cannot be compiled")
 
 

@@ -68,7 +68,7 @@ class RandomWriter:
 
 
 class TextCheck:
-    """Whether a grammar takes a whole text, given byte by byte."""
+    """Gives a grammar a whole text byte by byte."""
 
     def __init__(self, vocabulary: GuidedVocabulary) -> None:
         self._byte_ids = {text[0]: token for token, text in enumerate(vocabulary.token_bytes) if len(text) == 1}
