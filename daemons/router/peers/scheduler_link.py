@@ -79,15 +79,16 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return self._sequence
 
     def replica_load(self) -> ReplicaLoad:
-        """The scheduler's latest figures."""
-        load = self.load
-        page_size = self._page_size
+        """The scheduler's latest figures. An output runs on one data-parallel rank: it finds no more room than that of
+        the rank with most."""
+        load, page_size = self.load, self._page_size
+        free_pages = max((rank.free_pages for rank in load.ranks), default=load.free_pages)
         return ReplicaLoad(
             submit_sequence=load.submit_sequence,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             waiting_tokens=load.waiting_tokens,
-            free_tokens=load.free_pages * page_size,
+            free_tokens=free_pages * page_size,
             cached_tokens=load.cached_pages * page_size,
         )
 
@@ -107,7 +108,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV memory holds; 0 = the scheduler does not tell, or was never connected."""
+        """Tokens that the KV memory of all ranks holds; 0 = the scheduler does not tell, or was never connected."""
         return (self.load.total_pages or self._num_pages) * self._page_size
 
     @property
@@ -117,12 +118,14 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     @property
     def max_request_len(self) -> int:
-        """The most tokens of prompt and output together that context and KV memory hold; 0 before the first connection.
+        """The most tokens of prompt and output together that context and KV memory of a data-parallel rank hold; 0
+        before the first connection.
 
         Kept while the scheduler is away.
         """
+        kv_tokens = self.kv_tokens // max(1, len(self.load.ranks))
         # The last token is sampled, never computed: it needs no KV.
-        return min(self.max_total_len, self.kv_tokens + 1) if self.kv_tokens else self.max_total_len
+        return min(self.max_total_len, kv_tokens + 1) if kv_tokens else self.max_total_len
 
     def serves(self, model: str, identity: common_pb2.ModelIdentity) -> bool:
         """True if outputs here are what the identity promises, now or once the scheduler is back."""
