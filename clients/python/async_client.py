@@ -97,6 +97,7 @@ class AsyncClient:
             request_from(prompt, messages, options),
             request_id=options.get("request_id", ""),
             deadline_s=options.get("deadline_s"),
+            ttft_deadline_s=options.get("ttft_deadline_s"),
             resume_timeout_s=self.resume_timeout_s,
             metadata=self._metadata,
         )
@@ -187,6 +188,7 @@ class AsyncStream:
         *,
         request_id: str,
         deadline_s: float | None,
+        ttft_deadline_s: float | None,
         resume_timeout_s: float,
         metadata: tuple[tuple[str, str], ...],
     ) -> None:
@@ -197,6 +199,7 @@ class AsyncStream:
         self._is_id_given = bool(request_id)
         self._request.request_id = request_id or uuid.uuid4().hex
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self._ttft_deadline = None if ttft_deadline_s is None else time.monotonic() + ttft_deadline_s
         self._resume_timeout_s = resume_timeout_s
         self._tracker = Tracker()
         self._chunks = self._run()
@@ -291,5 +294,11 @@ class AsyncStream:
             self._request.request_id = uuid.uuid4().hex
         self._num_tries += 1
         if self._deadline is not None:
-            request.deadline_ms = max(0, int(1000 * (self._deadline - time.monotonic())))
+            request.deadline_ms = _ms_until(self._deadline)
+        if self._ttft_deadline is not None:
+            request.ttft_deadline_ms = _ms_until(self._ttft_deadline)
         return request
+
+
+def _ms_until(moment: float) -> int:
+    return max(0, int(1000 * (moment - time.monotonic())))

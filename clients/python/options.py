@@ -48,7 +48,9 @@ class Options(TypedDict, total=False):
     cache_salt: str
     priority: int
     tenant: str
+    session: str  # A conversation: by the policy "session" its requests go to one scheduler.
     deadline_s: float | None  # For the whole request, resumptions included.
+    ttft_deadline_s: float | None  # For the first token of every output.
     request_id: str  # Made if left out.
 
 
@@ -71,6 +73,7 @@ def request_from(
             cache_salt=options.get("cache_salt", ""),
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
+            session=options.get("session", ""),
         )
         grammar = _grammar_from(options)
         if grammar is not None:

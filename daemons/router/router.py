@@ -24,6 +24,7 @@ from radixmesh.daemons.router.requests.request_stream import RequestStream, Stre
 from radixmesh.daemons.router.requests.request_times import RequestTimes
 from radixmesh.daemons.router.requests.resolver import check_names
 from radixmesh.daemons.router.requests.resume import check_resume, rebuild
+from radixmesh.daemons.router.requests.sessions import bind_session
 from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.errors import MeshError
@@ -147,6 +148,7 @@ class Router:
         _drop_unknown_fields(message)
         bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
         bind_priority(message, current_caller())
+        bind_session(message)
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         check_request_id(request_id)
         delivery = Delivery(self._journal, self._pacer, self._times, self._clock)

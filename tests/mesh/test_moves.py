@@ -125,6 +125,21 @@ async def test_a_drained_scheduler_is_left_at_once_where_that_is_asked_for() -> 
         await mesh.settle()
 
 
+async def test_a_scheduler_that_is_about_to_end_is_left_by_itself() -> None:
+    async with router_mesh(schedulers=2, move_on_overload=False) as mesh, mesh.client() as client:
+        for fake in mesh.fakes:
+            fake.step_s = 0.02
+        answers = [asyncio.create_task(client.complete(PROMPT, seed=i, max_tokens=40, n=1 + i % 2)) for i in range(8)]
+        await until(lambda: all(fake.num_running for fake in mesh.fakes) and mesh.fakes[0].num_tokens > 8)
+        mesh.fakes[0].is_leaving = True
+        await until(lambda: mesh.fakes[0].num_running == 0)
+        assert any(submit.resumed_output_ids for submit in mesh.fakes[1].submits)
+        mesh.fakes[1].is_leaving = True
+        for seed, task in enumerate(answers):  # Nobody is left to take them: they end where they are.
+            check(await task, seed, 40)
+        await mesh.settle()
+
+
 async def test_outputs_that_nobody_else_can_take_leave_once_somebody_can() -> None:
     async with router_mesh(schedulers=2) as mesh, mesh.client() as client, mesh.admin() as admin:
         await mesh.schedulers[1].kill()

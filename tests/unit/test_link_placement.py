@@ -29,7 +29,7 @@ class Link:
 
 
 def output_of(ids: bytes) -> Any:
-    resolved = SimpleNamespace(model="model", prompt_ids=ids, cache_salt="")
+    resolved = SimpleNamespace(model="model", prompt_ids=ids, cache_salt="", tenant="", session="")
     return SimpleNamespace(request=SimpleNamespace(resolved=resolved), ids=SimpleNamespace(tobytes=lambda: b""))
 
 

@@ -137,6 +137,8 @@ class LinkPlacement:
         return PlacedRequest(
             prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
             namespace=cache_name(adapter, resolved.cache_salt),
+            # A session is a name within its tenant. Python's hash is keyed anew by each process: nobody can aim at it.
+            session=hash((resolved.tenant, resolved.session)) if resolved.session else 0,
         )
 
     def tick(self, now: float) -> None:

@@ -280,7 +280,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             if answer is not None and not answer.done():
                 answer.set_result(result.outcome)
         if frame.HasField("load"):
-            has_changed = (self.load.group, self.load.is_draining) != (frame.load.group, frame.load.is_draining)
+            has_changed = _state_of(self.load) != _state_of(frame.load)
             self.load = frame.load
             self._events.on_load(self)
             if has_changed:
@@ -325,3 +325,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             error=error,
         )
         self._events.on_finished(output, self, ending)
+
+
+def _state_of(load: scheduler_pb2.Load) -> tuple[int, bool, bool]:
+    return load.group, load.is_draining, load.is_leaving

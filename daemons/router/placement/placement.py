@@ -25,10 +25,14 @@ _SENT_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRequest:
-    """A request as placement sees it. prompt_ids: i32 array, not empty. namespace: see cache_namespace.py."""
+    """A request as placement sees it. prompt_ids: i32 array, not empty. namespace: see cache_namespace.py.
+
+    session: equal for requests of one conversation, 0 = of none.
+    """
 
     prompt_ids: bytes
     namespace: str = ""
+    session: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -154,7 +158,7 @@ class Placement:
             cached_tokens=table.cached_tokens[chosen],
         )
         first = keys[0] if keys else int.from_bytes(request.prompt_ids[:8].ljust(8, b"\0"), "little")
-        index = self.policy.pick(num_tokens, first, candidates)
+        index = self.policy.pick(num_tokens, first, candidates, request.session)
         return Decision(
             index=index,
             row=rows[index],
