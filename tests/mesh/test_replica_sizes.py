@@ -14,6 +14,7 @@ from support.router_mesh import PROMPT_OF_TESTS as PROMPT
 from radixmesh.client import RadixMeshError
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.served_models import served_models
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
@@ -191,7 +192,7 @@ class Known:
 
     def __init__(self, identity: common_pb2.ModelIdentity, size: int, adapters: tuple[str, ...] = ()) -> None:
         self.is_connected = True
-        self.identity: common_pb2.ModelIdentity | None = identity
+        self.identity = identity_from_proto(identity)
         self.models = (identity.name, *adapters)
         self.max_request_len = size
 
