@@ -31,7 +31,7 @@ from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.progress import Progress, State
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context
@@ -142,9 +142,13 @@ class Router:
         self._metrics.requests_queued.set(self.schedulers.num_waiting)
         self._metrics.requests_running.set(len(self._journal))
 
-    def open(self, message: router_pb2.GenerateRequest) -> RequestStream:
-        """A stream for one request; nothing runs before its first take(). Raises MeshError."""
-        self._progress.require_serving()
+    def open(self, message: router_pb2.GenerateRequest, *, while_draining: bool = False) -> RequestStream:
+        """A stream for one request; nothing runs before its first take(). Raises MeshError.
+
+        while_draining: of a client who cannot know that this router drains, and has no other connection to ask on.
+        """
+        if not (while_draining and self._progress.state is State.DRAINING):
+            self._progress.require_serving()
         _drop_unknown_fields(message)
         bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
         bind_priority(message, current_caller())
