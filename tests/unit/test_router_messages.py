@@ -35,6 +35,7 @@ REQUEST = router_pb2.GenerateRequest(
         logit_bias_values=pack_floats([1.5]),
         num_top_logprobs=3,
         prompt_logprobs=True,
+        prompt_logprobs_start=2,
     ),
     stop=common_pb2.StopParams(
         max_tokens=20,
