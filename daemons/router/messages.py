@@ -1,4 +1,4 @@
-"""What routers tell clients and peers of models and requests: between messages and the router's own types."""
+"""Models and requests as messages, and as the router's own types."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def identity_to_proto(identity: ServedIdentity) -> common_pb2.ModelIdentity:
 
 
 def resolved_to_proto(resolved: ResolvedRequest) -> router_pb2.Resolved:
-    """What a client keeps, and brings back unchanged when its stream breaks."""
+    """The message that a client keeps, and brings back unchanged when its stream breaks."""
     return router_pb2.Resolved(
         request_id=resolved.request_id,
         model=resolved.model,
