@@ -140,6 +140,7 @@ class Router:
         self._progress.work_pending(num_late)
         self._metrics.journal_bytes.set(self._journal.num_bytes)
         self._metrics.requests_queued.set(self.schedulers.num_waiting)
+        self._metrics.router_queue_bytes.set(self.schedulers.waiting.num_bytes)
         self._metrics.requests_running.set(len(self._journal))
 
     def open(self, message: router_pb2.GenerateRequest, *, while_draining: bool = False) -> RequestStream:
@@ -158,6 +159,7 @@ class Router:
         delivery = Delivery(self._journal, self._pacer, self._times, self._clock)
         stream = RequestStream(self, message, request_id, delivery)
         check_names(tenant=stream.tenant)
+        self.schedulers.turns.require_any_room()
         live = self._streams.get(request_id, stream.tenant)
         if live is not None:
             self._supersede(live, stream)
@@ -213,6 +215,7 @@ class Router:
         request.span = stream.span
         if not request.resumption:
             request.resolved = replace(request.resolved, trace_context=request.trace_context)
+        self.schedulers.turns.require_room(request)
         # The message lives as long as its call does, whatever is made of it.
         self._journal.add(request, num_message_bytes=stream.message.ByteSize())
         self._metrics.requests_started.inc()

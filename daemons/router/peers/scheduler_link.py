@@ -175,7 +175,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         sequence = self._sequences.pop(output.scheduler_handle, None)
         output.scheduler = None
         if sequence is not None:
-            self._events.on_left(self, sequence)
+            self._events.on_left(self, sequence, output)
 
     def cancel(self, request: Request, *, below_attempt: int, index: int | None = None, is_own: bool = True) -> None:
         """Ends attempts of a request below that one, without an answer. is_own: those that this router submitted."""

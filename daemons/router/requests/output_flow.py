@@ -123,6 +123,7 @@ class OutputFlow:
 
     def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
         self._times.submitted(output, link.address, since_s)
+        self.schedulers.on_submitted(output)
 
     def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
         self._metrics.output_tokens.inc(num_tokens)
@@ -184,13 +185,13 @@ class OutputFlow:
                 self._place_again(output)
 
     def on_load(self, link: SchedulerLink) -> None:
-        self.schedulers.placement.on_load(link)
+        self.schedulers.on_load(link)
 
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
         self.schedulers.placement.on_first_token(link, sequence)
 
-    def on_left(self, link: SchedulerLink, sequence: int) -> None:
-        self.schedulers.placement.on_left(link, sequence)
+    def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
+        self.schedulers.on_left(link, sequence, output)
 
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         self.schedulers.on_changed()
