@@ -162,7 +162,7 @@ async def lose(size: int, rank: int, number: signal.Signals) -> None:
         (2, 1, signal.SIGSTOP),
         pytest.param(2, 0, signal.SIGSTOP, marks=pytest.mark.full),
         pytest.param(4, 2, signal.SIGSTOP, marks=pytest.mark.full),
-        (3, 1, signal.SIGKILL),
+        pytest.param(3, 1, signal.SIGKILL, marks=pytest.mark.full),
         pytest.param(2, 0, signal.SIGKILL, marks=pytest.mark.full),
     ],
 )
