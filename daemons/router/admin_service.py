@@ -7,6 +7,7 @@ import grpc
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.queue.waiting_outputs import WaitingOutputs
 from radixmesh.daemons.runtime.addresses import parse_address
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
@@ -68,7 +69,10 @@ class RouterAdminService(router_pb2_grpc.RouterAdminServiceServicer):
         request: router_pb2.ListSchedulersRequest,
         context: grpc.aio.ServicerContext[router_pb2.ListSchedulersRequest, router_pb2.ListSchedulersResponse],
     ) -> router_pb2.ListSchedulersResponse:
-        return router_pb2.ListSchedulersResponse(schedulers=[self._info_of(link) for link in self._schedulers.links])
+        return router_pb2.ListSchedulersResponse(
+            schedulers=[self._info_of(link) for link in self._schedulers.links],
+            queue=_queue_info(self._schedulers.waiting),
+        )
 
     def _info_of(self, link: SchedulerLink) -> router_pb2.SchedulerInfo:
         group = _GROUPS.get(link.load.group, f"unknown ({link.load.group})")
@@ -88,7 +92,20 @@ class RouterAdminService(router_pb2_grpc.RouterAdminServiceServicer):
             num_routed=routed.num_decisions,
             routed_tokens=routed.num_tokens,
             routed_cached_tokens=routed.cached_tokens,
+            max_outputs=self._schedulers.placement.max_outputs(link),
         )
+
+
+def _queue_info(waiting: WaitingOutputs) -> router_pb2.QueueInfo:
+    return router_pb2.QueueInfo(
+        num_outputs=len(waiting),
+        max_outputs=waiting.bounds.max_outputs,
+        num_bytes=waiting.num_bytes,
+        num_tenants=waiting.num_tenants,
+        longest_wait_ms=int(1000 * waiting.longest_wait_s()),
+        num_refused=waiting.num_refused,
+        retry_after_ms=waiting.retry_after_ms(),
+    )
 
 
 _GROUPS = {number: name.removeprefix("GROUP_STATE_").lower() for name, number in scheduler_pb2.GroupState.items()}

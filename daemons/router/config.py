@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 
 from radixmesh.daemons.router.placement.policies import POLICIES
+from radixmesh.daemons.router.queue.tenants import TenantShares
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.memory import share
@@ -39,6 +40,21 @@ class RouterSettings(CommonSettings):
         share(4, 1 << 30),
         "bytes of requests kept; past it new requests get JOURNAL_FULL; by default a quarter of the memory that the "
         "process may have, 1 GiB at most",
+    )
+    max_queue: int = setting(
+        16_384, "outputs that wait here for a scheduler with room; more requests are refused with OVERLOADED, HTTP 429"
+    )
+    queue_bytes: int = setting(
+        share(8, 512 << 20),
+        "bytes of the requests of those; by default an eighth of the memory that the process may have, 512 MiB at most",
+    )
+    tenant_max_queue: int = setting(0, "outputs of one tenant among those; 0: three quarters of --max-queue")
+    tenant_weights: tuple[str, ...] = setting((), "shares of tenants while they wait: TENANT=WEIGHT, 1 for all others")
+    tenant_max_outputs: tuple[str, ...] = setting(
+        (), "outputs of a tenant at schedulers at a time: N, TENANT=N; further ones wait here"
+    )
+    scheduler_max_outputs: int = setting(
+        0, "outputs at one scheduler from which on it is full; 0: its slots, and as many again that wait, at least 64"
     )
     grpc_message_bytes: int = setting(
         share(32, 64 << 20),
@@ -108,11 +124,17 @@ class RouterSettings(CommonSettings):
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
         ModelAliases.parse(self.model_aliases)
+        TenantShares.parse(self.tenant_weights, self.tenant_max_outputs)
+        for name in ("tenant_max_queue", "scheduler_max_outputs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be >= 0, not {getattr(self, name)}")
         if self.journal_bytes <= 0:
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
         if self.view_bytes < 0:
             raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
         for name in (
+            "max_queue",
+            "queue_bytes",
             "grpc_message_bytes",
             "grpc_receiving_bytes",
             "grpc_message_s",

@@ -24,13 +24,14 @@ from radixmesh.daemons.router.requests.request_stream import RequestStream, Stre
 from radixmesh.daemons.router.requests.request_times import RequestTimes
 from radixmesh.daemons.router.requests.resolver import check_names
 from radixmesh.daemons.router.requests.resume import check_resume, rebuild
+from radixmesh.daemons.router.requests.sessions import bind_session
 from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.progress import Progress, State
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context
@@ -139,19 +140,26 @@ class Router:
         self._progress.work_pending(num_late)
         self._metrics.journal_bytes.set(self._journal.num_bytes)
         self._metrics.requests_queued.set(self.schedulers.num_waiting)
+        self._metrics.router_queue_bytes.set(self.schedulers.waiting.num_bytes)
         self._metrics.requests_running.set(len(self._journal))
 
-    def open(self, message: router_pb2.GenerateRequest) -> RequestStream:
-        """A stream for one request; nothing runs before its first take(). Raises MeshError."""
-        self._progress.require_serving()
+    def open(self, message: router_pb2.GenerateRequest, *, while_draining: bool = False) -> RequestStream:
+        """A stream for one request; nothing runs before its first take(). Raises MeshError.
+
+        while_draining: of a client who cannot know that this router drains, and has no other connection to ask on.
+        """
+        if not (while_draining and self._progress.state is State.DRAINING):
+            self._progress.require_serving()
         _drop_unknown_fields(message)
         bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
         bind_priority(message, current_caller())
+        bind_session(message)
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         check_request_id(request_id)
         delivery = Delivery(self._journal, self._pacer, self._times, self._clock)
         stream = RequestStream(self, message, request_id, delivery)
         check_names(tenant=stream.tenant)
+        self.schedulers.turns.require_any_room()
         live = self._streams.get(request_id, stream.tenant)
         if live is not None:
             self._supersede(live, stream)
@@ -207,6 +215,7 @@ class Router:
         request.span = stream.span
         if not request.resumption:
             request.resolved.trace_context = request.trace_context
+        self.schedulers.turns.require_room(request)
         # The message lives as long as its call does, whatever is made of it.
         self._journal.add(request, num_message_bytes=stream.message.ByteSize())
         self._metrics.requests_started.inc()

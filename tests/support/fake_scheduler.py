@@ -54,6 +54,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.num_pages = 1000  # Of one token.
         self.group = scheduler_pb2.GROUP_STATE_SERVING
         self.reject: MeshError | None = None  # Every submit gets it.
+        self.is_leaving = False  # Says so in its loads.
         self.is_silent = False  # Says nothing at all, but keeps the stream.
         self.ignores_aborts = False  # Goes on with attempts that it was told to end.
         self.is_paused = False  # Runs no steps; loads go out.
@@ -245,7 +246,12 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     def _load(self, serving: Serving) -> scheduler_pb2.Load:
         return scheduler_pb2.Load(
-            submit_sequence=serving.sequence, num_running=self.num_running, group=self.group, epoch=1
+            submit_sequence=serving.sequence,
+            num_running=self.num_running,
+            group=self.group,
+            epoch=1,
+            is_draining=self.is_leaving,
+            is_leaving=self.is_leaving,
         )
 
 

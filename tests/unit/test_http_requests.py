@@ -54,10 +54,10 @@ def test_every_option_has_its_place() -> None:
         model="m", n=3, temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5,
         repetition_penalty=2, seed=0, stop="end", stop_token_ids=[4, 5], logit_bias={"7": 1.5, "9": -100}, min_tokens=2,
         max_tokens=9, ignore_eos=True, include_stop_str_in_output=False, skip_special_tokens=False, logprobs=0,
-        cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+        cache_salt="s", priority=-3, tenant="t", deadline_ms=5, ttft_deadline_ms=6, prompt_cache_key="c",
     )  # fmt: skip
     assert request == router_pb2.GenerateRequest(
-        model="m", n=3, cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+        model="m", n=3, cache_salt="s", priority=-3, tenant="t", deadline_ms=5, ttft_deadline_ms=6, session="c",
         sampling=common_pb2.SamplingParams(
             temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5,
             repetition_penalty=2, seed=0, num_top_logprobs=0, logit_bias_ids=pack_ints([7, 9]),
@@ -76,6 +76,7 @@ def test_every_option_has_its_place() -> None:
             "ignore_eos": True, "no_stop_trim": False, "skip_special_tokens": False,
         },
         model="m", return_logprob=True, cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+        ttft_deadline_ms=6, prompt_cache_key="c",
     )  # fmt: skip
     assert same == request
 
@@ -166,8 +167,9 @@ def test_every_reason_has_a_status(name: str) -> None:
     body = error_body(error)["error"]
     assert isinstance(body, dict)
     code = name.removeprefix("ERROR_REASON_")
-    # The one that libraries know by OpenAI's name.
-    assert body["code"] == ("context_length_exceeded" if code == "PROMPT_TOO_LONG" else code)
+    # Those that libraries know by OpenAI's names.
+    openais = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNKNOWN_MODEL": "model_not_found"}
+    assert body["code"] == openais.get(code, code)
     assert body["param"] == "f"
     assert ("retry-after" in ErrorResponse(error).headers) == (status in (429, 503))
 

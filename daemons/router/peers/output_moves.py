@@ -98,7 +98,7 @@ class OutputMoves:
         return num
 
     def _why_leave(self, link: SchedulerLink, now: float) -> str:
-        if link.is_left:
+        if link.is_left or link.load.is_leaving:
             return "drain"
         is_standby = link.load.group == scheduler_pb2.GROUP_STATE_STANDBY
         is_late = now - link.group_since >= self._leave_after_s

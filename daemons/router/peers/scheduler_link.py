@@ -171,7 +171,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         sequence = self._sequences.pop(output.scheduler_handle, None)
         output.scheduler = None
         if sequence is not None:
-            self._events.on_left(self, sequence)
+            self._events.on_left(self, sequence, output)
 
     def cancel(self, request: Request, *, below_attempt: int, index: int | None = None, is_own: bool = True) -> None:
         """Ends attempts of a request below that one, without an answer. is_own: those that this router submitted."""
@@ -277,7 +277,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             if answer is not None and not answer.done():
                 answer.set_result(result.outcome)
         if frame.HasField("load"):
-            has_changed = (self.load.group, self.load.is_draining) != (frame.load.group, frame.load.is_draining)
+            has_changed = _state_of(self.load) != _state_of(frame.load)
             self.load = frame.load
             self._events.on_load(self)
             if has_changed:
@@ -322,3 +322,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             error=error,
         )
         self._events.on_finished(output, self, ending)
+
+
+def _state_of(load: scheduler_pb2.Load) -> tuple[int, bool, bool]:
+    return load.group, load.is_draining, load.is_leaving

@@ -159,12 +159,13 @@ class Request:
     """A resolved request. prompt_logprobs: those still to be delivered, None if none are wanted (any more).
 
     grammar: that its outputs follow, made of resolved.grammar. clock: monotonic seconds. deadline: a moment of it,
-    None = none. num_bytes: charged to the journal.
+    None = none; ttft_deadline: one for the first token of each output. num_bytes: charged to the journal.
     """
 
     resolved: router_pb2.Resolved
     resumption: int
     deadline: float | None
+    ttft_deadline: float | None = None
     num_prompt: int
     end_ids: frozenset[int]
     delivery: Delivery

@@ -12,6 +12,7 @@ from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.requests.deadlines import Deadlines
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.request_times import RequestTimes
 from radixmesh.daemons.router.requests.resolver import is_pooled
@@ -50,14 +51,13 @@ class OutputFlow:
         self._metrics = metrics
         self._clock = clock
         self._stopping: dict[Output, None] = {}
-        self._with_deadline: dict[Request, float] = {}
+        self._deadlines = Deadlines()
         self.schedulers = make_schedulers(self)
         self.detokenizers = make_detokenizers(self)
 
     def begin(self, request: Request) -> None:
         """Starts or continues every output of a journalled request that its client has not seen finish."""
-        if request.deadline is not None:
-            self._with_deadline[request] = request.deadline
+        self._deadlines.add(request)
         if request.resumption:
             self.schedulers.cancel_older(request, request.resumption << 16)
         for output in request.outputs:
@@ -66,7 +66,7 @@ class OutputFlow:
 
     def release(self, request: Request) -> None:
         """Forgets a request: what still runs is ended. Nobody is told but schedulers and detokenizers. Idempotent."""
-        self._with_deadline.pop(request, None)
+        self._deadlines.drop(request)
         for link in {output.scheduler for output in request.outputs if output.scheduler is not None}:
             # Bounded: the same request may live on at another router, by a higher resumption.
             link.cancel(request, below_attempt=(request.resumption + 1) << 16)
@@ -116,12 +116,8 @@ class OutputFlow:
         for output in tuple(self._stopping):
             if now - output.state_since > _USAGE_WAIT_S:
                 self._finish(output)
-        for request, deadline in tuple(self._with_deadline.items()):
-            if now >= deadline:
-                del self._with_deadline[request]
-                message = "the request's deadline_ms passed: what there was has been delivered"
-                for output in request.outputs:
-                    self.fail(output, MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message))
+        for output, error in self._deadlines.passed(now):
+            self.fail(output, error)
         for output, error in self.schedulers.tick(now):
             self.fail(output, error)
         for output, error in self.detokenizers.tick(now):
@@ -131,6 +127,7 @@ class OutputFlow:
 
     def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
         self._times.submitted(output, link.address, since_s)
+        self.schedulers.on_submitted(output)
 
     def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
         self._metrics.output_tokens.inc(num_tokens)
@@ -192,13 +189,13 @@ class OutputFlow:
                 self._place_again(output)
 
     def on_load(self, link: SchedulerLink) -> None:
-        self.schedulers.placement.on_load(link)
+        self.schedulers.on_load(link)
 
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
         self.schedulers.placement.on_first_token(link, sequence)
 
-    def on_left(self, link: SchedulerLink, sequence: int) -> None:
-        self.schedulers.placement.on_left(link, sequence)
+    def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
+        self.schedulers.on_left(link, sequence, output)
 
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         self.schedulers.on_changed()

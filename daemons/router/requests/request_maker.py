@@ -87,18 +87,19 @@ class RequestMaker:
 
     async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request that begins. Raises MeshError."""
-        deadline = self._deadline_of(message)
+        deadline, ttft_deadline = self._deadlines_of(message)
+        until = _earlier(deadline, ttft_deadline)
         draft = check_request(message)
-        self._require_time(deadline)
+        self._require_time(until)
         self._journal.require_room(journal_size(message.ByteSize(), draft.n))
         if message.model or message.WhichOneof("input") == "prompt_ids":
             # A wrong name is told before a tokenizer works for nothing.
-            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), until)
         prompt_ids = message.prompt_ids
         fingerprint = ""
         if message.WhichOneof("input") != "prompt_ids":
-            prompt_ids, fingerprint = await self._in_time(self._encode(message), deadline)
-        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+            prompt_ids, fingerprint = await self._in_time(self._encode(message), until)
+        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), until)
         _check_fingerprint(fingerprint, model.identity)
         resolved = resolve(
             message,
@@ -110,6 +111,7 @@ class RequestMaker:
             refuses_cut=self._refuses_cut,
         )
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        request.ttft_deadline = ttft_deadline
         await self._compile_grammar(request)
         for index in range(draft.n):
             output = Output(request=request, index=index)
@@ -117,12 +119,12 @@ class RequestMaker:
                 output.logprobs = LogprobTrack(0)
             request.outputs.append(output)
         if draft.sampling.prompt_logprobs:
-            request.prompt_logprobs = LogprobTrack(1)
+            request.prompt_logprobs = _prompt_track(request)
         return request
 
     async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request whose stream broke, as its client keeps it. Raises MeshError."""
-        deadline = self._deadline_of(message)
+        deadline, ttft_deadline = self._deadlines_of(message)
         check_resume(message)
         self._require_time(deadline)
         self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
@@ -134,6 +136,7 @@ class RequestMaker:
         _require_size(message.resume.resolved, model)
         resolved, progress = rebuild(message, model.identity)
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        request.ttft_deadline = ttft_deadline
         await self._compile_grammar(request)
         for index, known in enumerate(progress):
             output = Output(request=request, index=index, ids=known.ids)
@@ -146,7 +149,7 @@ class RequestMaker:
             request.outputs.append(output)
         # Prompt logprobs are delivered before anything of output 0 is.
         if resolved.sampling.prompt_logprobs and not (progress[0].ids or progress[0].is_finished):
-            request.prompt_logprobs = LogprobTrack(1)
+            request.prompt_logprobs = _prompt_track(request)
         return request
 
     async def _encode(self, message: router_pb2.GenerateRequest) -> tuple[bytes, str]:
@@ -218,10 +221,13 @@ class RequestMaker:
             delivery=delivery,
         )
 
-    def _deadline_of(self, message: router_pb2.GenerateRequest) -> float | None:
-        if not message.HasField("deadline_ms"):
-            return None
-        return self._clock() + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000
+    def _deadlines_of(self, message: router_pb2.GenerateRequest) -> tuple[float | None, float | None]:
+        """Moments by which the request is to end, and to have its first tokens."""
+        now = self._clock()
+        whole = now + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000 if message.HasField("deadline_ms") else None
+        if not message.HasField("ttft_deadline_ms"):
+            return whole, None
+        return whole, now + min(message.ttft_deadline_ms, _MAX_DEADLINE_MS) / 1000
 
     def _require_time(self, deadline: float | None) -> None:
         # The steps below may never wait, and then would not notice that the deadline has passed.
@@ -233,12 +239,16 @@ class RequestMaker:
         return _UNKNOWN_MODEL_WAIT_S if self._schedulers.models() else self._scheduler_wait_s
 
 
+def _earlier(deadline: float | None, other: float | None) -> float | None:
+    return min((moment for moment in (deadline, other) if moment is not None), default=None)
+
+
 def _tenant() -> str:
     return current_caller().tenant or ""
 
 
 def _too_late() -> MeshError:
-    message = "the request's deadline_ms passed before it could start: give it more time"
+    message = "the request's deadline passed before it could start: give it more time"
     return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
 
 
@@ -259,6 +269,11 @@ def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentit
             "theirs": theirs.model_fingerprint or theirs.tokenizer_fingerprint,
         },
     )
+
+
+def _prompt_track(request: Request) -> LogprobTrack:
+    """Logprobs of the prompt from the position that was asked for; none are due at its end."""
+    return LogprobTrack(min(max(1, request.resolved.sampling.prompt_logprobs_start), request.num_prompt))
 
 
 def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:

@@ -39,7 +39,7 @@ class Draft:
 
 def check_request(request: router_pb2.GenerateRequest) -> Draft:
     """Checks all that can be checked without model and prompt. Raises MeshError naming the field."""
-    check_names(cache_salt=request.cache_salt, tenant=request.tenant, model=request.model)
+    check_names(cache_salt=request.cache_salt, session=request.session, tenant=request.tenant, model=request.model)
     if request.WhichOneof("input") is None:
         raise MeshError(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set text, prompt_ids or chat: what to continue", {"field": "input"}
@@ -105,6 +105,7 @@ def resolve(
         priority=request.priority,
         tenant=request.tenant,
         task=task,
+        session=request.session,
     )
 
 
@@ -166,7 +167,7 @@ def check_names(**names: str) -> None:
         num_bytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
         if num_bytes > MAX_NAME_BYTES:
             raise _out_of_range(f"{field} (bytes)", num_bytes, 0, MAX_NAME_BYTES)
-        if field != "cache_salt" and not value.isprintable():
+        if field not in ("cache_salt", "session") and not value.isprintable():
             message = f"{field} has characters that cannot be printed: leave them out"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
 

@@ -54,7 +54,7 @@ def check_resume(request: router_pb2.GenerateRequest) -> None:
     if not resume.HasField("resolved") or not resolved.request_id or not resolved.model:
         raise _bad_resume("send the first message of the broken stream, unchanged, as resume.resolved")
     check_request_id(resolved.request_id)
-    check_names(cache_salt=resolved.cache_salt, tenant=resolved.tenant, model=resolved.model)
+    check_names(cache_salt=resolved.cache_salt, session=resolved.session, tenant=resolved.tenant, model=resolved.model)
     if request.request_id and request.request_id != resolved.request_id:
         raise _bad_resume(f"request_id is not {resolved.request_id!r}, as the stream's was: leave it out")
     for name in _COMPARED:
@@ -113,6 +113,7 @@ def rebuild(
         priority=claimed.priority,
         tenant=claimed.tenant,
         task=task,
+        session=claimed.session,
         trace_context=claimed.trace_context if is_traceparent(claimed.trace_context) else "",
     )
     end_ids = end_ids_of(resolved)

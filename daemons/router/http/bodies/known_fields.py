@@ -21,7 +21,6 @@ HARMLESS = frozenset(
             "store",
             "service_tier",
             "safety_identifier",
-            "prompt_cache_key",
             "prompt_cache_retention",
         ),
         *(

@@ -83,6 +83,8 @@ class NativeRequest(Body):
     priority: Int32 | None = None
     tenant: Name | None = None
     deadline_ms: Milliseconds | None = None
+    ttft_deadline_ms: Milliseconds | None = None
+    prompt_cache_key: Name | None = None
     incremental: bool | None = None
     params: tuple[NativeSampling, ...] = ()
 
@@ -133,6 +135,8 @@ class NativeRequest(Body):
             priority=self.priority,
             tenant=self.tenant,
             deadline_ms=self.deadline_ms,
+            ttft_deadline_ms=self.ttft_deadline_ms,
+            prompt_cache_key=self.prompt_cache_key,
         )
         most = sampling.max_new_tokens
         return options.to_request(

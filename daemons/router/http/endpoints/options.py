@@ -105,6 +105,9 @@ class GenerationOptions(TokenOptions):
     tenant: Name | None = None
     request_id: RequestId | None = None
     deadline_ms: Milliseconds | None = None
+    ttft_deadline_ms: Milliseconds | None = None
+    # OpenAI's name for what requests with one beginning have in common: the session that routers go by.
+    prompt_cache_key: Name | None = None
     includes_usage: bool = False
 
     def settled(self) -> Self:
@@ -160,6 +163,8 @@ class GenerationOptions(TokenOptions):
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
             deadline_ms=self.deadline_ms,
+            ttft_deadline_ms=self.ttft_deadline_ms,
+            session=self.prompt_cache_key or "",
             tenant=self.tenant or "",
             grammar=grammar,
         )

@@ -37,6 +37,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: MaybeRaw = None
+    return_token_strs: bool | None = None
     items: tuple[tokenizer_pb2.EncodeItem, ...] = ()
 
     def settled(self) -> Self:
