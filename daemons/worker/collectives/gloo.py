@@ -24,7 +24,7 @@ _log = get_logger(__name__)
 _CONNECT_S = 60.0
 # Far beyond what a scheduler takes to complete the broadcast of another that died: a last resort.
 _COLLECTIVE_S = 300.0
-# How soon a waiting collective notices that it was aborted, or that a rank is lost.
+# Time within which a waiting collective notices that it was aborted, or that a rank is lost.
 _POLL = timedelta(milliseconds=100)
 
 
