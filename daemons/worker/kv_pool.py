@@ -34,10 +34,11 @@ class KvPool(KvPlanes):
         self.page_size = page_size
         self.dtype_name = str(dtype).removeprefix("torch.")
         planes = ";".join(
-            f"{plane.name}{list(plane.row_shape)}+{plane.padding}".replace(" ", "") for plane in layout.planes
+            f"{plane.name}{list(plane.row_shape)}+{plane.padding}{plane.form}".replace(" ", "")
+            for plane in layout.planes
         )
         self.layout_name = f"layers={layout.num_layers};page={page_size};{planes}"
-        """Fingerprint of how a page lies in memory: of layers, page size, and the planes with their padding."""
+        """Fingerprint of how a page lies in memory: of layers, page size, and the planes with padding and form."""
         try:
             stored = {
                 plane.name: torch.empty(

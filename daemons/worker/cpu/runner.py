@@ -51,7 +51,7 @@ class CpuRunner(ModelRunner):
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
         self.tasks = model.tasks
         self._model = model
-        self._pool = pool
+        self.pool = pool
         self._attention = attention
         self._group = group or LocalGroup()
         # Those of this rank; the group's are those that all its ranks have.
@@ -113,11 +113,11 @@ class CpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        self._pool.copy_page(source, target, num_tokens)
+        self.pool.copy_page(source, target, num_tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
-        self._pool.clear()
+        self.pool.clear()
 
     def batch_of(self, segments: Sequence[Segment]) -> ModelBatch:
         num_rows = sum(len(segment.ids) for segment in segments)
@@ -135,9 +135,9 @@ class CpuRunner(ModelRunner):
             positions_T=torch.from_numpy(positions),
             num_rows=num_rows,
             kv_slots_N=torch.from_numpy(np.concatenate([part.kv_slots[part.start :] for part in parts])),
-            kv=self._pool,
+            kv=self.pool,
             attention=self._attention.begin(
-                AttentionBatch(segments=parts, num_rows=padded, zero_slot=self._pool.zero_slot)
+                AttentionBatch(segments=parts, num_rows=padded, zero_slot=self.pool.zero_slot)
             ),
             tiles=self._tiles,
         )

@@ -6,6 +6,8 @@ V vocabulary, O V or 1, S tokens of the pool.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -18,7 +20,7 @@ from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.rope import RopeTable
-from radixmesh.daemons.worker.models.rope_config import RopeConfig
+from radixmesh.daemons.worker.models.rope_config import LongRopeScaling, RopeConfig
 from radixmesh.daemons.worker.models.row_maths import soft_capped
 from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
@@ -29,9 +31,10 @@ class DecoderModel(Model):
         row_shape = (config.num_kv_heads, config.head_dim)
         self.vocab_size = config.vocab_size
         self.max_total_len = config.max_total_len
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        keys = KvPlane(name="keys", row_shape=row_shape, form=_form_of_keys(ropes))
         self.kv_layout = KvLayout(
-            num_layers=config.num_layers,
-            planes=(KvPlane(name="keys", row_shape=row_shape), KvPlane(name="values", row_shape=row_shape)),
+            num_layers=config.num_layers, planes=(keys, KvPlane(name="values", row_shape=row_shape))
         )
         self.attention_shape = AttentionShape(
             num_heads=config.num_heads,
@@ -43,7 +46,6 @@ class DecoderModel(Model):
         self.tasks = frozenset({Task.EMBED, Task.SCORE if config.is_scoring else Task.GENERATE})
         self.config = config
         self.weights = weights
-        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         # A table for each RoPE that layers have, by its config.
         self._ropes = {rope: RopeTable(config.head_dim, rope, placement.device) for rope in ropes if rope is not None}
         self._layer_ropes = ropes
@@ -120,6 +122,13 @@ class DecoderModel(Model):
 
     def _final(self, inputs: Tensors) -> Tensors:
         return (self._final_norm(inputs[0]).float(),)
+
+
+def _form_of_keys(ropes: Sequence[RopeConfig | None]) -> str:
+    """The list of factors that LongRoPE took for this worker's lengths; empty: keys follow from the weights alone."""
+    scalings = [rope.scaling for rope in ropes if rope is not None]
+    longest = [scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)]
+    return "" if not longest else "~longrope-long" if longest[0].is_long else "~longrope-short"
 
 
 def _temperature(config: DecoderConfig, positions_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
