@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import grpc
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.queue.waiting_outputs import WaitingOutputs
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.addresses import parse_address
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
 from radixmesh.scheduler.v1 import scheduler_pb2

@@ -9,10 +9,10 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from google.protobuf.message import Message
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.discovery.discovery import Discovery
 from radixmesh.daemons.router.discovery.retirement import Retirement
@@ -29,7 +29,7 @@ from radixmesh.daemons.router.requests.resume import check_resume, rebuild
 from radixmesh.daemons.router.requests.sessions import bind_session
 from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
@@ -221,7 +221,7 @@ class Router:
     def begin(self, stream: RequestStream, request: Request) -> None:
         request.span = stream.span
         if not request.resumption:
-            request.resolved.trace_context = request.trace_context
+            request.resolved = replace(request.resolved, trace_context=request.trace_context)
         self.schedulers.turns.require_room(request)
         # The message lives as long as its call does, whatever is made of it.
         self._journal.add(request, num_message_bytes=stream.message.ByteSize())
@@ -314,7 +314,7 @@ def _check_same(live: RequestStream, message: router_pb2.GenerateRequest) -> Non
     if live.request is None:
         return
     ours, theirs = live.request.resolved, message.resume.resolved
-    if (ours.prompt_ids, ours.seeds, ours.model) != (theirs.prompt_ids, theirs.seeds, theirs.model):
+    if (ours.prompt_ids, ours.seeds, ours.model) != (theirs.prompt_ids, tuple(theirs.seeds), theirs.model):
         text = f"a request {ours.request_id!r} is running that is another one: choose another id"
         raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, text, {"request_id": ours.request_id})
     rebuild(message, ours.model_identity)
