@@ -14,6 +14,8 @@ from dataclasses import replace
 from google.protobuf.message import Message
 
 from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.discovery.discovery import Discovery
+from radixmesh.daemons.router.discovery.retirement import Retirement
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.requests.delivery import Delivery
@@ -63,6 +65,8 @@ class Router:
         flow: OutputFlow,
         maker: RequestMaker,
         peer_watchers: Sequence[NameWatch],
+        members: Retirement,
+        discovery: Discovery,
         progress: Progress,
         metrics: Metrics,
         times: RequestTimes | None = None,
@@ -74,6 +78,8 @@ class Router:
         self._flow = flow
         self._maker = maker
         self._peer_watchers = tuple(peer_watchers)
+        self.members = members
+        self.discovery = discovery
         self._progress = progress
         self._metrics = metrics
         self._times = times or RequestTimes(metrics)
@@ -106,8 +112,9 @@ class Router:
             watcher.start()
 
     async def follow_names(self) -> None:
-        """Runs for ever: connects to the replicas behind names, and lets those go that have left."""
-        await asyncio.gather(*(watcher.run() for watcher in self._peer_watchers))
+        """Runs for ever: connects to the replicas that names and sources tell, and lets those go that have left."""
+        watchers = (watcher.run() for watcher in self._peer_watchers)
+        await asyncio.gather(*watchers, self.discovery.run(), self.members.run())
 
     async def close(self) -> None:
         """Ends all connections."""

@@ -84,10 +84,15 @@ class KvPool(KvPlanes):
             plane[:, : self.num_pages] = float("nan")
 
 
-def default_num_pages(layout: KvLayout, *, page_size: int, dtype: torch.dtype, max_total_len: int) -> int:
-    """Pages for the smaller of a share of the free memory and some full contexts, at least one full context."""
+def default_num_pages(
+    layout: KvLayout, *, page_size: int, dtype: torch.dtype, max_total_len: int, num_ranks: int = 1
+) -> int:
+    """Pages for the smaller of a share of the free memory and some full contexts, at least one full context.
+
+    num_ranks: how many workers divide that share among them.
+    """
     available = available_bytes()
-    by_memory = int(available * _MEMORY_SHARE) // layout.bytes_per_token(dtype)
+    by_memory = int(available * _MEMORY_SHARE / num_ranks) // layout.bytes_per_token(dtype)
     one_context = -(-max_total_len // page_size)
     num_pages = max(min(by_memory, _MOST_CONTEXTS * max_total_len) // page_size, one_context)
     fields = {

@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, 
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.daemons.worker.models.rope_config import LongRopeScaling, RopeConfig
 from radixmesh.daemons.worker.models.row_maths import soft_capped
+from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 
@@ -50,7 +51,7 @@ class DecoderModel(Model):
         self._layer_ropes = ropes
         self._blocks = tuple(create_block(config, *layer, placement) for layer in enumerate(weights.layers))
         self._final_norm = create_norm(config, weights.final_norm_D, weights.final_norm_bias_D)
-        self._group = placement.group
+        self._vocabulary = ShardedVocabulary(config.vocab_size, placement.group)
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
         x_TD = self._embed(batch.ids_T, batch.positions_T)
@@ -102,7 +103,7 @@ class DecoderModel(Model):
 
     def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         weights, scale = self.weights, self.config.embedding_scale
-        x_TD = functional.embedding(ids_T, weights.embedding_VD)
+        x_TD = self._vocabulary.embed(ids_T, weights.embedding_VD)
         if scale != 1.0:
             # Rounded as the embedding is, which transformers does.
             x_TD = x_TD * torch.tensor(scale, dtype=x_TD.dtype)
@@ -112,7 +113,9 @@ class DecoderModel(Model):
 
     def _head(self, inputs: Tensors) -> Tensors:
         config = self.config
-        out_TO = self._group.all_gather(self._final_norm(inputs[0]) @ self.weights.head_DO).float()
+        out_TO = self._final_norm(inputs[0]) @ self.weights.head_DO
+        # The head of a model that scores has one feature, which every rank computes.
+        out_TO = (out_TO if config.is_scoring else self._vocabulary.gather(out_TO)).float()
         if config.logits_divisor != 1.0:
             out_TO = out_TO / config.logits_divisor
         return (out_TO if config.logit_softcap is None else soft_capped(out_TO, config.logit_softcap),)
