@@ -48,6 +48,7 @@ class LLGuidanceBackend(GrammarBackend):
         self._head = f"{self.format}\n".encode()
 
     def compile(self, source: GrammarSource) -> bytes:
+        grammar = ""
         try:
             grammar = _grammar(source)
             reason = llguidance.LLMatcher.validate_grammar(grammar, self._tokenizer, limits=self._limits)
@@ -149,14 +150,15 @@ def _grammar(source: GrammarSource) -> str:
     """The library's own form. Raises ValueError, INVALID_GRAMMAR."""
     matcher, text = llguidance.LLMatcher, source.text
     if source.form is GrammarForm.ANY_JSON:
-        return str(matcher.grammar_from_json_schema("true", overrides=_JSON_OPTIONS))
+        return str(matcher.grammar_from_json_schema(json.dumps({"x-guidance": _JSON_OPTIONS})))
     if source.form is GrammarForm.JSON_SCHEMA:
         schema = json.loads(text)
         if not isinstance(schema, dict | bool):
             raise invalid_grammar("the json_schema is neither an object nor true: send a JSON schema", "")
-        if isinstance(schema, dict):
-            schema.pop("x-guidance", None)  # The library's own options are not the client's.
-        return str(matcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS))
+        # The library's own options are not the client's.
+        options = {"x-guidance": _JSON_OPTIONS}
+        whole = {**schema, **options} if isinstance(schema, dict) else options if schema else {"not": {}}
+        return str(matcher.grammar_from_json_schema(json.dumps(whole)))
     if source.form is GrammarForm.REGEX:
         return str(matcher.grammar_from_regex(text))
     if source.form is GrammarForm.EBNF:
