@@ -26,7 +26,7 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, 
 # As with xgrammar: a model that may write any number of blanks can write nothing else for ever.
 _JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 _MAX_REASON_CHARS = 500
-# What a matcher's lexer may grow to; about 1.5 kB a state.
+# Bound of a matcher's lexer; about 1.5 kB a state.
 _MAX_LEXER_STATES = 50_000
 _MIN_BYTES = 64 << 10
 
