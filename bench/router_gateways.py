@@ -187,8 +187,13 @@ def workload_of(name: str, num_requests: int) -> tuple[list[Conversation], int, 
 
     if name == "chats":
         system = text(512)
-        chats = [_chat(system, [(text(96), text(32)) for _ in range(6)]) for _ in range(max(1, num_requests // 6))]
-        return chats, 32, 0.79
+        chats = [
+            list(_chat(system, [(text(96), text(32)) for _ in range(6)])) for _ in range(max(1, num_requests // 6))
+        ]
+        # Of a chat's prompts all of the one before, of its first the system prompt.
+        seen = sum(len(chat[turn - 1][0]) if turn else len(system) for chat in chats for turn in range(len(chat)))
+        best = (seen - len(system)) / sum(len(prompt) for chat in chats for prompt, _ in chat)
+        return [iter(chat) for chat in chats], 32, round(best, 3)
     if name == "random":
         return [iter([(text(512), 24)]) for _ in range(num_requests)], 48, 0.0
     prefixes = [text(1536) for _ in range(24)]
