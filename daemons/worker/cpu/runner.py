@@ -46,6 +46,9 @@ class CpuRunner(ModelRunner):
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
         self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
+        if group is not None and group.size > 1:
+            # Pages of other ranks, or of other numbers of ranks, hold other heads, though they may lie alike.
+            self.kv_layout += f";tp={group.rank}/{group.size}"
         self.vocab_size = model.vocab_size
         self.max_total_len = max_total_len
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
