@@ -87,7 +87,7 @@ class CollectiveMember:
         return self._connect(meeting)
 
     def _forget_others(self, store: TCPStore, generation: str) -> None:
-        """What former generations wrote: groups may be formed as often as ranks die."""
+        """Deletes all that former generations wrote: groups may be formed as often as ranks die."""
         if not hasattr(store, "list_keys"):  # Older versions of torch; a few KiB a generation stay.
             return
         for key in store.list_keys():

@@ -153,7 +153,7 @@ class PlanRunner:
         return False
 
     def _aborted(self, step_id: int, error: CollectiveAborted) -> Answer:
-        # Where the group was left, its scheduler was fenced out, or knows: nobody waits for an answer.
+        # If the group was left, its scheduler was fenced out, or knows: nobody waits for an answer.
         self._is_epoch_over = True
         return Answer(step_id=step_id, lost=error if isinstance(error, RankLost) else None)
 
