@@ -20,6 +20,12 @@ abort() {
     echo "roll.sh: $*; replaced before: ${replaced[*]:-nothing}" >&2
     exit 1
 }
+# Not by head: a docker whose reader leaves fails.
+first_of() {
+    local all
+    all=$(compose ps -q "$1")
+    echo "${all%%$'\n'*}"
+}
 kind_of() { docker inspect -f '{{index .Config.Cmd 1}}' "$1"; }
 setting_of() { docker inspect -f '{{range .Config.Env}}{{println .}}{{end}}' "$1" | sed -n "s/^$2=//p"; }
 publishes() { [ -n "$(docker inspect -f '{{range $port, $host := .HostConfig.PortBindings}}{{$port}} {{end}}' "$1")" ]; }
@@ -28,7 +34,7 @@ up() { compose up --detach --no-build --no-deps --wait "$@"; }
 declare -A kinds workers_of
 mapfile -t running < <(compose ps --services)
 for service in "${running[@]}"; do
-    container=$(compose ps -q "$service" | head -n 1)
+    container=$(first_of "$service")
     kinds[$service]=$(kind_of "$container")
     [ "${kinds[$service]}" != scheduler ] || workers_of[$service]=$(setting_of "$container" RADIXMESH_WORKERS | sed -E 's/:[^,]*,?/ /g')
 done
@@ -91,7 +97,7 @@ for kind in tokenizer detokenizer scheduler router front; do
         started=$SECONDS
         if [ "$kind" = scheduler ]; then
             replace_pair "$service"
-        elif publishes "$(compose ps -q "$service" | head -n 1)"; then
+        elif publishes "$(first_of "$service")"; then
             recreate "$service"
         else
             replace_beside "$service"
