@@ -20,7 +20,8 @@ def show_routes(terminal: Terminal, routers: Sequence[str], timeout_s: float, *,
     """Prints a row for each scheduler of each router: 0 if all routers have answered, 1 otherwise.
 
     OUTPUTS run or wait there, OWN are this router's. QUEUED: tokens still to be prefilled. ROUTED: requests placed
-    there. HIT: share of their tokens that the router knew to be cached there. A line for each router's queue follows.
+    there. HIT: share of their tokens that the router knew to be cached there. Lines for each
+    router's queue and sources follow.
     """
     access = access_from_environment()
     rows: list[tuple[str, ...]] = []
@@ -39,8 +40,11 @@ def show_routes(terminal: Terminal, routers: Sequence[str], timeout_s: float, *,
             terminal.line(json.dumps({"router": address, **_record(scheduler)}))
         if is_json:
             terminal.line(json.dumps({"router": address, "queue": _queue_record(answer.queue)}))
+        for source in answer.sources if is_json else ():
+            terminal.line(json.dumps({"router": address, **_source_record(source)}))
         rows += [(address, *_row(scheduler)) for scheduler in answer.schedulers]
         queues.append(f"{address}: {_queue_line(answer.queue)}")
+        queues += [f"{address}: {_source_line(source)}" for source in answer.sources]
     if not is_json:
         terminal.table(_COLUMNS, rows)
         for line in queues:
@@ -85,6 +89,21 @@ def _queue_line(queue: router_pb2.QueueInfo) -> str:
         return f"nothing waits in the router, {refused}"
     wait_s = queue.longest_wait_ms / 1000
     return f"{queue.num_outputs} outputs of {queue.num_tenants} tenants wait, the longest for {wait_s:.1f} s; {refused}"
+
+
+def _source_record(source: router_pb2.DiscoverySourceInfo) -> dict[str, object]:
+    return {
+        "source": source.source,
+        "addresses": source.num_addresses,
+        "ignored": source.num_ignored,
+        "error": source.error,
+    }
+
+
+def _source_line(source: router_pb2.DiscoverySourceInfo) -> str:
+    ignored = f", {source.num_ignored} of them ignored" if source.num_ignored else ""
+    failed = f"; the last list holds: {source.error}" if source.error else ""
+    return f"{source.source} names {source.num_addresses} schedulers{ignored}{failed}"
 
 
 def _row(scheduler: router_pb2.SchedulerInfo) -> tuple[str, ...]:

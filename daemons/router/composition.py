@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixmesh.daemons.router.config import BeyondContext, RouterSettings
+from radixmesh.daemons.router.discovery.discovery import Discovery
+from radixmesh.daemons.router.discovery.retirement import Retirement
+from radixmesh.daemons.router.discovery.sources import make_sources
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.frame_stream import Dial
@@ -126,8 +129,14 @@ def make_router(
         NameWatch(settings.detokenizers, flow.detokenizers, peers.look_up),
         NameWatch(settings.schedulers, flow.schedulers, peers.look_up),
     ]
+    members = Retirement(flow.schedulers)
+    sources = make_sources(
+        settings.discover, docker_socket=settings.docker_socket, kubernetes_api=settings.kubernetes_api
+    )
     return Router(
         settings,
+        members=members,
+        discovery=Discovery(sources, members, max_schedulers=settings.max_schedulers),
         journal=journal,
         flow=flow,
         maker=maker,

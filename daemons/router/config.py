@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from radixmesh.daemons.router.discovery.sources import FORMS, make_sources
 from radixmesh.daemons.router.placement.policies import POLICIES
 from radixmesh.daemons.router.queue.tenants import TenantShares
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
@@ -29,6 +30,14 @@ class RouterSettings(CommonSettings):
     tokenizers: tuple[str, ...] = setting((), "addresses of tokenizers: host:port or unix:/path, comma-separated")
     detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")
     schedulers: tuple[str, ...] = setting((), "addresses of schedulers, comma-separated; more can be added at run time")
+    discover: tuple[str, ...] = setting((), f"where more schedulers are found, comma-separated: {FORMS}")
+    max_schedulers: int = setting(
+        1_024, "schedulers that --discover may bring; further ones are ignored, and the log says so"
+    )
+    docker_socket: str = setting("/var/run/docker.sock", "socket of the Docker engine, for docker: sources")
+    kubernetes_api: str = setting(
+        "", "URL of the Kubernetes API server, for kubernetes: sources; empty: of the cluster that this runs in"
+    )
     policy: str = setting("cache_aware", f"how a scheduler is chosen: {', '.join(sorted(POLICIES))}")
     view_bytes: int = setting(
         share(16, 128 << 20),
@@ -124,6 +133,7 @@ class RouterSettings(CommonSettings):
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
         ModelAliases.parse(self.model_aliases)
+        make_sources(self.discover)
         TenantShares.parse(self.tenant_weights, self.tenant_max_outputs)
         for name in ("tenant_max_queue", "scheduler_max_outputs"):
             if getattr(self, name) < 0:
@@ -133,6 +143,7 @@ class RouterSettings(CommonSettings):
         if self.view_bytes < 0:
             raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
         for name in (
+            "max_schedulers",
             "max_queue",
             "queue_bytes",
             "grpc_message_bytes",

@@ -7,8 +7,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.candidates import able, fitting, nobody
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.output_moves import OutputMoves
@@ -19,7 +17,8 @@ from radixmesh.daemons.router.queue.turns import QueueTurns
 from radixmesh.daemons.router.queue.waiting_outputs import QueueBounds, WaitingOutputs
 from radixmesh.daemons.router.requests.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.router.served_identity import ServedIdentity
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -129,7 +128,7 @@ class SchedulerPool(PeerPool):
             named.setdefault(model.name, model)
         return list(named.values())
 
-    def served(self, name: str, like: common_pb2.ModelIdentity | None = None) -> ServedModel | None:
+    def served(self, name: str, like: ServedIdentity | None = None) -> ServedModel | None:
         """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it.
 
         like: preferred among several models of that name.
@@ -153,9 +152,7 @@ class SchedulerPool(PeerPool):
         """Further names under which a served model may be asked for."""
         return self._aliases.of(name)
 
-    async def find_model(
-        self, name: str, timeout_s: float, like: common_pb2.ModelIdentity | None = None
-    ) -> ServedModel:
+    async def find_model(self, name: str, timeout_s: float, like: ServedIdentity | None = None) -> ServedModel:
         """As served(), but waits while schedulers are still to be reached.
 
         Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
