@@ -105,7 +105,7 @@ class Roller:
         self._on_event(RollEvent(spec.name, "tried", time.monotonic() - started))
 
     async def _wait_until_all_serve(self) -> None:
-        """What has died meanwhile is there again before the next one leaves."""
+        """Waits until processes that have died meanwhile serve again: only then may the next one leave."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._ready_s):
                 while self._unwell():  # noqa: ASYNC110 - supervisors tell of changes by their state only.
