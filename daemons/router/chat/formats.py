@@ -65,8 +65,9 @@ _TEMPLATES_OF_THOUGHTS: tuple[tuple[str, str], ...] = (
 
 
 class ChatFormat(NamedTuple):
-    """How a model writes calls and reasoning. calls: a name of TOOL_PARSERS; "" = none known. thought: None = it does
-    not reason, or all in harmony's channels."""
+    """The markup of calls and reasoning that a model writes.
+
+    calls: a name of TOOL_PARSERS; "" = none known. thought: None = it does not reason, or in harmony's channels."""
 
     calls: str = ""
     thought: ThoughtTags | None = None
