@@ -31,6 +31,9 @@ sys.path.insert(0, str(ROOT / "bench"))
 from hop_ladder.one_process import OneProcess  # noqa: E402
 from hop_ladder.step_link import ThreadLink  # noqa: E402
 
+# bench/hostile.py and bench/mesh.py would be found instead of the folders of tests that have these names.
+sys.path.remove(str(ROOT / "bench"))
+
 MODEL = ROOT / "compose" / "models" / "tiny-llama"
 VOCABULARY = Vocabulary.load(MODEL)
 ALPHABET = Alphabet.of(VOCABULARY.vocab_size, special_ids=VOCABULARY.special_ids)

@@ -11,10 +11,17 @@ from typing import Any
 import pytest
 
 _BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path += [str(_BENCH), str(_BENCH / "gpu")]
+_FOLDERS = [str(_BENCH), str(_BENCH / "gpu")]
+sys.path += _FOLDERS
 
 import dense  # noqa: E402
 import results_page  # noqa: E402
+
+# bench/hostile.py and bench/gpu/mesh.py would be found instead of the folders of tests that have these names.
+for _folder in _FOLDERS:
+    sys.path.remove(_folder)
+for _name in ("mesh", "hostile"):
+    sys.modules.pop(_name, None)
 
 
 def test_a_rerun_of_all_commands_writes_all_that_the_page_reads(

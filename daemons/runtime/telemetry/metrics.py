@@ -68,6 +68,9 @@ class Metrics:
             "Running outputs moved: overload, drain, operator, group (theirs does not serve).",
             ["reason"],
         )
+        for reason in ("overload", "drain", "operator", "group"):
+            # A series that begins with its first event has no rate for it.
+            self.moved_outputs.labels(reason)
         self.routing_decisions = make.counter(
             "radixmesh_routing_decisions_total",
             "router",
