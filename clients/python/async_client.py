@@ -22,7 +22,7 @@ from radixmesh.client.errors import (
     is_transport_error,
 )
 from radixmesh.client.options import Message, Options, chat_from, request_from
-from radixmesh.client.results import Chunk, Completion, CompletionOutput, Logprobs, Model
+from radixmesh.client.results import Chunk, Completion, CompletionOutput, Encoded, Logprobs, Model
 from radixmesh.client.tracker import Tracker
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.rpc.channel import open_channel
@@ -136,11 +136,29 @@ class AsyncClient:
             item.chat.CopyFrom(chat_from(messages))
         else:
             item.text = text or ""
-        answer = await self._ask(lambda stub: stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata))
-        if answer.items[0].HasField("error"):
-            raise error_from_proto(answer.items[0].error)
-        ids: list[int] = unpack_ints(answer.items[0].ids, "ids").tolist()
-        return ids
+        return (await self._encode(request))[0].ids
+
+    async def encode(
+        self,
+        inputs: Sequence[str | Sequence[Message]],
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+    ) -> list[Encoded]:
+        """Token ids of texts and of chats, whose rendered text is told too.
+
+        add_special_tokens: of texts; None: as prompts are encoded. Raises the error of the first that fails.
+        """
+        request = router_pb2.TokenizeRequest(model=model)
+        for one in inputs:
+            item = request.items.add()
+            if isinstance(one, str):
+                item.text = one
+                if add_special_tokens is not None:
+                    item.add_special_tokens = add_special_tokens
+            else:
+                item.chat.CopyFrom(chat_from(one))
+        return await self._encode(request)
 
     async def models(self) -> list[Model]:
         """The models that can be asked for."""
@@ -158,6 +176,13 @@ class AsyncClient:
             )
             for info in answer.models
         ]
+
+    async def _encode(self, request: router_pb2.TokenizeRequest) -> list[Encoded]:
+        answer = await self._ask(lambda stub: stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata))
+        for item in answer.items:
+            if item.HasField("error"):
+                raise error_from_proto(item.error)
+        return [Encoded(ids=unpack_ints(item.ids, "ids").tolist(), rendered=item.rendered) for item in answer.items]
 
     async def _ask(self, call: Callable[[RouterServiceAsyncStub], Awaitable[_T]]) -> _T:
         """Asks routers in turn until one answers. Raises what the last one said."""

@@ -33,6 +33,9 @@ class Options(TypedDict, total=False):
     seed: int | None  # Drawn by the router if left out.
     logprobs: int | None  # Alternatives per output token; 0 = the token's own logprob only; left out = none.
     prompt_logprobs: bool
+    prompt_logprobs_start: (
+        int  # The first prompt position that is told, from 1; what is before may come from the cache.
+    )
     max_tokens: int | None
     min_tokens: int | None
     stop: str | Sequence[str] | None
@@ -117,6 +120,7 @@ def _sampling_from(options: Options) -> common_pb2.SamplingParams:
         seed=options.get("seed"),
         num_top_logprobs=options.get("logprobs"),
         prompt_logprobs=bool(options.get("prompt_logprobs")),
+        prompt_logprobs_start=options.get("prompt_logprobs_start", 0),
     )
 
 

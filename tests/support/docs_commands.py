@@ -27,6 +27,7 @@ _OWN_MODEL = NotHere("a folder of the reader's; tests/mesh/test_serve.py serves 
 _MINUTES = NotHere("takes minutes to hours: make test-full runs these tests")
 _PLACEHOLDERS = NotHere("a part of a command line; tests/mesh/test_secure_mesh.py starts daemons with these flags")
 _FRAGMENT = NotHere("a fragment that is only compiled")
+_LANGUAGE = "tests/mesh/test_language.py::test_the_page_runs_as_printed"
 _ROLL = NotHere("takes minutes: tests/mesh/test_cluster_roll.py runs the verb on processes that do nothing")
 _QUICK_HOPS = "tests/mesh/test_bench_hops.py::test_a_quick_run_prints_one_json_object_that_covers_every_hop"
 
@@ -98,6 +99,7 @@ SNIPPETS: dict[str, str | NotHere] = {
     "README.md js 1": _MESH,
     "docs/http.md python 1": _MORE,
     "docs/deploy.md yaml 1": NotHere("a part of a Kubernetes pod; no cluster here"),
+    **{f"docs/language.md python {number}": _LANGUAGE for number in range(1, 6)},
     "docs/local-cluster.md python 1": NotHere("a fragment; tests/mesh/test_cluster.py makes these calls"),
     "docs/models.md python 1": _FRAGMENT,
     "docs/models.md python 2": _FRAGMENT,

@@ -119,7 +119,7 @@ class RequestMaker:
                 output.logprobs = LogprobTrack(0)
             request.outputs.append(output)
         if draft.sampling.prompt_logprobs:
-            request.prompt_logprobs = LogprobTrack(1)
+            request.prompt_logprobs = _prompt_track(request)
         return request
 
     async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
@@ -149,7 +149,7 @@ class RequestMaker:
             request.outputs.append(output)
         # Prompt logprobs are delivered before anything of output 0 is.
         if resolved.sampling.prompt_logprobs and not (progress[0].ids or progress[0].is_finished):
-            request.prompt_logprobs = LogprobTrack(1)
+            request.prompt_logprobs = _prompt_track(request)
         return request
 
     async def _encode(self, message: router_pb2.GenerateRequest) -> tuple[bytes, str]:
@@ -269,6 +269,11 @@ def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentit
             "theirs": theirs.model_fingerprint or theirs.tokenizer_fingerprint,
         },
     )
+
+
+def _prompt_track(request: Request) -> LogprobTrack:
+    """Logprobs of the prompt from the position that was asked for; none are due at its end."""
+    return LogprobTrack(min(max(1, request.resolved.sampling.prompt_logprobs_start), request.num_prompt))
 
 
 def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:
