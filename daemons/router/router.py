@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from google.protobuf.message import Message
 
+from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.config import RouterSettings
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
@@ -196,6 +197,10 @@ class Router:
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> Sequence[str]:
         """Texts of whole id arrays."""
         return await self._maker.decode(request)
+
+    async def model_identity(self, name: str) -> common_pb2.ModelIdentity:
+        """The model of that name, "" = the first, waited for as open() does. Raises MeshError."""
+        return await self._maker.model_identity(name)
 
     async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
         """The vocabulary that tokenizers have."""

@@ -1,7 +1,7 @@
 """The process that compiles grammars: `python -m ... MODEL_FOLDER BACKEND SOCKET_FD MEMORY_BYTES TIMEOUT_S`.
 
-Frames over a socket: a head (length of the payload, one letter), then the payload. To it: "J", the form's name, a
-newline and the source. From it: "R" once it is ready (the format), then for each job "A" with the artefact or "X" with
+Frames over a socket: a head (length of the payload, one letter), then the payload. To it: "J" and a
+GrammarSource as bytes. From it: "R" once it is ready (the format), then for each job "A" with the artefact or "X" with
 a common.v1.Error.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
-from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, invalid_grammar
+from radixmesh.daemons.runtime.guided.source import GrammarSource, invalid_grammar
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 _MAX_WARNING_BYTES = 64 << 10
@@ -47,10 +47,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compiled(backend: GrammarBackend, job: bytes) -> tuple[bytes, bytes]:
-    form, _, text = job.decode().partition("\n")
+    source = GrammarSource.of_bytes(job)
+    form = source.form.value
     try:
         with _Warnings() as warnings:
-            artefact = backend.compile(GrammarSource(GrammarForm(form), text))
+            artefact = backend.compile(source)
         if warnings.text:
             # The library leaves out what it warns of: its grammar would let wrong texts through.
             raise invalid_grammar(f"the {form} asks for what a grammar cannot follow: {warnings.text}", "keyword")
