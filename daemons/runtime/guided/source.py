@@ -86,6 +86,15 @@ def _thought(message: common_pb2.Thought) -> Thought:
     return Thought(message.begin, message.end, message.is_open)
 
 
+def grammar_to_proto(source: GrammarSource) -> common_pb2.Grammar:
+    value = True if source.form is GrammarForm.ANY_JSON else source.text
+    message = common_pb2.Grammar(**{source.form.value: value})  # type: ignore[arg-type]
+    if source.thought is not None:
+        begin, end, is_open = source.thought
+        message.thought.CopyFrom(common_pb2.Thought(begin=begin, end=end, is_open=is_open))
+    return message
+
+
 def invalid_grammar(message: str, limit: str) -> MeshError:
     """limit: the name of the limit that was met; "" for a grammar that is wrong in itself."""
     return MeshError(ErrorReason.ERROR_REASON_INVALID_GRAMMAR, message, {"limit": limit})

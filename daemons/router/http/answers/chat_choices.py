@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.chat.parts import (
     ChatMessage,
     ChatPart,
@@ -13,6 +12,7 @@ from radixmesh.daemons.router.chat.parts import (
 )
 from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS
 from radixmesh.daemons.router.requests.updates import Finished
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 
 JsonObject = dict[str, object]
 
@@ -47,6 +47,6 @@ def message_of(message: ChatMessage) -> JsonObject:
 
 def finish_reason(finished: Finished, num_calls: int) -> str:
     """tool_calls for an answer with calls that ended by itself."""
-    if num_calls and finished.reason == common_pb2.FINISH_REASON_STOP:
+    if num_calls and finished.reason == FinishReason.STOP:
         return "tool_calls"
     return FINISH_REASONS[finished.reason]

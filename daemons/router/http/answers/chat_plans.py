@@ -13,7 +13,9 @@ from radixmesh.daemons.router.chat.tool_grammar import is_unguided, tool_grammar
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, TokenTables
 from radixmesh.daemons.router.http.bodies.field_decoders import invalid
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -44,7 +46,7 @@ class ChatPlan:
     def _reads_thoughts(self) -> bool:
         return self.separates or self.format.is_harmony
 
-    def parser(self, resolved: router_pb2.Resolved, index: int) -> ChatParser:
+    def parser(self, resolved: ResolvedRequest, index: int) -> ChatParser:
         """The parser of one output."""
         tail = ""
         if self.table is not None and self.format.thought is not None:
@@ -112,7 +114,7 @@ class ChatPlans:
             request.stop.skip_special_tokens = False
         return plan
 
-    async def _awaited(self, request: router_pb2.GenerateRequest) -> common_pb2.ModelIdentity:
+    async def _awaited(self, request: router_pb2.GenerateRequest) -> ServedIdentity:
         try:
             async with asyncio.timeout(request.deadline_ms / 1000 if request.HasField("deadline_ms") else None):
                 return await self._router.model_identity(request.model)
@@ -120,7 +122,7 @@ class ChatPlans:
             message = "the request's deadline_ms passed before it could start: give it more time"
             raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
 
-    async def _table_of(self, identity: common_pb2.ModelIdentity) -> TokenTable | None:
+    async def _table_of(self, identity: ServedIdentity) -> TokenTable | None:
         try:
             return await self._tables.of(identity)
         except MeshError as error:
@@ -128,7 +130,7 @@ class ChatPlans:
                 raise
             return None
 
-    def _format_of(self, identity: common_pb2.ModelIdentity, table: TokenTable | None) -> ChatFormat:
+    def _format_of(self, identity: ServedIdentity, table: TokenTable | None) -> ChatFormat:
         key = identity.tokenizer_fingerprint
         if key not in self._formats:
             self._formats[key] = ChatFormat.of(*self._names, table.template if table is not None else "")
@@ -139,7 +141,7 @@ def _guide(
     request: router_pb2.GenerateRequest,
     use: ToolUse,
     calls: str,
-    identity: common_pb2.ModelIdentity,
+    identity: ServedIdentity,
     *,
     has_special: bool,
 ) -> tuple[bool, tuple[str, ...]]:
