@@ -98,12 +98,15 @@ async def test_required_calls_are_valid_and_streamed_as_they_are_whole(sdk: Asyn
         ask = {**ASK, "tool_choice": "required", "seed": seed, "n": 1, "parallel_tool_calls": seed > 0}
         request_id = {"extra_body": {"request_id": f"required-{seed}"}}
         whole = (await sdk.chat.completions.create(**ask, **request_id)).choices[0]
-        assert whole.finish_reason == "tool_calls" and whole.message.content is None
+        # This model may go on calling until its context is full.
+        ending = whole.finish_reason
+        assert ending == "tool_calls" or (ending == "length" and seed > 0)
+        assert not whole.message.content
         calls = [(call.id, call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
         assert calls and (seed > 0 or len(calls) == 1)
-        for _, name, arguments in calls:
+        for _, name, arguments in calls if ending == "tool_calls" else calls[:-1]:
             check(name, arguments)
-        assert await streamed(sdk, **ask, **request_id) == (calls, "", "tool_calls")
+        assert (await streamed(sdk, **ask, **request_id))[::2] == (calls, ending)
 
 
 async def test_a_named_call_and_several_outputs(sdk: AsyncOpenAI) -> None:
