@@ -124,7 +124,10 @@ class _Matcher(GrammarMatcher):
         return bool(self._matcher.is_terminated())
 
     def forced_text(self) -> bytes:
-        return self._matcher.find_jump_forward_string().encode()
+        try:
+            return self._matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # It begins within a character.
+            return error.object
 
 
 def _behind_thought(source: GrammarSource) -> str:
