@@ -58,9 +58,7 @@ class RouterDaemon(Daemon):
         self._runtime = runtime
         runtime.server.guard(guard)
         runtime.server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, RouterService(self._router))
-        runtime.server.add(
-            router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdminService(self._router.schedulers)
-        )
+        runtime.server.add(router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdminService(self._router))
 
     @property
     def router(self) -> Router:

@@ -236,12 +236,13 @@ async def test_the_routes_of_a_router_are_shown(capsys: pytest.CaptureFixture[st
         mesh.router().schedulers.drain(addresses(mesh)[1])
         router = mesh.routers[0].address
         assert await asyncio.to_thread(status.run, [router, "--routes", "--json", "--timeout", "30"]) == 0
-        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        *told, queue = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert queue["queue"]["outputs"] == queue["queue"]["refused"] == 0
         assert [row["scheduler"] for row in told] == addresses(mesh)
         assert [row["state"] for row in told] == ["serving", "draining"]
         assert sum(row["routed"] for row in told) == 6
         assert all(row["hit_rate"] is None or 0 <= row["hit_rate"] <= 1 for row in told)
         assert await asyncio.to_thread(status.run, [router, "--routes", "--timeout", "30"]) == 0
         shown = capsys.readouterr().out
-        assert "ROUTED" in shown and addresses(mesh)[0] in shown
+        assert "ROUTED" in shown and addresses(mesh)[0] in shown and "nothing waits in the router" in shown
         assert await asyncio.to_thread(status.run, ["unix:/nowhere", "--routes", "--timeout", "1"]) == 1

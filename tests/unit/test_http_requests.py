@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.router_requests import new_request
 from support.small_tokenizers import TEXTS, byte_level, vocabulary_of
 
 from radixmesh.common.v1 import common_pb2
@@ -24,9 +25,13 @@ from radixmesh.daemons.router.http.endpoints.completion_request import Completio
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
 from radixmesh.daemons.router.http.errors import ErrorResponse, error_body, http_status
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Journal
 from radixmesh.daemons.router.requests.updates import Delta, Finished, Logprobs, Update
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.router.v1 import router_pb2
 
@@ -188,7 +193,7 @@ def test_text_between_the_halves_is_the_whole_json(text: str, mark: str) -> None
 
 def test_usage_counts_a_prompt_once() -> None:
     def ended(cached: int) -> Finished:
-        stop = common_pb2.FINISH_REASON_STOP
+        stop = FinishReason.STOP
         return Finished(index=0, reason=stop, num_output=3, prompt_tokens=10, cached_tokens=cached)
 
     total = usage_of([(0, ended(0)), (0, ended(9)), (1, ended(4))]).to_json()
@@ -202,7 +207,7 @@ def test_deltas_in_any_split_collect_to_the_same(counts: list[int]) -> None:
     ids = list(range(num))
     tops = [[100 + i, 200 + i] for i in ids]
     collected = CollectedRequest()
-    collected.add(Update(resolved=router_pb2.Resolved(seeds=[1])))
+    collected.add(Update(resolved=new_request("r", Delivery(Journal(1 << 20), WakeupPacer())).resolved))
     first = 0
     for count in counts:
         part = slice(first, first + count)
@@ -221,7 +226,7 @@ def test_deltas_in_any_split_collect_to_the_same(counts: list[int]) -> None:
 
 def test_a_failed_output_raises_its_error() -> None:
     error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, "ask for less")
-    finished = Finished(index=0, reason=common_pb2.FINISH_REASON_ERROR, error=error)
+    finished = Finished(index=0, reason=FinishReason.ERROR, error=error)
     with pytest.raises(MeshError) as raised:
         CollectedRequest().add(Update(finished=[finished]))
     assert raised.value.reason == ErrorReason.ERROR_REASON_NEVER_FITS

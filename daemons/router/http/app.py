@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import ClientGone, UnreadBody
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.endpoints.chat import ChatEndpoint
@@ -41,7 +40,7 @@ from radixmesh.daemons.router.http.translated.ollama_models import (
 )
 from radixmesh.daemons.router.http.translated.ollama_request import OllamaChatRequest, OllamaGenerateRequest
 from radixmesh.daemons.router.http.translated.responses_answer import ResponsesEndpoint, StoredResponseEndpoint
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -10,9 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.placement.replicas import IntColumn
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.placement_cost import placement_costs
 
 

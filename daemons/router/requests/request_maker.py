@@ -7,19 +7,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
-from radixmesh.daemons.router.peers.served_models import ServedModel, is_same_model
+from radixmesh.daemons.router.peers.served_models import ServedModel
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.grammars import Grammars
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.request_times import RequestTimes
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.resolver import check_names, check_request, end_ids_of, is_pooled, resolve
 from radixmesh.daemons.router.requests.resume import check_resume, rebuild
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.router.served_identity import ServedIdentity, is_same_model
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2
@@ -129,10 +130,11 @@ class RequestMaker:
         self._require_time(deadline)
         self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
         claimed = message.resume.resolved
-        found = self._schedulers.find_model(claimed.model, self._scheduler_wait_s, claimed.model_identity)
+        theirs = identity_from_proto(claimed.model_identity)
+        found = self._schedulers.find_model(claimed.model, self._scheduler_wait_s, theirs)
         model = await self._in_time(found, deadline)
-        if not is_same_model(model.identity, claimed.model_identity):
-            raise _other_model(model.identity, claimed.model_identity)
+        if not is_same_model(model.identity, theirs):
+            raise _other_model(model.identity, theirs)
         _require_size(message.resume.resolved, model)
         resolved, progress = rebuild(message, model.identity)
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
@@ -142,7 +144,7 @@ class RequestMaker:
             output = Output(request=request, index=index, ids=known.ids)
             output.num_seen = output.num_delivered = output.num_charged = len(known.ids)
             output.text_bytes = output.text_offset = known.text_bytes
-            if resolved.sampling.HasField("num_top_logprobs"):
+            if resolved.sampling.num_top_logprobs is not None:
                 output.logprobs = LogprobTrack(len(known.ids))
             if known.is_finished:
                 output.state, output.is_finish_delivered = OutputState.FINISHED, True
@@ -186,7 +188,7 @@ class RequestMaker:
         return encoded
 
     async def _compile_grammar(self, request: Request) -> None:
-        if request.resolved.HasField("grammar"):
+        if request.resolved.grammar is not None:
             compiled = self._grammars.compiled(request.resolved.grammar)
             request.grammar = await self._in_time(compiled, request.deadline)
 
@@ -209,14 +211,14 @@ class RequestMaker:
             raise _too_late() from error
 
     def _request_of(
-        self, resolved: router_pb2.Resolved, delivery: Delivery, resumption: int, deadline: float | None
+        self, resolved: ResolvedRequest, delivery: Delivery, resumption: int, deadline: float | None
     ) -> Request:
         return Request(
             clock=self._clock,
             resolved=resolved,
             resumption=resumption,
             deadline=deadline,
-            num_prompt=len(resolved.prompt_ids) // 4,
+            num_prompt=resolved.num_prompt,
             end_ids=end_ids_of(resolved),
             delivery=delivery,
         )
@@ -260,7 +262,7 @@ def _require_size(claimed: router_pb2.Resolved, model: ServedModel) -> None:
         raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
 
 
-def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> MeshError:
+def _other_model(ours: ServedIdentity, theirs: ServedIdentity) -> MeshError:
     return MeshError(
         ErrorReason.ERROR_REASON_MODEL_MISMATCH,
         f"model {ours.name!r} is not the one that the stream began with: send the request anew",
@@ -276,7 +278,7 @@ def _prompt_track(request: Request) -> LogprobTrack:
     return LogprobTrack(min(max(1, request.resolved.sampling.prompt_logprobs_start), request.num_prompt))
 
 
-def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:
+def _check_fingerprint(fingerprint: str, identity: ServedIdentity) -> None:
     if fingerprint and identity.tokenizer_fingerprint and fingerprint != identity.tokenizer_fingerprint:
         raise MeshError(
             ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH,

@@ -16,7 +16,6 @@ import sys
 
 import msgspec
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import Body, parse
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
@@ -31,7 +30,7 @@ from radixmesh.daemons.router.http.translated.ollama_request import (
     OllamaShowRequest,
 )
 from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 KINDS: dict[str, type[Body]] = {
     kind.__name__: kind

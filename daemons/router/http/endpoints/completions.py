@@ -20,6 +20,7 @@ from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
@@ -87,7 +88,7 @@ class CompletionEvents(EventWriter):
         self._head: dict[str, object] = {}
         self._around: list[tuple[bytes, bytes]] = []
 
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+    async def prepare(self, resolved: ResolvedRequest) -> None:
         if self._has_logprobs:
             table = await self._context.tables.of(resolved.model_identity)
             skips = resolved.stop.skip_special_tokens

@@ -7,10 +7,10 @@ from typing import cast
 from starlette.requests import Request
 from starlette.responses import Response
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.http.bodies.sliced_json import ids_answer, texts_answer
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -38,7 +38,7 @@ class TokenizeEndpoint:
         }
         spelling = None
         if body.return_token_strs:
-            model = served.identity if served is not None else common_pb2.ModelIdentity()
+            model = served.identity if served is not None else ServedIdentity()
             spelling = (await self._context.tables.of(model)).spelling
         return ids_answer(fields, ids, body.ignored_headers(), is_list=body.is_batch, spelling=spelling)
 

@@ -11,11 +11,10 @@ import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.errors import ErrorResponse, plain_error
 from radixmesh.daemons.router.http.server.head_limits import HeadLimits, HeadTooLarge
 from radixmesh.daemons.router.http.server.write_progress import WriteProgress
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 # scope["extensions"][CONNECTION_EXTENSION] is the ConnectionHandle.
 CONNECTION_EXTENSION = "radixmesh.connection"

@@ -6,11 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.field_decoders import Raw, invalid, plain_json
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import judge, unsupported
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 MAX_NAME = 256
 JsonObject = Mapping[str, object]

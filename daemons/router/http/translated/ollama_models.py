@@ -9,12 +9,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import radixmesh
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.translated.ollama_answer import unknown_model
 from radixmesh.daemons.router.http.translated.ollama_request import OllamaShowRequest, model_name
 from radixmesh.daemons.router.peers.served_models import ServedModel
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 JsonObject = Mapping[str, object]
 # Nobody here knows them: Ollama's clients want the fields, and show what they hold.

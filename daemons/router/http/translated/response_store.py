@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 _MAX_ENTRIES = 65_536
 # One conversation may take so much of the store: a longer one would throw out everybody else's.

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.chat.parts import ChatMessage
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter
@@ -24,7 +23,7 @@ from radixmesh.daemons.router.http.translated.response_store import StoredRespon
 from radixmesh.daemons.router.http.translated.responses_items import JsonObject, OutputItems
 from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
