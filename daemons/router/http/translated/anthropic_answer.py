@@ -9,7 +9,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.chat.parts import (
     ChatPart,
     ContentDelta,
@@ -26,8 +25,10 @@ from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
 from radixmesh.daemons.router.http.translated.part_reader import PartReader, chat_parser, whole_message
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.router.v1 import router_pb2
 
 JsonObject = Mapping[str, object]
@@ -71,19 +72,19 @@ class MessageEvents(EventWriter):
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
-        self._resolved = router_pb2.Resolved()
+        self._model, self._num_prompt = "", 0
         self._reader: PartReader | None = None
         # Index of the block, and the kind of the open one: "" = none is open.
         self._block = -1
         self._kind = ""
 
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
-        self._resolved = resolved
+    async def prepare(self, resolved: ResolvedRequest) -> None:
+        self._model, self._num_prompt = resolved.model, len(resolved.prompt_ids) // 4
         self._reader = PartReader(chat_parser(resolved))
 
     def begin(self) -> bytes:
-        usage = _usage(len(self._resolved.prompt_ids) // 4, 0, 0)
-        message = {**_head(self._request_id, self._resolved.model), "content": [], **_ending("", None), "usage": usage}
+        usage = _usage(self._num_prompt, 0, 0)
+        message = {**_head(self._request_id, self._model), "content": [], **_ending("", None), "usage": usage}
         return _event("message_start", message=message) + _event("ping")
 
     def write(self, place: int, update: Update) -> bytes:
@@ -173,7 +174,7 @@ def _ending(reason: str, sequence: str | None) -> JsonObject:
 
 
 def _stop_reason(finished: Finished, num_calls: int) -> str:
-    if finished.reason == common_pb2.FINISH_REASON_LENGTH:
+    if finished.reason == FinishReason.LENGTH:
         return "max_tokens"
     if finished.stop:
         return "stop_sequence"

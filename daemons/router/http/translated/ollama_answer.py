@@ -11,7 +11,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.chat.parts import (
     ChatMessage,
     ChatPart,
@@ -32,8 +31,10 @@ from radixmesh.daemons.router.http.translated.ollama_request import (
     model_name,
 )
 from radixmesh.daemons.router.http.translated.part_reader import PartReader, chat_parser, whole_message
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.router.v1 import router_pb2
 
 JsonObject = Mapping[str, object]
@@ -95,7 +96,7 @@ class OllamaForm:
         return {
             **self.line(message),
             "done": True,
-            "done_reason": "length" if finished.reason == common_pb2.FINISH_REASON_LENGTH else "stop",
+            "done_reason": "length" if finished.reason == FinishReason.LENGTH else "stop",
             "total_duration": _ns(now - self._began),
             "load_duration": 0,
             "prompt_eval_count": finished.prompt_tokens,
@@ -116,7 +117,7 @@ class OllamaLines(EventWriter):
         self._reader: PartReader | None = None
         self._call: ToolCall | None = None
 
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+    async def prepare(self, resolved: ResolvedRequest) -> None:
         self._reader = PartReader(chat_parser(resolved))
 
     def begin(self) -> bytes:
@@ -160,7 +161,7 @@ class OllamaLines(EventWriter):
 
 
 def unknown_model(name: str) -> MeshError:
-    reason = common_pb2.ERROR_REASON_UNKNOWN_MODEL
+    reason = ErrorReason.ERROR_REASON_UNKNOWN_MODEL
     return MeshError(reason, f"no scheduler serves {name!r}: /api/tags lists the models", {"model": name})
 
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from radixmesh.daemons.router.chat.parts import ChatMessage, ChatParser, ChatPart, PlainParser, join
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest, raise_failure
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
-from radixmesh.router.v1 import router_pb2
 
 
 class News(NamedTuple):
@@ -38,7 +38,7 @@ class PartReader:
         return News(parts, None)
 
 
-def chat_parser(resolved: router_pb2.Resolved) -> ChatParser:
+def chat_parser(resolved: ResolvedRequest) -> ChatParser:
     """The parser of a request's output."""
     return PlainParser()
 

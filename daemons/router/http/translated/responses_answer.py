@@ -10,7 +10,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.chat.parts import ChatMessage
 from radixmesh.daemons.router.http.answers.answer import run_whole
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter
@@ -22,8 +21,10 @@ from radixmesh.daemons.router.http.translated.part_reader import PartReader, cha
 from radixmesh.daemons.router.http.translated.response_store import StoredResponse
 from radixmesh.daemons.router.http.translated.responses_items import JsonObject, OutputItems
 from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -87,7 +88,7 @@ class ResponseForm:
         self._store = store
         self._head: JsonObject = {"id": response_id, "object": "response", "created_at": int(time.time())}
 
-    def begin(self, resolved: router_pb2.Resolved) -> None:
+    def begin(self, resolved: ResolvedRequest) -> None:
         self._head["model"] = resolved.model
 
     def whole(self, status: str, usage: JsonObject | None = None) -> JsonObject:
@@ -131,7 +132,7 @@ class ResponseEvents(EventWriter):
         self._form = form
         self._reader: PartReader | None = None
 
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+    async def prepare(self, resolved: ResolvedRequest) -> None:
         self._form.begin(resolved)
         self._reader = PartReader(chat_parser(resolved))
 
@@ -200,7 +201,7 @@ def _arguments(text: str) -> object:
 
 
 def _status(finished: Finished) -> str:
-    return "incomplete" if finished.reason == common_pb2.FINISH_REASON_LENGTH else "completed"
+    return "incomplete" if finished.reason == FinishReason.LENGTH else "completed"
 
 
 def _usage(finished: Finished) -> JsonObject:
