@@ -108,7 +108,7 @@ class RouterSettings(CommonSettings):
         "that the process may have, 128 MiB at most",
     )
     http_responses_bytes: int = setting(
-        _BODIES_BYTES // 2,
+        _BODIES_BYTES // 4,
         "bytes of conversations kept for previous_response_id of /v1/responses, an eighth of them at most of one; the "
         "least recently used are forgotten; 0: none are kept",
     )
