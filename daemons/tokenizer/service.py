@@ -1,4 +1,4 @@
-"""The gRPC edge of the tokenizer."""
+"""The gRPC server of the tokenizer."""
 
 from __future__ import annotations
 

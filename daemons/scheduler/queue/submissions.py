@@ -127,7 +127,7 @@ class Submissions:
     def was_aborted(self, submission: Submission) -> bool:
         """True if this is an attempt of a request that was aborted: of a router that has not heard of it.
 
-        Whoever uses the id for another request begins with attempt 0, and draws another seed.
+        Whoever uses the id for another request begins with attempt 0, and chooses another seed.
         """
         self._forget_aborted()
         aborted = self._aborted.get(submission.key)
