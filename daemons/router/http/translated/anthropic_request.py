@@ -26,7 +26,7 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 _NAMES = names_of("/v1/messages")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Whether a model thinks is its template's to know, under this name.
+# Argument by which templates of models that may think are told.
 _THINKING = "enable_thinking"
 
 

@@ -11,7 +11,7 @@ from radixmesh.daemons.router.requests.updates import Finished, Update
 
 
 class News(NamedTuple):
-    """What one update brought. finished: set with the last parts."""
+    """Parts of one update. finished: set with the last parts."""
 
     parts: list[ChatPart]
     finished: Finished | None
