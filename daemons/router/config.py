@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from radixmesh.daemons.router.chat.formats import AUTO, REASONING_PARSERS, TOOL_PARSERS
 from radixmesh.daemons.router.discovery.sources import FORMS, make_sources
 from radixmesh.daemons.router.placement.policies import POLICIES
 from radixmesh.daemons.router.queue.tenants import TenantShares
@@ -131,6 +132,12 @@ class RouterSettings(CommonSettings):
         "what becomes of a request whose max_tokens is more than the context has room for behind its prompt: cut, or "
         "refuse",
     )
+    tool_call_parser: str = setting(
+        AUTO, f"how a model writes tool calls: {', '.join(TOOL_PARSERS)}; auto: by its chat template"
+    )
+    reasoning_parser: str = setting(
+        AUTO, f"how a model writes its reasoning: {', '.join(REASONING_PARSERS)}; auto: by its chat template"
+    )
     http_cors_origins: tuple[str, ...] = setting(
         (), "origins whose web pages may use the HTTP port: https://host, or * for all; none by default"
     )
@@ -138,6 +145,12 @@ class RouterSettings(CommonSettings):
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
         ModelAliases.parse(self.model_aliases)
+        for name, given, known in (
+            ("tool-call-parser", self.tool_call_parser, TOOL_PARSERS),
+            ("reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            if given not in known:
+                raise ValueError(f"--{name} is {given!r}: choose one of {', '.join(known)}")
         make_sources(self.discover)
         TenantShares.parse(self.tenant_weights, self.tenant_max_outputs)
         for name in ("tenant_max_queue", "scheduler_max_outputs"):

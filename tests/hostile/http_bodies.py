@@ -65,6 +65,20 @@ class Edge(NamedTuple):
     wrong: object = {}
 
 
+def _functions(schemas: list[dict[str, object]], name: str = "f") -> list[dict[str, object]]:
+    return [
+        {"type": "function", "function": {"name": f"{name}{place or ''}", "parameters": schema}}
+        for place, schema in enumerate(schemas)
+    ]
+
+
+def _nested(depth: int) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for _ in range(depth - 1):
+        value = {"x": value}
+    return value
+
+
 _STOP_IDS = Edge([7] * 256, [7] * 257, "TOO_MANY_STOPS", "a")
 _STOPS = Edge(["s" * 1000] * 64, ["s"] * 65, "TOO_MANY_STOPS", 1)
 _NAME = Edge("n" * 256, "n" * 257, "INVALID_ARGUMENT")
@@ -91,7 +105,7 @@ EDGES: Mapping[str, Edge] = {
     "seed": Edge(2**64 - 1, 2**64, "INVALID_ARGUMENT"),
     "messages": Edge([_USER] * 4, [_USER] * 4097, "TOO_LARGE"),
     "tools": _TOOLS,
-    "tool_choice": Edge("none", "required", "UNSUPPORTED"),
+    "tool_choice": Edge("none", "sometimes", "INVALID_ARGUMENT"),
     "reasoning_effort": Edge("e" * 256, "e" * 257, "INVALID_ARGUMENT"),
     "chat_template_kwargs": _ARGS,
     **dict.fromkeys(("regex", "guided_regex", "ebnf", "guided_grammar", "structural_tag"), _GRAMMAR),
@@ -139,8 +153,24 @@ _OF_ROUTE: Mapping[tuple[str, str], Edge] = {
     ("/v1/responses", "tools"): Edge([_FUNCTION], [{**_FUNCTION, "parameters": {"x": [1] * 65_536}}], "TOO_LARGE", 1),
     ("/v1/responses", "reasoning"): Edge({"effort": "e" * 256}, {"effort": "e" * 257}, "INVALID_ARGUMENT"),
     ("/v1/responses", "include"): Edge([], ["i" * 1000], "UNSUPPORTED"),
+    ("/v1/chat/completions", "tools"): Edge(
+        _functions([{"x": [1] * 60_000}]), _functions([{"x": [1] * 65_536}]), "TOO_LARGE", 1
+    ),
     ("/tokenize", "prompt"): Edge(["a"] * 4096, ["a"] * 4097, "TOO_LARGE"),
 }
+
+
+# Further bounds of a field that has several: number, bytes, depth and names of tools.
+_MORE: tuple[tuple[str, str, Edge], ...] = tuple(
+    ("/v1/chat/completions", "tools", edge)
+    for edge in (
+        Edge(_functions([{}] * 1024), _functions([{}] * 1025), "TOO_LARGE"),
+        Edge(_functions([{"x": "a" * 262_100}]), _functions([{"x": "a" * 262_144}]), "TOO_LARGE"),
+        Edge(_functions([_nested(56)]), _functions([_nested(65)]), "MALFORMED_MESSAGE"),
+        Edge(_functions([{}], "n" * 128), _functions([{}], "n" * 129), "INVALID_ARGUMENT"),
+        Edge([], [{"type": "function", "function": {"name": "a b"}}], "INVALID_ARGUMENT"),
+    )
+)
 
 
 class HostileBody(NamedTuple):
@@ -182,6 +212,9 @@ def bodies(size: int) -> Iterator[HostileBody]:
             many = b"[" + (part + b",") * (size // (len(part) + 1)) + part + b"]"
             mark = json.dumps("wrong").encode()
             yield HostileBody(f"{path} {field} wrong", path, _body(path, field, "wrong").replace(mark, many), "any")
+    for number, (path, field, edge) in enumerate(_MORE):
+        yield HostileBody(f"{path} {field} legal {number}", path, _body(path, field, edge.legal), "")
+        yield HostileBody(f"{path} {field} illegal {number}", path, _body(path, field, edge.illegal), edge.code)
 
 
 def _body(path: str, field: str, value: object) -> bytes:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlans
 from radixmesh.daemons.router.http.answers.tokens import TokenTables
 from radixmesh.daemons.router.http.bodies.body import BodyReader
 from radixmesh.daemons.router.http.translated.response_store import ResponseStore
@@ -27,6 +28,7 @@ class HttpContext:
 
     router: Router
     tables: TokenTables
+    chats: ChatPlans
     body: BodyReader
     metrics: Metrics
     progress: Progress

@@ -7,6 +7,7 @@ from functools import partial
 from starlette.types import ASGIApp
 
 from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlans
 from radixmesh.daemons.router.http.answers.tokens import TokenTables
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.bodies.body import BodyReader
@@ -40,9 +41,11 @@ def make_http_server(
 
     Raises MeshError INVALID_ARGUMENT for other text, and for a file of TLS that cannot be used.
     """
+    tables = TokenTables(router)
     context = HttpContext(
         router=router,
-        tables=TokenTables(router),
+        tables=tables,
+        chats=ChatPlans(router, tables, settings.tool_call_parser, settings.reasoning_parser),
         body=BodyReader(
             max_bytes=settings.http_body_bytes,
             timeout_s=settings.http_body_s,

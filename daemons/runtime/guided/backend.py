@@ -20,7 +20,10 @@ from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 MaskWords = npt.NDArray[np.int32]
 """A bit a token, [ceil(vocab_size / 32)]: bit i of word w is id 32 w + i; 1 = the token may follow."""
 
-_MODULES = {"xgrammar": "radixmesh.daemons.runtime.guided.xgrammar_backend"}
+_MODULES = {
+    "xgrammar": "radixmesh.daemons.runtime.guided.xgrammar_backend",
+    "llguidance": "radixmesh.daemons.runtime.guided.llguidance_backend",
+}
 BACKENDS = tuple(_MODULES)
 
 

@@ -32,8 +32,8 @@ HARMLESS = frozenset(
             "stream_interval",
         ),
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "conversation_id", "background"),
-        # Answers are not parsed: there is nothing to separate or to leave out.
-        *("include_reasoning", "separate_reasoning", "stream_reasoning"),
+        # Reasoning is always streamed where answers are.
+        *("stream_reasoning",),
         # Of stream_options: usage comes at the end alone; obfuscation pads events.
         *("continuous_usage_stats", "include_obfuscation"),
         *("cache_control",),
