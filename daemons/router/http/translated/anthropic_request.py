@@ -20,6 +20,7 @@ from radixmesh.daemons.router.http.translated.chat_fields import (
     function_tool,
     only_text,
     packed,
+    settled_chat,
 )
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -50,7 +51,7 @@ class CountTokensRequest(Body):
         """Raises MeshError naming the field as its client does."""
         reader = FieldReader()
         with named_as_sent(_NAMES):
-            chat = self._chat(reader).settled()
+            chat = settled_chat(self._chat(reader))
         # Their own places are told, not those of the chat that they became.
         return replace(self, chat=chat, ignored=(*self.ignored, *reader.ignored))
 

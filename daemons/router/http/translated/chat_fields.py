@@ -9,6 +9,7 @@ import msgspec
 from radixmesh.daemons.router.http.bodies.field_decoders import Raw, invalid, plain_json
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import judge, unsupported
+from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 MAX_NAME = 256
@@ -67,6 +68,15 @@ class FieldReader:
             place = f"{where}.{name}"
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{place} is missing: set it", {"field": place})
         return fields[name]
+
+
+def settled_chat(chat: ChatRequest) -> ChatRequest:
+    """The chat, checked. Raises UNSUPPORTED for one with tools: their calls are not told in other APIs' words yet."""
+    settled = chat.settled()
+    if settled.packed_use is not None:
+        message = "tools are offered by /v1/chat/completions alone so far: ask there, or leave them out"
+        raise unsupported("tools", message)
+    return settled
 
 
 def packed(value: object) -> Raw:

@@ -16,7 +16,7 @@ from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.client_names import names_of
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.endpoints.options import Int32, Name, named_as_sent
-from radixmesh.daemons.router.http.translated.chat_fields import FieldReader, JsonObject, packed
+from radixmesh.daemons.router.http.translated.chat_fields import FieldReader, JsonObject, packed, settled_chat
 from radixmesh.router.v1 import router_pb2
 
 # Behind a name it means the newest one.
@@ -120,7 +120,7 @@ class OllamaChatRequest(OllamaRequest):
             entries = reader.entries(reader.json(self.messages, "messages"), "messages")
             messages = [_message_of(reader, entry, f"messages.{place}") for place, entry in enumerate(entries)]
             whole = {**fields, **self.thinking(), "messages": packed(messages), "tools": self.tools}
-            chat = ChatRequest(**whole).settled()  # type: ignore[arg-type]
+            chat = settled_chat(ChatRequest(**whole))  # type: ignore[arg-type]
         return replace(self, chat=chat, ignored=(*self.ignored, *ignored, *reader.ignored))
 
 
@@ -151,7 +151,7 @@ class OllamaGenerateRequest(OllamaRequest):
             if system:
                 messages.insert(0, {"role": "system", "content": system})
             whole = {**fields, **self.thinking(), "messages": packed(messages)}
-            chat = ChatRequest(**whole).settled()  # type: ignore[arg-type]
+            chat = settled_chat(ChatRequest(**whole))  # type: ignore[arg-type]
         return replace(self, chat=chat, ignored=ignored)
 
 

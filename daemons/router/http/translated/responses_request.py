@@ -25,6 +25,7 @@ from radixmesh.daemons.router.http.translated.chat_fields import (
     function_tool,
     only_text,
     packed,
+    settled_chat,
 )
 from radixmesh.router.v1 import router_pb2
 
@@ -82,7 +83,7 @@ class ResponsesRequest(Body):
                 reader.ignore(name)
         with named_as_sent(_NAMES):
             chat, kind = self._chat(reader)
-            chat = chat.settled()
+            chat = settled_chat(chat)
         return replace(
             self,
             chat=chat,
