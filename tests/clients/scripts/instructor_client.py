@@ -12,7 +12,6 @@ URL, MODEL = sys.argv[1:]
 
 class Turn(BaseModel):
     side: Literal["left", "right"]
-    steps: Literal["one", "two"]
 
 
 plain = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
@@ -23,7 +22,7 @@ assert whole.choices[0].message.content
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
     client = instructor.from_openai(plain, mode=mode)
     turn = client.chat.completions.create(
-        model=MODEL, messages=messages, response_model=Turn, max_retries=0, max_tokens=150, temperature=0
+        model=MODEL, messages=messages, response_model=Turn, max_retries=0, max_tokens=400, temperature=0
     )
     assert isinstance(turn, Turn)
     print(mode, turn)

@@ -1,7 +1,6 @@
 """LangChain: invoke, stream, batch, a bound tool, embeddings, and the error of a prompt that is too long."""
 
 import sys
-
 from typing import Literal
 
 from langchain_core.tools import tool
