@@ -21,6 +21,8 @@ from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group.group_stream import GroupStream
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
+from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
+from radixmesh.daemons.worker.collectives.member import CollectiveMember
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 
 MODELS = Path(__file__).parents[2] / "compose" / "models"
@@ -193,7 +195,14 @@ async def lose_a_write(ranks: Ranks, rank: int) -> None:
         holder.fail(RuntimeError("cut"))
 
 
-@pytest.mark.parametrize(("mishap", "rank"), [(go, 0), (go, 1), (lose_a_write, 1)])
+async def seem_lost(ranks: Ranks, rank: int) -> None:
+    """The other rank takes it for hung, as after a long pause of its process."""
+    member = ranks.workers[1 - rank].daemon.core.member
+    assert isinstance(member, CollectiveMember) and isinstance(member.group.communicator, GlooCommunicator)
+    member.group.communicator._heartbeat.lost = f"rank {rank} has been silent"
+
+
+@pytest.mark.parametrize(("mishap", "rank"), [(go, 0), (go, 1), (lose_a_write, 1), (seem_lost, 0), (seem_lost, 1)])
 async def test_a_mishap_while_texts_are_recited(mishap: Callable[[Ranks, int], Awaitable[None]], rank: int) -> None:
     chosen = texts("tiny-llama", 6)
     async with (
@@ -206,7 +215,7 @@ async def test_a_mishap_while_texts_are_recited(mishap: Callable[[Ranks, int], A
         await mishap(ranks, rank)
         await reciting
         core = ranks.workers[1 - rank].daemon.core
-        assert mishap is not go or core.ledger.group_generation > 1, "the survivor has joined again"
+        assert mishap is lose_a_write or core.ledger.group_generation > 1, "the survivor has joined again"
         await recited(client, chosen)
 
 
