@@ -34,7 +34,7 @@ def turn(side: Literal["left", "right"]) -> str:
 
 
 class Turn(BaseModel):
-    """Where to turn."""
+    """A side to turn to."""
 
     side: Literal["left", "right"]
 
