@@ -15,6 +15,8 @@ _VERBS = {
     "bench": "measure a mesh, or any OpenAI server, under load",
     "logs": "show what the daemons of a cluster have logged",
     "move": "let running outputs go on at another scheduler",
+    "replica": "add a scheduler to running routers, or remove one",
+    "roll": "replace the daemons of a running cluster one by one, while it serves",
     "health": "ask one daemon whether it serves; for health checks",
     "completion": "print the completion of a shell: bash, zsh or fish",
 }

@@ -20,33 +20,43 @@ def show_routes(terminal: Terminal, routers: Sequence[str], timeout_s: float, *,
     """Prints a row for each scheduler of each router: 0 if all routers have answered, 1 otherwise.
 
     OUTPUTS run or wait there, OWN are this router's. QUEUED: tokens still to be prefilled. ROUTED: requests placed
-    there. HIT: share of their tokens that the router knew to be cached there.
+    there. HIT: share of their tokens that the router knew to be cached there. Lines for each
+    router's queue and sources follow.
     """
     access = access_from_environment()
     rows: list[tuple[str, ...]] = []
+    queues: list[str] = []
     failures = 0
     for address in routers:
         # A key goes to nobody that was not named, unless it is a port of ours.
         named = access if may_send_key(address, access) else Access(tls=access.tls)
         try:
-            schedulers = asyncio.run(_ask(address, timeout_s, named))
+            answer = asyncio.run(_ask(address, timeout_s, named))
         except grpc.RpcError as error:
             terminal.error(f"radixmesh status: {address}: {mesh_error_from_rpc(error)}")
             failures += 1
             continue
-        for scheduler in schedulers if is_json else ():
+        for scheduler in answer.schedulers if is_json else ():
             terminal.line(json.dumps({"router": address, **_record(scheduler)}))
-        rows += [(address, *_row(scheduler)) for scheduler in schedulers]
+        if is_json:
+            terminal.line(json.dumps({"router": address, "queue": _queue_record(answer.queue)}))
+        for source in answer.sources if is_json else ():
+            terminal.line(json.dumps({"router": address, **_source_record(source)}))
+        rows += [(address, *_row(scheduler)) for scheduler in answer.schedulers]
+        queues.append(f"{address}: {_queue_line(answer.queue)}")
+        queues += [f"{address}: {_source_line(source)}" for source in answer.sources]
     if not is_json:
         terminal.table(_COLUMNS, rows)
+        for line in queues:
+            terminal.line(line)
     return 1 if failures else 0
 
 
-async def _ask(address: str, timeout_s: float, access: Access) -> Sequence[router_pb2.SchedulerInfo]:
+async def _ask(address: str, timeout_s: float, access: Access) -> router_pb2.ListSchedulersResponse:
     async with open_channel(address, access.tls) as channel:
         stub = router_pb2_grpc.RouterAdminServiceStub(channel)
         request = router_pb2.ListSchedulersRequest()
-        return (await stub.ListSchedulers(request, timeout=timeout_s, metadata=access.metadata)).schedulers
+        return await stub.ListSchedulers(request, timeout=timeout_s, metadata=access.metadata)
 
 
 def _record(scheduler: router_pb2.SchedulerInfo) -> dict[str, object]:
@@ -59,6 +69,41 @@ def _record(scheduler: router_pb2.SchedulerInfo) -> dict[str, object]:
         "routed": scheduler.num_routed,
         "hit_rate": _hit_rate(scheduler),
     }
+
+
+def _queue_record(queue: router_pb2.QueueInfo) -> dict[str, object]:
+    return {
+        "outputs": queue.num_outputs,
+        "max_outputs": queue.max_outputs,
+        "bytes": queue.num_bytes,
+        "tenants": queue.num_tenants,
+        "longest_wait_ms": queue.longest_wait_ms,
+        "refused": queue.num_refused,
+        "retry_after_ms": queue.retry_after_ms,
+    }
+
+
+def _queue_line(queue: router_pb2.QueueInfo) -> str:
+    refused = f"{queue.num_refused} requests refused since the start"
+    if not queue.num_outputs:
+        return f"nothing waits in the router, {refused}"
+    wait_s = queue.longest_wait_ms / 1000
+    return f"{queue.num_outputs} outputs of {queue.num_tenants} tenants wait, the longest for {wait_s:.1f} s; {refused}"
+
+
+def _source_record(source: router_pb2.DiscoverySourceInfo) -> dict[str, object]:
+    return {
+        "source": source.source,
+        "addresses": source.num_addresses,
+        "ignored": source.num_ignored,
+        "error": source.error,
+    }
+
+
+def _source_line(source: router_pb2.DiscoverySourceInfo) -> str:
+    ignored = f", {source.num_ignored} of them ignored" if source.num_ignored else ""
+    failed = f"; the last list holds: {source.error}" if source.error else ""
+    return f"{source.source} names {source.num_addresses} schedulers{ignored}{failed}"
 
 
 def _row(scheduler: router_pb2.SchedulerInfo) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from radixmesh.client.errors import (
     is_transport_error,
 )
 from radixmesh.client.options import Message, Options, chat_from, request_from
-from radixmesh.client.results import Chunk, Completion, CompletionOutput, Logprobs, Model
+from radixmesh.client.results import Chunk, Completion, CompletionOutput, Encoded, Logprobs, Model
 from radixmesh.client.tracker import Tracker
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.rpc.channel import open_channel
@@ -97,6 +97,7 @@ class AsyncClient:
             request_from(prompt, messages, options),
             request_id=options.get("request_id", ""),
             deadline_s=options.get("deadline_s"),
+            ttft_deadline_s=options.get("ttft_deadline_s"),
             resume_timeout_s=self.resume_timeout_s,
             metadata=self._metadata,
         )
@@ -135,11 +136,29 @@ class AsyncClient:
             item.chat.CopyFrom(chat_from(messages))
         else:
             item.text = text or ""
-        answer = await self._ask(lambda stub: stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata))
-        if answer.items[0].HasField("error"):
-            raise error_from_proto(answer.items[0].error)
-        ids: list[int] = unpack_ints(answer.items[0].ids, "ids").tolist()
-        return ids
+        return (await self._encode(request))[0].ids
+
+    async def encode(
+        self,
+        inputs: Sequence[str | Sequence[Message]],
+        *,
+        model: str = "",
+        add_special_tokens: bool | None = None,
+    ) -> list[Encoded]:
+        """Token ids of texts and of chats, whose rendered text is told too.
+
+        add_special_tokens: of texts; None: as prompts are encoded. Raises the error of the first that fails.
+        """
+        request = router_pb2.TokenizeRequest(model=model)
+        for one in inputs:
+            item = request.items.add()
+            if isinstance(one, str):
+                item.text = one
+                if add_special_tokens is not None:
+                    item.add_special_tokens = add_special_tokens
+            else:
+                item.chat.CopyFrom(chat_from(one))
+        return await self._encode(request)
 
     async def models(self) -> list[Model]:
         """The models that can be asked for."""
@@ -157,6 +176,13 @@ class AsyncClient:
             )
             for info in answer.models
         ]
+
+    async def _encode(self, request: router_pb2.TokenizeRequest) -> list[Encoded]:
+        answer = await self._ask(lambda stub: stub.Tokenize(request, timeout=_CALL_TIMEOUT_S, metadata=self._metadata))
+        for item in answer.items:
+            if item.HasField("error"):
+                raise error_from_proto(item.error)
+        return [Encoded(ids=unpack_ints(item.ids, "ids").tolist(), rendered=item.rendered) for item in answer.items]
 
     async def _ask(self, call: Callable[[RouterServiceAsyncStub], Awaitable[_T]]) -> _T:
         """Asks routers in turn until one answers. Raises what the last one said."""
@@ -187,6 +213,7 @@ class AsyncStream:
         *,
         request_id: str,
         deadline_s: float | None,
+        ttft_deadline_s: float | None,
         resume_timeout_s: float,
         metadata: tuple[tuple[str, str], ...],
     ) -> None:
@@ -197,6 +224,7 @@ class AsyncStream:
         self._is_id_given = bool(request_id)
         self._request.request_id = request_id or uuid.uuid4().hex
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self._ttft_deadline = None if ttft_deadline_s is None else time.monotonic() + ttft_deadline_s
         self._resume_timeout_s = resume_timeout_s
         self._tracker = Tracker()
         self._chunks = self._run()
@@ -291,5 +319,11 @@ class AsyncStream:
             self._request.request_id = uuid.uuid4().hex
         self._num_tries += 1
         if self._deadline is not None:
-            request.deadline_ms = max(0, int(1000 * (self._deadline - time.monotonic())))
+            request.deadline_ms = _ms_until(self._deadline)
+        if self._ttft_deadline is not None:
+            request.ttft_deadline_ms = _ms_until(self._ttft_deadline)
         return request
+
+
+def _ms_until(moment: float) -> int:
+    return max(0, int(1000 * (moment - time.monotonic())))

@@ -33,6 +33,9 @@ class Options(TypedDict, total=False):
     seed: int | None  # Drawn by the router if left out.
     logprobs: int | None  # Alternatives per output token; 0 = the token's own logprob only; left out = none.
     prompt_logprobs: bool
+    prompt_logprobs_start: (
+        int  # The first prompt position that is told, from 1; what is before may come from the cache.
+    )
     max_tokens: int | None
     min_tokens: int | None
     stop: str | Sequence[str] | None
@@ -48,7 +51,9 @@ class Options(TypedDict, total=False):
     cache_salt: str
     priority: int
     tenant: str
+    session: str  # A conversation: by the policy "session" its requests go to one scheduler.
     deadline_s: float | None  # For the whole request, resumptions included.
+    ttft_deadline_s: float | None  # For the first token of every output.
     request_id: str  # Made if left out.
 
 
@@ -71,6 +76,7 @@ def request_from(
             cache_salt=options.get("cache_salt", ""),
             priority=options.get("priority", 0),
             tenant=options.get("tenant", ""),
+            session=options.get("session", ""),
         )
         grammar = _grammar_from(options)
         if grammar is not None:
@@ -114,6 +120,7 @@ def _sampling_from(options: Options) -> common_pb2.SamplingParams:
         seed=options.get("seed"),
         num_top_logprobs=options.get("logprobs"),
         prompt_logprobs=bool(options.get("prompt_logprobs")),
+        prompt_logprobs_start=options.get("prompt_logprobs_start", 0),
     )
 
 

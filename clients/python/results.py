@@ -137,3 +137,11 @@ class Model:
     vocab_size: int
     max_total_len: int
     num_schedulers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """Ids of a text or chat. rendered: the text that the model's chat template made; empty for texts."""
+
+    ids: list[int]
+    rendered: str = ""

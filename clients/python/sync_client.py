@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,7 +34,7 @@ class Client:
         self._thread = threading.Thread(target=self._loop.run_forever, name="radixmesh-client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._wait(_make_client(routers, resume_timeout_s, api_key, tls))
+            self._client = self.wait(_make_client(routers, resume_timeout_s, api_key, tls))
         except BaseException:
             self._end_loop()
             raise
@@ -50,7 +50,7 @@ class Client:
     def close(self) -> None:
         """Ends the connections, and with them all streams. Idempotent."""
         if not self._loop.is_closed():
-            self._wait(self._client.close())
+            self.wait(self._client.close())
             self._end_loop()
 
     def generate(
@@ -71,21 +71,31 @@ class Client:
         **options: Unpack[Options],
     ) -> Completion:
         """Runs a request to its end."""
-        return self._wait(self._client.complete(prompt, messages=messages, **options))
+        return self.wait(self._client.complete(prompt, messages=messages, **options))
+
+    @property
+    def asynchronous(self) -> AsyncClient:
+        """The client beneath, for coroutines that wait() runs."""
+        return self._client
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Has the event loop call a function, behind what it was told before; returns at once."""
+        self._loop.call_soon_threadsafe(function)
 
     def abort(self, request_id: str) -> str:
         """Ends a request: "found", "finished" or "unknown"."""
-        return self._wait(self._client.abort(request_id))
+        return self.wait(self._client.abort(request_id))
 
     def tokenize(self, text: str | None = None, *, messages: Sequence[Message] | None = None) -> list[int]:
         """Token ids of a text or chat."""
-        return self._wait(self._client.tokenize(text, messages=messages))
+        return self.wait(self._client.tokenize(text, messages=messages))
 
     def models(self) -> list[Model]:
         """The models that can be asked for."""
-        return self._wait(self._client.models())
+        return self.wait(self._client.models())
 
-    def _wait(self, work: Coroutine[object, object, _T]) -> _T:
+    def wait(self, work: Coroutine[object, object, _T]) -> _T:
+        """Runs work of the asynchronous client to its end, on its event loop."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -111,7 +121,7 @@ class Stream:
         return self
 
     def __next__(self) -> Chunk:
-        chunk = self._client._wait(_next_or_none(self._stream))
+        chunk = self._client.wait(_next_or_none(self._stream))
         if chunk is None:
             raise StopIteration
         return chunk
@@ -126,7 +136,7 @@ class Stream:
 
     def close(self) -> None:
         """Aborts the request unless it has ended."""
-        self._client._wait(self._stream.aclose())
+        self._client.wait(self._stream.aclose())
 
     @property
     def request_id(self) -> str:

@@ -64,13 +64,16 @@ class Tracker:
             raise BrokenStreamError("a resumed stream began with another request")
 
     def _take_prompt_logprobs(self, part: Logprobs, start: int) -> None:
-        """Parts follow each other; a resumed stream begins with the first one again. start 0: the first position, 1."""
+        """Parts follow each other from the position that was asked for; a resumed stream begins with the first again.
+        start 0: the first position, 1."""
         if self.prompt_logprobs is None:
             self.prompt_logprobs = Logprobs()
         num_known = len(self.prompt_logprobs.token_logprobs)
-        num_before = max(start, 1) - 1
+        asked = self.resolved.sampling.prompt_logprobs_start if self.resolved is not None else 1
+        first = max(asked, 1)
+        num_before = max(start, 1) - first
         if num_before > num_known:
-            raise BrokenStreamError(f"prompt logprobs from {start} came where {num_known + 1} was due")
+            raise BrokenStreamError(f"prompt logprobs from {start} came where {num_known + first} was due")
         self.prompt_logprobs.extend(part.after(num_known - num_before))
 
     def _chunk(self, index: int, delta: router_pb2.Delta | None, finished: router_pb2.OutputFinished | None) -> Chunk:

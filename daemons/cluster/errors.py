@@ -55,3 +55,11 @@ class NoRestartCuresError(ClusterError):
 
 class SpawnError(ClusterError):
     """The operating system would not start a service's command."""
+
+
+class RollRefusedError(ClusterError):
+    """A roll that cannot begin: nothing was done."""
+
+
+class RollAbortedError(ClusterError):
+    """A roll that ended early: the message says why, what was replaced, and what serves."""

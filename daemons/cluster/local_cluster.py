@@ -6,25 +6,25 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 from radixmesh.daemons.cluster.compose.compose import ComposeFile, DependencyCondition
-from radixmesh.daemons.cluster.compose.reader import read_compose
-from radixmesh.daemons.cluster.errors import NoRestartCuresError, StartTimeoutError, UnknownServiceError
-from radixmesh.daemons.cluster.plan import (
-    ClusterPlan,
-    ProcessSpec,
-    missing_host_paths,
-    plan_cluster,
-    plan_endpoints,
-    scale_compose,
-    unpublish,
+from radixmesh.daemons.cluster.compose_source import ComposeSource
+from radixmesh.daemons.cluster.endpoint import Endpoint
+from radixmesh.daemons.cluster.errors import (
+    NoRestartCuresError,
+    RollRefusedError,
+    StartTimeoutError,
+    UnknownServiceError,
 )
+from radixmesh.daemons.cluster.plan import ClusterPlan, ProcessSpec, plan_cluster, plan_endpoints
 from radixmesh.daemons.cluster.ports import assign_ports
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.cluster.processes.process_supervisor import ProcessSupervisor
+from radixmesh.daemons.cluster.roll.control import ControlServer
+from radixmesh.daemons.cluster.roll.roll_plan import plan_roll
+from radixmesh.daemons.cluster.roll.roller import Roller, RollEvent
 from radixmesh.daemons.cluster.run_folder import ClusterState, RunFolder
 
 
@@ -54,17 +54,17 @@ class LocalCluster:
         on_line: Callable[[str, str], None] | None = None,
         on_status: Callable[[ProcessStatus], None] | None = None,
     ) -> None:
-        compose = scale_compose(read_compose(compose_path, os.environ), scale or {})
-        compose = _with_environment(compose, environment or {})
-        self._compose = compose if publish else unpublish(compose)
-        if project is not None:
-            self._compose = replace(self._compose, project=project)
-        for problem in missing_host_paths(self._compose):
-            raise problem
-        # Mistakes in the file are reported now, before anything runs; only free ports are missing for the real plan.
-        plan_cluster(self._compose, dict.fromkeys(plan_endpoints(self._compose), 1), Path("/"))
         paths = [compose_path] if isinstance(compose_path, Path) else compose_path
-        self._compose_paths = os.pathsep.join(str(path.absolute()) for path in paths)
+        self._source = ComposeSource(
+            paths=[path.absolute() for path in paths],
+            shell=dict(os.environ),
+            scale=scale or {},
+            environment=environment or {},
+            project=project,
+            publish=publish,
+        )
+        self._compose = self._source.read()
+        self._compose_paths = os.pathsep.join(str(path) for path in self._source.paths)
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         if run_folder is None:
             self._own_folder = tempfile.TemporaryDirectory(prefix="radixmesh-")
@@ -73,7 +73,9 @@ class LocalCluster:
         self._hang_window_s = hang_window_s
         self._on_line = on_line or (lambda name, line: None)
         self._on_status = on_status or (lambda status: None)
+        self._control = ControlServer(self._folder.path, self.prepare_roll)
         self._plan: ClusterPlan | None = None
+        self._ports: dict[Endpoint, int] = {}
         self._supervisors: dict[tuple[str, int], ProcessSupervisor] = {}
         self._changed = asyncio.Event()
 
@@ -134,12 +136,11 @@ class LocalCluster:
         """
         self._folder.claim()
         try:
-            ports = await asyncio.to_thread(assign_ports, plan_endpoints(self._compose))
-            self._plan = plan_cluster(self._compose, ports, self._folder.volumes)
-            for folder in self._plan.folders:
-                folder.mkdir(parents=True, exist_ok=True)
+            self._ports = await asyncio.to_thread(assign_ports, plan_endpoints(self._compose))
+            self._plan = self._make_plan(self._compose)
             for spec in self._plan.processes:
                 self._supervisors[spec.service, spec.replica] = self._make_supervisor(spec)
+            await self._control.start()
         except BaseException:
             self._clear_up()
             raise
@@ -176,6 +177,7 @@ class LocalCluster:
     async def stop(self) -> None:
         """Stops the processes, dependants first, and waits for the last one. Cancelled, it kills what is left."""
         try:
+            await self._control.close()
             for level in reversed(self._plan.levels if self._plan is not None else ()):
                 members = [member for member in self._supervisors.values() if member.spec.service in level]
                 await asyncio.gather(*(member.stop() for member in members))
@@ -184,6 +186,35 @@ class LocalCluster:
             raise
         finally:
             self._clear_up()
+
+    def prepare_roll(
+        self,
+        services: Sequence[str] = (),
+        ready_s: float = 300.0,
+        is_trying: bool = True,
+        on_event: Callable[[RollEvent], None] = lambda event: None,
+    ) -> Roller:
+        """A roll, to be run, of some services' processes or of all, with the settings that the file has now.
+
+        ready_s: how long a process may take until it serves. is_trying: see Roller. Raises ClusterError for a file that
+        cannot be read, or has other services, replicas or ports than what runs.
+        """
+        compose = self._source.read()
+        if plan_endpoints(compose) != plan_endpoints(self._compose) or _replicas(compose) != _replicas(self._compose):
+            raise RollRefusedError(
+                "the file has other services, replicas or ports now than what runs: stop the cluster and start it again"
+            )
+        self._compose, self._plan = compose, self._make_plan(compose)
+        steps = plan_roll(self._plan, services)
+        return Roller(self, steps, ready_s=ready_s, is_trying=is_trying, on_event=on_event)
+
+    async def spare(self, spec: ProcessSpec) -> ProcessSupervisor:
+        """See roller.Cluster."""
+        own = {place: None for place in self._ports if (place.service, place.replica) == (spec.service, spec.replica)}
+        ports = {**self._ports, **await asyncio.to_thread(assign_ports, own)}
+        plan = plan_cluster(self._compose, ports, self._folder.volumes)
+        (moved,) = (other for other in plan.processes if other.name == spec.name)
+        return self._make_supervisor(moved, is_trial=True)
 
     async def __aenter__(self) -> "LocalCluster":
         await self.start()
@@ -194,15 +225,21 @@ class LocalCluster:
     ) -> None:
         await self.stop()
 
-    def _make_supervisor(self, spec: ProcessSpec) -> ProcessSupervisor:
+    def _make_plan(self, compose: ComposeFile) -> ClusterPlan:
+        plan = plan_cluster(compose, self._ports, self._folder.volumes)
+        for folder in plan.folders:
+            folder.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def _make_supervisor(self, spec: ProcessSpec, *, is_trial: bool = False) -> ProcessSupervisor:
         return ProcessSupervisor(
             spec,
             folder=self._folder.path,
             hang_window_s=self._hang_window_s,
             dependencies_ready=lambda: self._wait_for_dependencies(spec),
             dependencies_healthy=lambda: self._are_dependencies_healthy(spec),
-            on_line=self._on_line,
-            on_status=self._take_status,
+            on_line=(lambda name, line: self._on_line(f"{name} (tried)", line)) if is_trial else self._on_line,
+            on_status=(lambda status: None) if is_trial else self._take_status,
         )
 
     def supervisor(self, service: str, replica: int) -> ProcessSupervisor:
@@ -279,12 +316,5 @@ async def _kill(supervisor: ProcessSupervisor) -> None:
     await supervisor.stop()
 
 
-def _with_environment(compose: ComposeFile, environment: Mapping[str, Mapping[str, str]]) -> ComposeFile:
-    unknown = sorted(environment.keys() - compose.services.keys())
-    if unknown:
-        raise UnknownServiceError(f"environment for {', '.join(unknown)}: the file has {', '.join(compose.services)}")
-    services = {
-        name: replace(service, environment={**service.environment, **environment.get(name, {})})
-        for name, service in compose.services.items()
-    }
-    return replace(compose, services=services)
+def _replicas(compose: ComposeFile) -> dict[str, int]:
+    return {name: service.replicas for name, service in compose.services.items()}

@@ -71,7 +71,7 @@ class RunFolder:
             folder.mkdir(_OWN_FOLDER, parents=True, exist_ok=True)
             if is_in_cwd or folder == self.path:
                 _make_private(folder)
-        with _opened(self.path) as handle:
+        with opened(self.path) as handle:
             if is_in_cwd:
                 ignore = os.open(self.path.parent / ".gitignore", _CREATE, _OWN_FILE)
                 os.write(ignore, b"*\n")
@@ -155,7 +155,7 @@ def supervisor_of(folder: Path) -> Supervisor | None:
     than the one that it names.
     """
     try:
-        with _opened(folder) as handle:
+        with opened(folder) as handle:
             lock = os.open("lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle)
     except FileNotFoundError:
         return None
@@ -210,7 +210,7 @@ def read_state(folder: Path) -> ClusterState:
     """
     try:
         supervisor = supervisor_of(folder)
-        with _opened(folder) as handle:
+        with opened(folder) as handle:
             file = os.fdopen(os.open("state.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=handle))
         with file:
             _require_own(folder / "state.json", os.fstat(file.fileno()), stat.S_ISREG)
@@ -242,7 +242,7 @@ def _running(root: Path, project: str | None, passed_over: list[str]) -> list[Pa
     """
     found: list[Path] = []
     try:
-        with _opened(root):
+        with opened(root):
             entries = sorted(root.iterdir())
     except FileNotFoundError:
         return found
@@ -281,8 +281,8 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """A handle of the folder, which is ours alone and no link. Raises OSError or UntrustedFolderError."""
+def opened(folder: Path) -> Iterator[int]:
+    """A handle of a run folder, which is ours alone and no link. Raises OSError or UntrustedFolderError."""
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.detokenizer.config import DetokenizerSettings
@@ -15,6 +16,8 @@ from radixmesh.daemons.runtime.rpc.hello import identity_to_proto, make_hello
 from radixmesh.detokenizer.v1 import detokenizer_pb2_grpc
 
 _DRAIN_POLL_S = 0.05
+# New outputs wait where this is the only replica: what is left goes on at another one, or at the next process.
+_ENTRIES_DRAIN_S = 2.0
 
 
 class DetokenizerDaemon(Daemon):
@@ -40,8 +43,9 @@ class DetokenizerDaemon(Daemon):
         self._loaded = await asyncio.to_thread(self._load)
 
     async def drain(self) -> None:
-        """Entries are a cache that any replica rebuilds: what is open may finish while drain_s lasts."""
-        while self._budget.num_entries:  # noqa: ASYNC110 - entries end in domain code, which knows no event loop.
+        """Entries are a cache that any replica rebuilds: those that are open may finish for a moment only."""
+        until = time.monotonic() + _ENTRIES_DRAIN_S
+        while self._budget.num_entries and time.monotonic() < until:  # noqa: ASYNC110 - entries end in domain code.
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from radixmesh.daemons.router.config import BeyondContext, RouterSettings
+from radixmesh.daemons.router.discovery.discovery import Discovery
+from radixmesh.daemons.router.discovery.retirement import Retirement
+from radixmesh.daemons.router.discovery.sources import make_sources
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.frame_stream import Dial
@@ -17,6 +20,8 @@ from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool, Tokeniz
 from radixmesh.daemons.router.placement.cache_follower import OpenWatch
 from radixmesh.daemons.router.placement.placement import Placement
 from radixmesh.daemons.router.placement.policies import make_policy
+from radixmesh.daemons.router.queue.tenants import TenantShares
+from radixmesh.daemons.router.queue.waiting_outputs import QueueBounds, WaitingOutputs
 from radixmesh.daemons.router.requests.journal import Journal
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.router.requests.output_flow import OutputFlow
@@ -65,10 +70,22 @@ def make_router(
             LinkPlacement(
                 Placement(make_policy(settings.policy), view_bytes=settings.view_bytes, now=clock),
                 open_watch=peers.watch_cache,
+                max_outputs=settings.scheduler_max_outputs,
                 on_decision=times.routed,
             ),
             wait_s=settings.scheduler_wait_s,
             migrate_after_s=settings.migrate_after_s,
+            waiting=WaitingOutputs(
+                QueueBounds(
+                    max_outputs=settings.max_queue,
+                    max_bytes=settings.queue_bytes,
+                    tenant_max_outputs=settings.tenant_max_queue or settings.max_queue * 3 // 4,
+                    shares=TenantShares.parse(settings.tenant_weights, settings.tenant_max_outputs),
+                ),
+                on_served=metrics.router_queue_seconds.observe,
+                on_refused=lambda reason: metrics.router_queue_refused.labels(reason).inc(),
+                clock=clock,
+            ),
             evens_out=settings.move_on_overload,
             on_moved=lambda reason, count: metrics.moved_outputs.labels(reason).inc(count),
             aliases=ModelAliases.parse(settings.model_aliases),
@@ -112,8 +129,14 @@ def make_router(
         NameWatch(settings.detokenizers, flow.detokenizers, peers.look_up),
         NameWatch(settings.schedulers, flow.schedulers, peers.look_up),
     ]
+    members = Retirement(flow.schedulers)
+    sources = make_sources(
+        settings.discover, docker_socket=settings.docker_socket, kubernetes_api=settings.kubernetes_api
+    )
     return Router(
         settings,
+        members=members,
+        discovery=Discovery(sources, members, max_schedulers=settings.max_schedulers),
         journal=journal,
         flow=flow,
         maker=maker,

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from radixmesh.daemons.router.discovery.sources import FORMS, make_sources
 from radixmesh.daemons.router.placement.policies import POLICIES
+from radixmesh.daemons.router.queue.tenants import TenantShares
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
 from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.memory import share
@@ -28,6 +30,14 @@ class RouterSettings(CommonSettings):
     tokenizers: tuple[str, ...] = setting((), "addresses of tokenizers: host:port or unix:/path, comma-separated")
     detokenizers: tuple[str, ...] = setting((), "addresses of detokenizers, comma-separated")
     schedulers: tuple[str, ...] = setting((), "addresses of schedulers, comma-separated; more can be added at run time")
+    discover: tuple[str, ...] = setting((), f"where more schedulers are found, comma-separated: {FORMS}")
+    max_schedulers: int = setting(
+        1_024, "schedulers that --discover may bring; further ones are ignored, and the log says so"
+    )
+    docker_socket: str = setting("/var/run/docker.sock", "socket of the Docker engine, for docker: sources")
+    kubernetes_api: str = setting(
+        "", "URL of the Kubernetes API server, for kubernetes: sources; empty: of the cluster that this runs in"
+    )
     policy: str = setting("cache_aware", f"how a scheduler is chosen: {', '.join(sorted(POLICIES))}")
     view_bytes: int = setting(
         share(16, 128 << 20),
@@ -39,6 +49,21 @@ class RouterSettings(CommonSettings):
         share(4, 1 << 30),
         "bytes of requests kept; past it new requests get JOURNAL_FULL; by default a quarter of the memory that the "
         "process may have, 1 GiB at most",
+    )
+    max_queue: int = setting(
+        16_384, "outputs that wait here for a scheduler with room; more requests are refused with OVERLOADED, HTTP 429"
+    )
+    queue_bytes: int = setting(
+        share(8, 512 << 20),
+        "bytes of the requests of those; by default an eighth of the memory that the process may have, 512 MiB at most",
+    )
+    tenant_max_queue: int = setting(0, "outputs of one tenant among those; 0: three quarters of --max-queue")
+    tenant_weights: tuple[str, ...] = setting((), "shares of tenants while they wait: TENANT=WEIGHT, 1 for all others")
+    tenant_max_outputs: tuple[str, ...] = setting(
+        (), "outputs of a tenant at schedulers at a time: N, TENANT=N; further ones wait here"
+    )
+    scheduler_max_outputs: int = setting(
+        0, "outputs at one scheduler from which on it is full; 0: its slots, and as many again that wait, at least 64"
     )
     grpc_message_bytes: int = setting(
         share(32, 64 << 20),
@@ -108,11 +133,19 @@ class RouterSettings(CommonSettings):
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
         ModelAliases.parse(self.model_aliases)
+        make_sources(self.discover)
+        TenantShares.parse(self.tenant_weights, self.tenant_max_outputs)
+        for name in ("tenant_max_queue", "scheduler_max_outputs"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be >= 0, not {getattr(self, name)}")
         if self.journal_bytes <= 0:
             raise ValueError(f"--journal-bytes must be > 0, not {self.journal_bytes}")
         if self.view_bytes < 0:
             raise ValueError(f"--view-bytes must be >= 0, not {self.view_bytes}")
         for name in (
+            "max_schedulers",
+            "max_queue",
+            "queue_bytes",
             "grpc_message_bytes",
             "grpc_receiving_bytes",
             "grpc_message_s",

@@ -24,6 +24,8 @@ log = get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
 _HTTP_STOP_S = 3.0
+# Proxies ask for /health once a second, as a rule, and send new connections until then.
+_HTTP_LINGER_S = 1.5
 
 
 def guard_of(settings: RouterSettings) -> KeyGuard:
@@ -56,9 +58,7 @@ class RouterDaemon(Daemon):
         self._runtime = runtime
         runtime.server.guard(guard)
         runtime.server.add(router_pb2_grpc.add_RouterServiceServicer_to_server, RouterService(self._router))
-        runtime.server.add(
-            router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdminService(self._router.schedulers)
-        )
+        runtime.server.add(router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdminService(self._router))
 
     @property
     def router(self) -> Router:
@@ -73,11 +73,18 @@ class RouterDaemon(Daemon):
         self._names = self._runtime.spawn(self._router.follow_names(), "names")
 
     async def drain(self) -> None:
-        """Clients are told to go elsewhere while what they have here ends: by GOAWAY, and by connections that close."""
+        """Clients are told to go elsewhere while what they have here ends: by GOAWAY, and by connections that close.
+
+        HTTP clients know nothing of either before they ask: for a moment they are still answered, each a last time.
+        """
         self._runtime.server.retire()
         if self._http is not None:
+            self._http.begin_retiring()
+            if self._http.num_connections:
+                await asyncio.sleep(_HTTP_LINGER_S)
             self._http.retire()
-        while self._router.num_streams:  # noqa: ASYNC110 - streams end in domain code, which knows no waiting.
+        # Streams and connections end in code that knows no waiting.
+        while self._router.num_streams or (self._http is not None and self._http.num_connections):  # noqa: ASYNC110
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:

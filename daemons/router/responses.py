@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.messages import resolved_to_proto
 from radixmesh.daemons.router.requests.updates import Finished, Logprobs, Update
 from radixmesh.router.v1 import router_pb2
 
@@ -10,7 +11,7 @@ from radixmesh.router.v1 import router_pb2
 def response_of(update: Update) -> router_pb2.GenerateResponse:
     """The update as a message. The hot path of gRPC: once per message."""
     if update.resolved is not None:
-        return router_pb2.GenerateResponse(resolved=update.resolved)
+        return router_pb2.GenerateResponse(resolved=resolved_to_proto(update.resolved))
     response = router_pb2.GenerateResponse()
     for delta in update.deltas:
         message = response.deltas.add(
@@ -39,7 +40,7 @@ def _logprobs_of(logprobs: Logprobs) -> common_pb2.Logprobs:
 def _finished_of(finished: Finished) -> router_pb2.OutputFinished:
     return router_pb2.OutputFinished(
         index=finished.index,
-        reason=finished.reason,
+        reason=int(finished.reason),  # type: ignore[arg-type]
         num_output=finished.num_output,
         text_bytes=finished.text_bytes,
         stop_id=finished.stop_id,

@@ -9,11 +9,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from google.protobuf.message import Message
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.discovery.discovery import Discovery
+from radixmesh.daemons.router.discovery.retirement import Retirement
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.requests.delivery import Delivery
@@ -24,13 +26,14 @@ from radixmesh.daemons.router.requests.request_stream import RequestStream, Stre
 from radixmesh.daemons.router.requests.request_times import RequestTimes
 from radixmesh.daemons.router.requests.resolver import check_names
 from radixmesh.daemons.router.requests.resume import check_resume, rebuild
+from radixmesh.daemons.router.requests.sessions import bind_session
 from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.daemons.runtime.rpc.name_watch import NameWatch
-from radixmesh.daemons.runtime.rpc.progress import Progress
+from radixmesh.daemons.runtime.rpc.progress import Progress, State
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context
@@ -62,6 +65,8 @@ class Router:
         flow: OutputFlow,
         maker: RequestMaker,
         peer_watchers: Sequence[NameWatch],
+        members: Retirement,
+        discovery: Discovery,
         progress: Progress,
         metrics: Metrics,
         times: RequestTimes | None = None,
@@ -73,6 +78,8 @@ class Router:
         self._flow = flow
         self._maker = maker
         self._peer_watchers = tuple(peer_watchers)
+        self.members = members
+        self.discovery = discovery
         self._progress = progress
         self._metrics = metrics
         self._times = times or RequestTimes(metrics)
@@ -105,8 +112,9 @@ class Router:
             watcher.start()
 
     async def follow_names(self) -> None:
-        """Runs for ever: connects to the replicas behind names, and lets those go that have left."""
-        await asyncio.gather(*(watcher.run() for watcher in self._peer_watchers))
+        """Runs for ever: connects to the replicas that names and sources tell, and lets those go that have left."""
+        watchers = (watcher.run() for watcher in self._peer_watchers)
+        await asyncio.gather(*watchers, self.discovery.run(), self.members.run())
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -139,19 +147,26 @@ class Router:
         self._progress.work_pending(num_late)
         self._metrics.journal_bytes.set(self._journal.num_bytes)
         self._metrics.requests_queued.set(self.schedulers.num_waiting)
+        self._metrics.router_queue_bytes.set(self.schedulers.waiting.num_bytes)
         self._metrics.requests_running.set(len(self._journal))
 
-    def open(self, message: router_pb2.GenerateRequest) -> RequestStream:
-        """A stream for one request; nothing runs before its first take(). Raises MeshError."""
-        self._progress.require_serving()
+    def open(self, message: router_pb2.GenerateRequest, *, while_draining: bool = False) -> RequestStream:
+        """A stream for one request; nothing runs before its first take(). Raises MeshError.
+
+        while_draining: of a client who cannot know that this router drains, and has no other connection to ask on.
+        """
+        if not (while_draining and self._progress.state is State.DRAINING):
+            self._progress.require_serving()
         _drop_unknown_fields(message)
         bind_tenant(message, current_caller(), shares_cache=self._settings.share_cache_across_tenants)
         bind_priority(message, current_caller())
+        bind_session(message)
         request_id = message.resume.resolved.request_id or message.request_id or uuid.uuid4().hex
         check_request_id(request_id)
         delivery = Delivery(self._journal, self._pacer, self._times, self._clock)
         stream = RequestStream(self, message, request_id, delivery)
         check_names(tenant=stream.tenant)
+        self.schedulers.turns.require_any_room()
         live = self._streams.get(request_id, stream.tenant)
         if live is not None:
             self._supersede(live, stream)
@@ -206,7 +221,8 @@ class Router:
     def begin(self, stream: RequestStream, request: Request) -> None:
         request.span = stream.span
         if not request.resumption:
-            request.resolved.trace_context = request.trace_context
+            request.resolved = replace(request.resolved, trace_context=request.trace_context)
+        self.schedulers.turns.require_room(request)
         # The message lives as long as its call does, whatever is made of it.
         self._journal.add(request, num_message_bytes=stream.message.ByteSize())
         self._metrics.requests_started.inc()
@@ -298,7 +314,7 @@ def _check_same(live: RequestStream, message: router_pb2.GenerateRequest) -> Non
     if live.request is None:
         return
     ours, theirs = live.request.resolved, message.resume.resolved
-    if (ours.prompt_ids, ours.seeds, ours.model) != (theirs.prompt_ids, theirs.seeds, theirs.model):
+    if (ours.prompt_ids, ours.seeds, ours.model) != (theirs.prompt_ids, tuple(theirs.seeds), theirs.model):
         text = f"a request {ours.request_id!r} is running that is another one: choose another id"
         raise MeshError(ErrorReason.ERROR_REASON_DUPLICATE_REQUEST, text, {"request_id": ours.request_id})
     rebuild(message, ours.model_identity)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import grpc
 
+from radixmesh.daemons.router.messages import identity_to_proto
 from radixmesh.daemons.router.responses import response_of
 from radixmesh.daemons.router.router import Router
 from radixmesh.router.v1 import router_pb2, router_pb2_grpc
@@ -64,7 +65,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.GetModelInfoResponse(
             models=[
                 router_pb2.ModelInfo(
-                    model=model.identity, base_model=model.base_model, num_schedulers=model.num_schedulers
+                    model=identity_to_proto(model.identity),
+                    base_model=model.base_model,
+                    num_schedulers=model.num_schedulers,
                 )
                 for model in self._router.schedulers.models()
             ]

@@ -5,6 +5,9 @@ A pinned address, "name:port#ip", is one of the replicas behind a name: the ip i
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
+
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 
@@ -48,6 +51,20 @@ def authority_of(address: str) -> str | None:
     """The "name:port" of a pinned address, None of any other."""
     name, pin, _ = address.partition(_PIN)
     return name if pin and not address.startswith(UNIX_PREFIX) else None
+
+
+def own_host(listen: Sequence[str]) -> str:
+    """The address by which others reach the server that listens there; where it listens on every address of the
+    machine, the one that the machine's name stands for. 127.0.0.1 if nobody else can reach it."""
+    hosts = [split_host_port(address)[0] for address in listen if not address.startswith(UNIX_PREFIX)]
+    if not hosts:
+        return "127.0.0.1"
+    if hosts[0] not in ("0.0.0.0", "::"):
+        return hosts[0]
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def _bracketed(ip: str) -> str:

@@ -7,7 +7,9 @@ from itertools import islice
 from typing import cast
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
+
+# Of the contract, and offered by this name: domain code that raises errors needs no protos for it.
+from radixmesh.common.v1.common_pb2 import ErrorReason as ErrorReason
 
 _PREFIX = "ERROR_REASON_"
 # Of an error that a peer sent.

@@ -35,6 +35,7 @@ class Sampling:
     seed: int | None = None
     num_top_logprobs: int | None = None
     prompt_logprobs: bool = False
+    prompt_logprobs_start: int = 1
 
     @property
     def is_greedy(self) -> bool:
@@ -83,6 +84,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
         seed=m.seed if m.HasField("seed") else None,
         num_top_logprobs=m.num_top_logprobs if m.HasField("num_top_logprobs") else None,
         prompt_logprobs=m.prompt_logprobs,
+        prompt_logprobs_start=max(1, m.prompt_logprobs_start),
     )
     _check_range("temperature", sampling.temperature, 0.0, 100.0)
     _check_range("repetition_penalty", sampling.repetition_penalty, 1e-6, 1e6)
@@ -91,6 +93,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> Sampling:
     _check_range("top_p", sampling.top_p, 1e-9, 1.0)
     _check_range("min_p", sampling.min_p, 0.0, 1.0)
     _check_range("top_k", sampling.top_k, 0, 2**31 - 1)
+    _check_range("prompt_logprobs_start", sampling.prompt_logprobs_start, 0, 2**31 - 1)
     _check_range("num_top_logprobs", sampling.num_top_logprobs or 0, 0, MAX_TOP_LOGPROBS)
     return sampling
 
@@ -108,6 +111,8 @@ def sampling_to_proto(sampling: Sampling) -> common_pb2.SamplingParams:
         seed=sampling.seed,
         num_top_logprobs=sampling.num_top_logprobs,
         prompt_logprobs=sampling.prompt_logprobs,
+        # 1 is written as 0, as routers of an older contract do.
+        prompt_logprobs_start=sampling.prompt_logprobs_start if sampling.prompt_logprobs_start > 1 else 0,
     )
     if sampling.logit_bias:
         message.logit_bias_ids = pack_ints([token for token, _ in sampling.logit_bias])

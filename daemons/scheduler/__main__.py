@@ -41,7 +41,8 @@ class SchedulerDaemon(Daemon):
         await self.loop.until(lambda: self.loop.group_state in (GroupState.SERVING, GroupState.STANDBY))
 
     async def drain(self) -> None:
-        self.loop.is_draining = True
+        """Routers move what runs here to other schedulers; what none of them can take goes on while drain_s lasts."""
+        self.loop.is_draining = self.loop.is_leaving = True
         self.loop.streams.push_loads()
         await self.servicer.drained()
 

@@ -62,6 +62,8 @@ class SchedulerLoop:
         self.streams = RouterStreams()
         self.group_state = GroupState.CONNECTING
         self.is_draining = False
+        self.is_leaving = False
+        """The process is about to end: routers may move what runs here."""
         self.epoch = 0
         self._settings = settings
         self._group = group

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from prometheus_client import Counter
 
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.steps.step import StepResult
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.scheduler.planning.planner import Planner
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 
 
 class SchedulerMetrics:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.scheduler.sequence import Sequence
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import Attributes, Span, Tracer
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.scheduler.sequence import Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 

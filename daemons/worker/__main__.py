@@ -11,10 +11,10 @@ from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
 from radixmesh.daemons.runtime.rpc.stream_gate import StreamLimits
 from radixmesh.daemons.runtime.rpc.unary_gate import UnaryLimits
 from radixmesh.daemons.runtime.settings import load_settings
-from radixmesh.daemons.worker.backends import check_backend, load_model
+from radixmesh.daemons.worker.backends import check_backend, create_member, load_model
 from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.core import CoreConfig, WorkerCore
-from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
+from radixmesh.daemons.worker.group_member import GroupMember
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.result_stream import ResultStream, Send
 from radixmesh.daemons.worker.service import WorkerService
@@ -41,13 +41,13 @@ class WorkerDaemon(Daemon):
             runtime.metrics,
             runtime.fail,
             runtime.tracer,
-            member or UnconnectedMember(settings.rank_layout),
+            member or create_member(settings),
         )
         service = WorkerService(self.core, _stream_maker(settings))
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
 
     async def load(self) -> None:
-        model = await asyncio.to_thread(load_model, self._settings)
+        model = await asyncio.to_thread(load_model, self._settings, self.core.member.group)
         executor = StepExecutor(
             model.runner,
             num_slots=self._settings.num_slots,

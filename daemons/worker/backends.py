@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.addresses import own_host
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import (
     GrammarBackend,
@@ -28,8 +31,12 @@ from radixmesh.daemons.runtime.model_folder.generation_config import read_sampli
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.group import Group
 
 # Defaults of the simulated backend.
 _SIMULATED_MAX_TOTAL_LEN = 8192
@@ -57,13 +64,30 @@ def check_backend(settings: WorkerSettings) -> None:
         )
 
 
-def load_model(settings: WorkerSettings) -> LoadedModel:
-    """Loads; takes as long as it takes. Raises BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
+def load_model(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
+    """Loads; takes as long as it takes. group: the ranks that hold the model together; None: this one alone does.
+
+    Raises BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
+    """
     check_backend(settings)
+    if settings.backend is Backend.CPU:
+        return _load_cpu(settings, group)
     return _LOADERS[settings.backend](settings)
 
 
-def _load_cpu(settings: WorkerSettings) -> LoadedModel:
+def create_member(settings: WorkerSettings) -> GroupMember:
+    """The worker's place among the ranks of its group, and what connects it with those that it computes with."""
+    layout = settings.rank_layout
+    if settings.backend is not Backend.CPU or layout.tp_size == 1:
+        return UnconnectedMember(layout)
+    # Losing a rank is ours to tell: torch would put stacks of C++ frames between our lines.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from radixmesh.daemons.worker.collectives.member import CollectiveMember
+
+    return CollectiveMember(layout, settings.group_host or own_host(settings.listen))
+
+
+def _load_cpu(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
     from radixmesh.daemons.worker.cpu import load_cpu_runner
 
     folder = settings.model
@@ -79,6 +103,7 @@ def _load_cpu(settings: WorkerSettings) -> LoadedModel:
         max_total_len=settings.max_total_len,
         embed_pooling=settings.embed_pooling,
         model_impl=settings.model_impl,
+        group=group,
     )
     return _loaded(settings, folder, runner, _fingerprint(settings, folder))
 

@@ -85,6 +85,8 @@ class WorkerSettings(CommonSettings):
     simulated_row_seed: int = setting(0, "seed of the number of tokens that a decode yields")
     tp_size: int = setting(1, "ranks that share one batch (tensor parallelism)")
     tp_rank: int = setting(0, "place of this worker among them, from 0 on")
+    group_host: str = setting("", "address of this machine by which the other ranks reach this one, with --tp-size; "
+        "empty: that of --listen")  # fmt: skip
     dp_size: int = setting(1, "batches of the group, each with slots and pages of its own (data-parallel attention)")
     dp_rank: int = setting(0, "the one of them that this worker computes, from 0 on")
     ep_size: int = setting(1, "ranks that share the experts of a layer; 1: every rank has all")
@@ -141,9 +143,12 @@ class WorkerSettings(CommonSettings):
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
         layout = self.rank_layout
-        if self.backend is not Backend.SIMULATED and (layout.tp_size > 1 or layout.ep_size > 1):
-            raise ValueError(f"{_flag('tp_size')} and {_flag('ep_size')} above 1 are for --backend simulated: the "
-                f"{self.backend} backend does not split a model yet; use --dp-size, or replicas")  # fmt: skip
+        if self.backend is Backend.CUDA and layout.tp_size > 1:
+            raise ValueError(f"{_flag('tp_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
+                "split a model yet; use replicas")  # fmt: skip
+        if self.backend is not Backend.SIMULATED and layout.ep_size > 1:
+            raise ValueError(f"{_flag('ep_size')} above 1 is for --backend simulated: no other divides experts among "
+                "ranks; use --tp-size, which cuts each expert")  # fmt: skip
         if self.backend is Backend.CUDA and layout.dp_size > 1:
             raise ValueError(f"{_flag('dp_size')} above 1 is for --backend cpu or simulated: start replicas, each with "
                 "a scheduler of its own")  # fmt: skip

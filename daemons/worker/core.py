@@ -105,7 +105,12 @@ class WorkerCore:
         )
         self._answered_one = asyncio.Event()
         self._is_draining = False
-        self.formation = GroupFormation(self.ledger, self.member, lambda: self._queue.run(self._ready().reset))
+        self.formation = GroupFormation(
+            self.ledger,
+            self.member,
+            reset=lambda: self._queue.run(self._ready().reset),
+            agree=lambda: self._queue.run(self._ready().executor.runner.formed),
+        )
 
     def put_blob(self, blob_hash: str, data: bytes) -> bool:
         """Keeps a blob, and reads it if it is a grammar: a step that admits a request finds it ready. Takes a while.
@@ -159,6 +164,7 @@ class WorkerCore:
 
     def capabilities(self) -> worker_pb2.Capabilities:
         """State, backend and sizes of the worker; sizes are 0 while it loads."""
+        self._leave_broken_group()
         capabilities = worker_pb2.Capabilities(
             state=self._state,
             backend=self.config.backend,
@@ -197,6 +203,11 @@ class WorkerCore:
         self.ledger.fence(epoch, instance_id)
         self._taken_by(holder, epoch, instance_id)
 
+    def _leave_broken_group(self) -> None:
+        """A group that lost a rank is none any more: the next scheduler forms another."""
+        if self.ledger.group_generation and not self.member.is_whole:
+            self.ledger.formed(0)
+
     def _taken_by(self, holder: Holder, epoch: int, instance_id: str) -> None:
         """`holder` has won the worker; the one before it learns that it has lost it."""
         former, self.holder = self.holder, holder
@@ -213,6 +224,7 @@ class WorkerCore:
         """
         self._progress.require_serving()
         runner = self._ready()
+        self._leave_broken_group()
         self.ledger.claim(claim.epoch, instance_id, claim.group_generation)
         self._taken_by(holder, claim.epoch, instance_id)
         await self._queue.run(lambda: runner.begin_epoch(claim.epoch, claim.group_generation))

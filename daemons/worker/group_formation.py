@@ -16,12 +16,22 @@ log = get_logger(__name__)
 
 
 class GroupFormation:
-    """Takes one worker into and out of groups. reset: empties slots, KV and page records on the step thread."""
+    """Takes one worker into and out of groups, on the step thread by these two:
 
-    def __init__(self, ledger: EpochLedger, member: GroupMember, reset: Callable[[], Awaitable[None]]) -> None:
+    reset: empties slots, KV and page records. agree: settles with the other ranks how they compute together.
+    """
+
+    def __init__(
+        self,
+        ledger: EpochLedger,
+        member: GroupMember,
+        reset: Callable[[], Awaitable[None]],
+        agree: Callable[[], Awaitable[None]],
+    ) -> None:
         self._ledger = ledger
         self._member = member
         self._reset = reset
+        self._agree = agree
 
     async def form(self, request: worker_pb2.FormGroupRequest) -> None:
         """Makes the worker a rank of a new generation, without KV.
@@ -45,8 +55,9 @@ class GroupFormation:
         members = tuple(request.member_instance_ids)
         try:
             await asyncio.to_thread(member.form, request.generation, request.rendezvous, members)
+            await self._agree()
         except CollectiveAborted as error:
-            message = "the group was left while it formed: fence and form it again"
+            message = f"the group was left while it formed: fence and form it again ({error})"
             raise MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, message) from error
         ledger.check_holder(request.epoch, request.instance_id)
         ledger.formed(request.generation)

@@ -1,18 +1,25 @@
 """A worker as a rank of its group: its layout, and the collectives that it shares with the others.
 
-ALONE --form--> MEMBER of a generation --abort, or a later form--> ALONE
+ALONE --form--> MEMBER of a generation --abort, a lost rank, or a later form--> ALONE
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from radixmesh.daemons.runtime.rank_layout import RankLayout
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.group import Group
 
 
 class CollectiveAborted(Exception):
     """A step left a collective that was aborted. Its plan is discarded; the process waits for a new group."""
+
+
+class RankLost(CollectiveAborted):
+    """Another rank died, hangs or has left: the collective can never complete."""
 
 
 class GroupMember(Protocol):
@@ -26,6 +33,16 @@ class GroupMember(Protocol):
         """host:port where the group meets if this is rank 0; empty: none is needed."""
         ...
 
+    @property
+    def is_whole(self) -> bool:
+        """False once a rank was lost, or the group was left: no collective works until form()."""
+        ...
+
+    @property
+    def group(self) -> Group | None:
+        """Those that hold the model together with this rank, for its maths; None: it computes alone."""
+        ...
+
     def form(self, generation: int, rendezvous: str, member_instance_ids: Sequence[str]) -> None:
         """Meets the other ranks; blocks until all are there. Raises CollectiveAborted if abort() comes first."""
         ...
@@ -36,7 +53,10 @@ class GroupMember(Protocol):
 
 
 class UnconnectedMember:
-    """A rank whose steps need no collectives: the only one of its group, or a simulated one."""
+    """A rank whose steps need no collectives: the only one of its group, a data-parallel or a simulated one."""
+
+    is_whole = True
+    group: Group | None = None
 
     def __init__(self, layout: RankLayout | None = None) -> None:
         self.layout = layout or RankLayout()

@@ -34,10 +34,11 @@ class KvPool(KvPlanes):
         self.page_size = page_size
         self.dtype_name = str(dtype).removeprefix("torch.")
         planes = ";".join(
-            f"{plane.name}{list(plane.row_shape)}+{plane.padding}".replace(" ", "") for plane in layout.planes
+            f"{plane.name}{list(plane.row_shape)}+{plane.padding}{plane.form}".replace(" ", "")
+            for plane in layout.planes
         )
         self.layout_name = f"layers={layout.num_layers};page={page_size};{planes}"
-        """Fingerprint of how a page lies in memory: of layers, page size, and the planes with their padding."""
+        """Fingerprint of how a page lies in memory: of layers, page size, and the planes with padding and form."""
         try:
             stored = {
                 plane.name: torch.empty(
@@ -83,10 +84,15 @@ class KvPool(KvPlanes):
             plane[:, : self.num_pages] = float("nan")
 
 
-def default_num_pages(layout: KvLayout, *, page_size: int, dtype: torch.dtype, max_total_len: int) -> int:
-    """Pages for the smaller of a share of the free memory and some full contexts, at least one full context."""
+def default_num_pages(
+    layout: KvLayout, *, page_size: int, dtype: torch.dtype, max_total_len: int, num_ranks: int = 1
+) -> int:
+    """Pages for the smaller of a share of the free memory and some full contexts, at least one full context.
+
+    num_ranks: how many workers divide that share among them.
+    """
     available = available_bytes()
-    by_memory = int(available * _MEMORY_SHARE) // layout.bytes_per_token(dtype)
+    by_memory = int(available * _MEMORY_SHARE / num_ranks) // layout.bytes_per_token(dtype)
     one_context = -(-max_total_len // page_size)
     num_pages = max(min(by_memory, _MOST_CONTEXTS * max_total_len) // page_size, one_context)
     fields = {

@@ -182,6 +182,14 @@ class ModelRunner(ABC):
     def clear(self) -> None:
         """Forgets all KV (its memory stays). Not needed for rightness; makes stale reads visible in tests."""
 
+    def formed(self) -> None:
+        """The ranks that hold the model together have met: settles what they must do alike.
+
+        Raises CollectiveAborted.
+        Called before the first forward of every generation of the group. Default: nothing to settle.
+        """
+        return
+
     def now_ns(self) -> int:
         """The clock of StepOutput's times and of `ready_ns`; any thread may ask."""
         return time.monotonic_ns()

@@ -58,7 +58,7 @@ _TEXTS = Edge(["a"] * 1024, ["a"] * 1025, "INVALID_ARGUMENT")
 _GRAMMAR = Edge("", "a" * (_MIB + 1), "INVALID_GRAMMAR")
 # By field, the same on every route that has it, but for those of _OF_ROUTE.
 EDGES: Mapping[str, Edge] = {
-    **dict.fromkeys(("cache_salt", "tenant"), _NAME),
+    **dict.fromkeys(("cache_salt", "prompt_cache_key", "tenant"), _NAME),
     "model": Edge("tiny-llama", "n" * 257, "INVALID_ARGUMENT"),
     **dict.fromkeys(("request_id", "rid"), Edge(None, "r" * 300, "INVALID_ARGUMENT")),
     "prompt": _TEXTS,

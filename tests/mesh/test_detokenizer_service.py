@@ -430,6 +430,15 @@ async def test_loading_and_draining_daemons_take_nothing_new(folder: Path) -> No
             await asyncio.wait_for(draining, 60)
 
 
+async def test_a_drain_does_not_wait_long_for_outputs_that_go_on(folder: Path) -> None:
+    """With one replica new outputs wait meanwhile; with several the others take what is open."""
+    async with small(folder) as daemon, Conversation(daemon.address) as stream:
+        await stream.ask(opens=[open_of(1)])
+        daemon.runtime.progress.drain()
+        await asyncio.wait_for(daemon.daemon.drain(), 20)
+        assert daemon.daemon.num_entries == 1
+
+
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text(min_size=1, max_size=30), stops=st.lists(st.text(min_size=1, max_size=3), max_size=3), data=st.data()

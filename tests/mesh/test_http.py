@@ -203,6 +203,32 @@ async def test_completion_logprobs_and_echo(mesh: Mesh, sdk: AsyncOpenAI, http: 
     assert texts[0] == prompt and "".join(texts) == echoed.text
 
 
+async def test_completions_tell_their_ids(mesh: Mesh, http: httpx.AsyncClient) -> None:
+    prompts = ["The Tyger", "古池"]
+    known = [await mesh.client.complete(prompt, temperature=0, max_tokens=9, n=2) for prompt in prompts]
+    want = {
+        2 * place + output.index: (one.prompt_ids, output.ids)
+        for place, one in enumerate(known)
+        for output in one.outputs
+    }
+    body = {"prompt": prompts, "temperature": 0, "max_tokens": 9, "n": 2, "return_token_ids": True}
+    whole = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert {c["index"]: (c["prompt_token_ids"], c["token_ids"]) for c in whole} == want
+    for more in ({}, {"echo": True}, {"logprobs": 1}):
+        streamed: dict[int, tuple[list[int], list[int]]] = {}
+        async with http.stream("POST", "/v1/completions", json={**body, **more, "stream": True}) as response:
+            for event in await events_of(response):
+                for choice in event.get("choices", ()):
+                    if choice["index"] not in streamed:
+                        streamed[choice["index"]] = (choice["prompt_token_ids"], [])
+                    else:
+                        assert choice["prompt_token_ids"] is None
+                    streamed[choice["index"]][1].extend(choice["token_ids"])
+        assert streamed == want
+    plain = (await http.post("/v1/completions", json={**body, "return_token_ids": False})).json()["choices"]
+    assert "token_ids" not in plain[0]
+
+
 async def test_chat_logprobs_carry_bytes(sdk: AsyncOpenAI) -> None:
     job = next(job for job in CHATS if job.name == "chat.emoji")
     options = {"model": NAME, "messages": job.messages, "temperature": 0, "logprobs": True, "top_logprobs": 3}
@@ -303,10 +329,13 @@ async def test_texts_and_models(sdk: AsyncOpenAI, http: httpx.AsyncClient) -> No
     encoded = (await http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()
     assert encoded["count"] == len(encoded["tokens"]) and encoded["max_model_len"] == 2048
     kept = {"tokens": encoded["tokens"], "skip_special_tokens": False}
-    assert (await http.post("/detokenize", json=kept)).json() == {"text": text}
+    assert (await http.post("/detokenize", json=kept)).json() == {"text": text, "prompt": text}
     two = (await http.post("/tokenize", json={"prompt": [text, ""], "add_special_tokens": False})).json()["tokens"]
     assert two == [encoded["tokens"], []]
-    assert (await http.post("/detokenize", json={"tokens": two})).json() == {"text": ["naïve café 日本 ", ""]}
+    texts = ["naïve café 日本 ", ""]
+    assert (await http.post("/detokenize", json={"tokens": two})).json() == {"text": texts, "prompt": texts}
+    spelt = (await http.post("/tokenize", json={"prompt": "The Tyger", "return_token_strs": True})).json()
+    assert len(spelt["token_strs"]) == len(spelt["tokens"]) and "".join(spelt["token_strs"]).endswith("The Tyger")
     messages = CHATS[0].messages
     chat = (await http.post("/tokenize", json={"messages": messages})).json()["tokens"]
     used = await sdk.chat.completions.create(model=NAME, messages=messages, max_tokens=1)

@@ -125,6 +125,21 @@ async def test_a_drained_scheduler_is_left_at_once_where_that_is_asked_for() -> 
         await mesh.settle()
 
 
+async def test_a_scheduler_that_is_about_to_end_is_left_by_itself() -> None:
+    async with router_mesh(schedulers=2, move_on_overload=False) as mesh, mesh.client() as client:
+        for fake in mesh.fakes:
+            fake.step_s = 0.02
+        answers = [asyncio.create_task(client.complete(PROMPT, seed=i, max_tokens=40, n=1 + i % 2)) for i in range(8)]
+        await until(lambda: all(fake.num_running for fake in mesh.fakes) and mesh.fakes[0].num_tokens > 8)
+        mesh.fakes[0].is_leaving = True
+        await until(lambda: mesh.fakes[0].num_running == 0)
+        assert any(submit.resumed_output_ids for submit in mesh.fakes[1].submits)
+        mesh.fakes[1].is_leaving = True
+        for seed, task in enumerate(answers):  # Nobody is left to take them: they end where they are.
+            check(await task, seed, 40)
+        await mesh.settle()
+
+
 async def test_outputs_that_nobody_else_can_take_leave_once_somebody_can() -> None:
     async with router_mesh(schedulers=2) as mesh, mesh.client() as client, mesh.admin() as admin:
         await mesh.schedulers[1].kill()
@@ -221,12 +236,13 @@ async def test_the_routes_of_a_router_are_shown(capsys: pytest.CaptureFixture[st
         mesh.router().schedulers.drain(addresses(mesh)[1])
         router = mesh.routers[0].address
         assert await asyncio.to_thread(status.run, [router, "--routes", "--json", "--timeout", "30"]) == 0
-        told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        *told, queue = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert queue["queue"]["outputs"] == queue["queue"]["refused"] == 0
         assert [row["scheduler"] for row in told] == addresses(mesh)
         assert [row["state"] for row in told] == ["serving", "draining"]
         assert sum(row["routed"] for row in told) == 6
         assert all(row["hit_rate"] is None or 0 <= row["hit_rate"] <= 1 for row in told)
         assert await asyncio.to_thread(status.run, [router, "--routes", "--timeout", "30"]) == 0
         shown = capsys.readouterr().out
-        assert "ROUTED" in shown and addresses(mesh)[0] in shown
+        assert "ROUTED" in shown and addresses(mesh)[0] in shown and "nothing waits in the router" in shown
         assert await asyncio.to_thread(status.run, ["unix:/nowhere", "--routes", "--timeout", "1"]) == 1

@@ -14,6 +14,7 @@ from support.router_mesh import PROMPT_OF_TESTS as PROMPT
 from radixmesh.client import RadixMeshError
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.served_models import served_models
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
@@ -32,14 +33,15 @@ def model_of(**changes: object) -> common_pb2.ModelIdentity:
 
 @asynccontextmanager
 async def sized_mesh(
-    *sizes: tuple[int, int], routers: int = 1, scheduler_wait_s: float = 60.0
+    *sizes: tuple[int, int], routers: int = 1, scheduler_wait_s: float = 60.0, num_ranks: int = 1
 ) -> AsyncIterator[RouterMesh]:
-    """One scheduler per (context, pages)."""
+    """One scheduler per (context, pages); the first one has num_ranks data-parallel ranks of so many pages."""
     settings = {"policy": "round_robin", "scheduler_wait_s": scheduler_wait_s}
     async with router_mesh(schedulers=len(sizes), routers=routers, **settings) as mesh:
         for fake, member, (context, num_pages) in zip(mesh.fakes, mesh.schedulers, sizes, strict=True):
             fake.model, fake.num_pages = model_of(max_total_len=context), num_pages
             await member.kill()
+        mesh.fakes[0].num_ranks = num_ranks
         for i in range(routers):
             await until(lambda i=i: not any(link.is_connected for link in mesh.router(i).schedulers.links))  # type: ignore[misc]
         for member in mesh.schedulers:
@@ -76,6 +78,15 @@ async def test_less_memory_refuses_nothing_that_fits_another() -> None:
         await run(mesh, LONG_PROMPT, 20)
         assert not mesh.fakes[0].submits
         await mesh.settle()
+
+
+async def test_an_output_has_the_memory_of_one_rank() -> None:
+    async with sized_mesh((CONTEXT, 50), (CONTEXT, 1000), num_ranks=4) as mesh:
+        await run(mesh, LONG_PROMPT, 20)
+        assert not mesh.fakes[0].submits
+    async with sized_mesh((CONTEXT, 120), num_ranks=4) as mesh, mesh.client() as client:
+        answer = await client.complete(LONG_PROMPT, seed=1, ignore_eos=True)
+        assert len(answer.outputs[0].ids) == 21, "without max_tokens it ends where that memory does"
 
 
 async def test_where_nobody_has_the_memory_a_shorter_context_is_no_choice() -> None:
@@ -181,7 +192,7 @@ class Known:
 
     def __init__(self, identity: common_pb2.ModelIdentity, size: int, adapters: tuple[str, ...] = ()) -> None:
         self.is_connected = True
-        self.identity: common_pb2.ModelIdentity | None = identity
+        self.identity = identity_from_proto(identity)
         self.models = (identity.name, *adapters)
         self.max_request_len = size
 

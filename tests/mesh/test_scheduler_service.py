@@ -310,6 +310,19 @@ async def test_flush_and_drain() -> None:
         assert (await stub.Drain(scheduler_pb2.DrainRequest(timeout_ms=3000))).num_remaining == 0
 
 
+async def test_a_scheduler_that_is_told_to_end_says_so_in_its_load() -> None:
+    async with running(WorkerDaemon, worker_settings()) as worker:
+        settings = SchedulerSettings(workers=(worker.address,))
+        async with running(SchedulerDaemon, settings) as scheduler, serve_client(scheduler.address) as client:
+            long = await client.submit(PROMPT, max_tokens=900)
+            await client.until(lambda: len(client.seen[long].tokens) > 0)
+            draining = asyncio.create_task(scheduler.daemon.drain())
+            await client.until(lambda: any(load.is_leaving and load.is_draining for load in client.loads))
+            assert not draining.done()
+            assert await client.abort(f"a-{long}") == scheduler_pb2.ABORT_OUTCOME_FOUND
+            await asyncio.wait_for(draining, 60)
+
+
 @asynccontextmanager
 async def slow_mesh() -> AsyncIterator[str]:
     """Steps of 20 ms: an output of 900 tokens outlasts whatever a test does beside it."""

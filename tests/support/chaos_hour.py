@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import StepResult
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from support.lagging import LaggingRunner, LaggingWorld

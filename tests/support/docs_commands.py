@@ -27,6 +27,8 @@ _OWN_MODEL = NotHere("a folder of the reader's; tests/mesh/test_serve.py serves 
 _MINUTES = NotHere("takes minutes to hours: make test-full runs these tests")
 _PLACEHOLDERS = NotHere("a part of a command line; tests/mesh/test_secure_mesh.py starts daemons with these flags")
 _FRAGMENT = NotHere("a fragment that is only compiled")
+_LANGUAGE = "tests/mesh/test_language.py::test_the_page_runs_as_printed"
+_ROLL = NotHere("takes minutes: tests/mesh/test_cluster_roll.py runs the verb on processes that do nothing")
 _QUICK_HOPS = "tests/mesh/test_bench_hops.py::test_a_quick_run_prints_one_json_object_that_covers_every_hop"
 
 COMMANDS: dict[str, str | NotHere] = {
@@ -72,6 +74,9 @@ COMMANDS: dict[str, str | NotHere] = {
     "compose/fetch_wheels.sh": NotHere("downloads wheels; CI runs it (.ci/run)"),
     "RADIXMESH_BASE=radixmesh-base:bookworm RADIXMESH_BUILD_NETWORK=none docker compose -f compose/local.yml "
     "build": _DOCKER,
+    "radixmesh roll -f compose/scale.yml": _ROLL,
+    "radixmesh roll -f compose/scale.yml router": _ROLL,
+    "compose/roll.sh compose/scale.yml": _DOCKER,
     "radixmesh up -f compose/local.yml": "tests/mesh/test_recitation.py",
     "python bench/hops.py": _QUICK_HOPS,
     "python bench/observe.py --picture docs/dashboard.png --seconds 240 --scale router=2 --scale tokenizer=2 "
@@ -94,6 +99,7 @@ SNIPPETS: dict[str, str | NotHere] = {
     "README.md js 1": _MESH,
     "docs/http.md python 1": _MORE,
     "docs/deploy.md yaml 1": NotHere("a part of a Kubernetes pod; no cluster here"),
+    **{f"docs/language.md python {number}": _LANGUAGE for number in range(1, 6)},
     "docs/local-cluster.md python 1": NotHere("a fragment; tests/mesh/test_cluster.py makes these calls"),
     "docs/models.md python 1": _FRAGMENT,
     "docs/models.md python 2": _FRAGMENT,

@@ -51,9 +51,11 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.step_s = step_s
         self.per_step = per_step
         self.adapters: tuple[str, ...] = ()
-        self.num_pages = 1000  # Of one token.
+        self.num_pages = 1000  # Of one token, on each rank.
+        self.num_ranks = 1
         self.group = scheduler_pb2.GROUP_STATE_SERVING
         self.reject: MeshError | None = None  # Every submit gets it.
+        self.is_leaving = False  # Says so in its loads.
         self.is_silent = False  # Says nothing at all, but keeps the stream.
         self.ignores_aborts = False  # Goes on with attempts that it was told to end.
         self.is_paused = False  # Runs no steps; loads go out.
@@ -244,9 +246,20 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         )
 
     def _load(self, serving: Serving) -> scheduler_pb2.Load:
-        return scheduler_pb2.Load(
-            submit_sequence=serving.sequence, num_running=self.num_running, group=self.group, epoch=1
+        load = scheduler_pb2.Load(
+            submit_sequence=serving.sequence,
+            num_running=self.num_running,
+            group=self.group,
+            epoch=1,
+            is_draining=self.is_leaving,
+            is_leaving=self.is_leaving,
         )
+        if self.num_ranks > 1:
+            load.total_pages = load.free_pages = self.num_ranks * self.num_pages
+            load.ranks.extend(
+                scheduler_pb2.RankLoad(dp_rank=rank, free_pages=self.num_pages) for rank in range(self.num_ranks)
+            )
+        return load
 
 
 def whole_submit(submit: scheduler_pb2.Submit, earlier: dict[int, scheduler_pb2.Submit]) -> scheduler_pb2.Submit:

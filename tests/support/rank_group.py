@@ -32,6 +32,8 @@ class Wire:
 class LockStepMember:
     """One rank's end of the wire. all_gather() blocks until every rank has come, or abort() is called here."""
 
+    group = None
+
     def __init__(self, wire: Wire, rank: int) -> None:
         self.layout = RankLayout(tp_size=wire.num_ranks, tp_rank=rank)
         self.rendezvous = f"rank-{rank}"
@@ -39,6 +41,10 @@ class LockStepMember:
         self._wire = wire
         self._num_calls = 0
         self._is_aborted = True
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._is_aborted
 
     def form(self, generation: int, rendezvous: str, member_instance_ids: Sequence[str]) -> None:
         assert len(member_instance_ids) == self._wire.num_ranks

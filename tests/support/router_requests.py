@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Output, Request
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.router.v1 import router_pb2
+from radixmesh.daemons.runtime.sampling import Sampling, Stop
 
 
 def new_request(
@@ -21,10 +24,16 @@ def new_request(
     ids_only: bool = False,
 ) -> Request:
     """A request with a prompt of four tokens and n waiting outputs."""
-    resolved = router_pb2.Resolved(
-        request_id=request_id, model="m", prompt_ids=pack_ints([1, 2, 3, 4]), seeds=range(n), ids_only=ids_only
+    resolved = ResolvedRequest(
+        request_id=request_id,
+        model="m",
+        model_identity=ServedIdentity(),
+        prompt_ids=pack_ints([1, 2, 3, 4]),
+        seeds=tuple(range(n)),
+        sampling=Sampling(),
+        stop=Stop(max_tokens=max_tokens),
+        ids_only=ids_only,
     )
-    resolved.stop.max_tokens = max_tokens
     request = Request(
         resolved=resolved,
         resumption=resumption,
@@ -35,3 +44,13 @@ def new_request(
     )
     request.outputs.extend(Output(request=request, index=index) for index in range(n))
     return request
+
+
+def change(request: Request, **fields: object) -> None:
+    """Gives a request's resolved form other values; those of `sampling` and `stop` are fields of these."""
+    options = {
+        name: replace(getattr(request.resolved, name), **fields.pop(name))
+        for name in ("sampling", "stop")
+        if name in fields
+    }  # type: ignore[arg-type]
+    request.resolved = replace(request.resolved, **options, **fields)  # type: ignore[arg-type]

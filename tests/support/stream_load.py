@@ -16,9 +16,19 @@ from support.jobs import Job, answers_of
 
 @dataclass(slots=True, kw_only=True)
 class StreamLog:
-    """One stream's progress: moments (monotonic) of its chunks."""
+    """One stream's progress: moments (monotonic) of its chunks, and number of chunks before each of its requests."""
 
     moments: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+
+    def gaps(self, since: float, until: float) -> list[float]:
+        """Times between two chunks of the same request, of those that end in [since, until]."""
+        firsts = set(self.starts)
+        return [
+            after - before
+            for place, (before, after) in enumerate(itertools.pairwise(self.moments), 1)
+            if place not in firsts and since <= after <= until
+        ]
 
     def longest_gap(self, since: float, until: float) -> float:
         """Longest time without a chunk, of the gaps that touch [since, until]."""
@@ -79,6 +89,10 @@ class StreamLoad:
         now = time.monotonic()
         return max(log.longest_gap(since, now) for log in self._logs)
 
+    def gaps(self, since: float, until: float) -> list[float]:
+        """Times between two chunks, of all streams, in order of length."""
+        return sorted(gap for log in self._logs for gap in log.gaps(since, until))
+
     async def _run(self, number: int) -> None:
         turn = number
         while not self._is_ending:
@@ -88,6 +102,7 @@ class StreamLoad:
 
     async def _run_job(self, job: Job, log: StreamLog) -> None:
         outputs: dict[int, CompletionOutput] = {}
+        log.starts.append(len(log.moments))
         stream = self._client.generate(job.prompt, messages=job.messages, **job.options)
         try:
             async for chunk in stream:

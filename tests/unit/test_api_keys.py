@@ -6,6 +6,7 @@ import os
 import re
 from contextvars import copy_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -188,9 +189,11 @@ def opened(message: GenerateRequest, caller: Caller, **settings: bool) -> Genera
     progress.loaded()
     parts = {
         "journal": Journal(1 << 20),
-        "flow": None,
+        "flow": SimpleNamespace(schedulers=SimpleNamespace(turns=SimpleNamespace(require_any_room=lambda: None))),
         "maker": None,
         "peer_watchers": [],
+        "members": None,
+        "discovery": None,
         "progress": progress,
         "metrics": Metrics(),
     }

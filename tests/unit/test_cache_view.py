@@ -21,7 +21,7 @@ from radixmesh.daemons.router.placement.prefix_index import PrefixIndex, matched
 from radixmesh.daemons.router.placement.prompt_keys import BLOCK, PromptKeys
 from radixmesh.daemons.router.placement.sent_prompts import SentPrompts
 from radixmesh.daemons.runtime.arrays import IntArray
-from radixmesh.daemons.scheduler.cache.feed import CacheFeed
+from radixmesh.daemons.scheduler.cache.feed import CacheFeed, inserted_on
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
 from radixmesh.daemons.scheduler.cache.radix_cache import RadixCache
 from radixmesh.daemons.scheduler.cache.watch import change_messages
@@ -30,14 +30,24 @@ NAMES = (Namespace("", 1), Namespace("0:salt", 1), Namespace("", 2))
 
 
 class Replica:
-    """A scheduler's cache that prompts are inserted into and evicted from, and the router's view of it."""
+    """A scheduler's caches, one a data-parallel rank, that prompts are inserted into and evicted from, and the router's
+    view of them."""
 
-    def __init__(self, row: int, index: PrefixIndex, keys: PromptKeys, *, page_size: int = 1, num_pages: int = 600):
-        self.cache = RadixCache(page_size=page_size, num_pages=num_pages)
+    def __init__(
+        self,
+        row: int,
+        index: PrefixIndex,
+        keys: PromptKeys,
+        *,
+        page_size: int = 1,
+        num_pages: int = 600,
+        num_ranks: int = 1,
+    ):
+        self.caches = [RadixCache(page_size=page_size, num_pages=num_pages) for _ in range(num_ranks)]
         self.feed = CacheFeed(max_events=50)
-        self.feed.follow((self.cache,))
+        self.feed.follow(self.caches)
         self.view = CacheView(row, index, keys, max_bytes=1 << 30)
-        self.free = list(range(num_pages))
+        self.free = [list(range(num_pages)) for _ in self.caches]
         self.watch()
 
     def watch(self) -> None:
@@ -45,36 +55,43 @@ class Replica:
         self.view.clear()
         for _ in self.view.clear_index():
             pass
-        (content,) = self.feed.open() or (None,)
-        assert content is not None
+        contents = self.feed.open()
+        assert contents is not None
         self.revision = self.feed.revision
-        content.order()
-        for node, parent, ids, name in content.nodes():
-            insert = Insert(
-                node=node + 1,
-                parent=parent + 1,
-                ids=ids.astype("<i4").tobytes(),
-                namespace=name.name,
-                weights_version=name.weights_version,
-            )
-            self.view.apply(CacheChange(revision=self.revision, inserts=[insert]))
+        for rank, content in enumerate(contents):
+            content.order()
+            for node in content.nodes():
+                event = inserted_on(rank, len(contents), *node)
+                insert = Insert(
+                    node=event.node + 1,
+                    parent=event.parent + 1,
+                    ids=event.ids.astype("<i4").tobytes(),
+                    namespace=event.namespace.name,
+                    weights_version=event.namespace.weights_version,
+                )
+                self.view.apply(CacheChange(revision=self.revision, inserts=[insert]))
 
-    def insert(self, name: Namespace, ids: IntArray) -> None:
-        num_pages = len(ids) // self.cache.page_size
-        ids = ids[: num_pages * self.cache.page_size]
-        missing = num_pages - len(self.free)
+    def insert(self, rank: int, name: Namespace, ids: IntArray) -> None:
+        cache, free = self.caches[rank], self.free[rank]
+        num_pages = len(ids) // cache.page_size
+        ids = ids[: num_pages * cache.page_size]
+        missing = num_pages - len(free)
         if missing > 0:
-            self.free.extend(self.cache.evict(missing).tolist())
-        if len(self.free) < num_pages:
+            free.extend(cache.evict(missing).tolist())
+        if len(free) < num_pages:
             return
-        pages = np.array([self.free.pop() for _ in range(num_pages)], np.int32)
-        done = self.cache.insert(name, ids, pages)
-        self.free.extend(pages[: done.num_known].tolist())
+        pages = np.array([free.pop() for _ in range(num_pages)], np.int32)
+        done = cache.insert(name, ids, pages)
+        free.extend(pages[: done.num_known].tolist())
+
+    def evict(self, rank: int, num_pages: int) -> None:
+        self.free[rank].extend(self.caches[rank].evict(num_pages).tolist())
 
     def reset(self) -> None:
-        """The cache is flushed."""
-        self.cache.reset()
-        self.free = list(range(self.cache.num_pages))
+        """The caches are flushed."""
+        for cache in self.caches:
+            cache.reset()
+        self.free = [list(range(cache.num_pages)) for cache in self.caches]
 
     def read(self) -> None:
         """Applies the events that the feed kept, or the content where it kept too few."""
@@ -86,8 +103,8 @@ class Replica:
             self.revision = message.revision
 
     def cached(self, name: Namespace, ids: IntArray) -> int:
-        """Tokens of the prompt in the scheduler's tree."""
-        return self.cache.probe(name, ids).num_pages * self.cache.page_size
+        """Tokens of the prompt in that one of the scheduler's trees that has most."""
+        return max(cache.probe(name, ids).num_pages * cache.page_size for cache in self.caches)
 
 
 def _prompts(rng: np.random.Generator) -> list[IntArray]:
@@ -104,15 +121,18 @@ def _prompts(rng: np.random.Generator) -> list[IntArray]:
     return prompts
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "num_ranks"), [(1, 1), (16, 1), (1, 3)])
 @given(seed=st.integers(0, 10_000))
-def test_the_view_equals_the_tree_whatever_happens(page_size: int, seed: int) -> None:
+def test_the_view_equals_the_trees_whatever_happens(page_size: int, num_ranks: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     keys, index = PromptKeys(seed), PrefixIndex()
-    replicas = [Replica(row, index, keys, page_size=page_size, num_pages=600 // page_size) for row in range(3)]
+    replicas = [
+        Replica(row, index, keys, page_size=page_size, num_pages=600 // page_size, num_ranks=num_ranks)
+        for row in range(3)
+    ]
     prompts = _prompts(rng)
     for _ in range(60):
-        replica = replicas[int(rng.integers(3))]
+        replica, rank = replicas[int(rng.integers(3))], int(rng.integers(num_ranks))
         match int(rng.integers(10)):
             case 0:
                 replica.read()
@@ -121,11 +141,10 @@ def test_the_view_equals_the_tree_whatever_happens(page_size: int, seed: int) ->
             case 2 if rng.random() < 0.3:
                 replica.reset()
             case 2:
-                freed = replica.cache.evict(int(rng.integers(1, 40)))
-                replica.free.extend(freed.tolist())
+                replica.evict(rank, int(rng.integers(1, 40)))
             case _:
                 name = NAMES[int(rng.integers(3))]
-                replica.insert(name, prompts[int(rng.integers(len(prompts)))])
+                replica.insert(rank, name, prompts[int(rng.integers(len(prompts)))])
     for replica in replicas:
         replica.read()
     for name in NAMES:

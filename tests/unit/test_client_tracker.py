@@ -108,3 +108,21 @@ def test_prompt_logprobs_come_in_parts_again_after_a_resumption_and_never_with_a
     assert tracker.prompt_logprobs.token_logprobs == [-1, -2, -3, -4]
     with pytest.raises(BrokenStreamError, match="from 6 came where 5 was due"):
         tracker.take(part(6, -6))
+
+
+def test_prompt_logprobs_from_a_later_position_have_their_gaps_counted_from_there() -> None:
+    def part(start: int, *values: float) -> Response:
+        return Response(
+            prompt_logprobs=common_pb2.Logprobs(token_logprobs=pack_floats(values)), prompt_logprobs_start=start
+        )
+
+    tracker = Tracker()
+    resolved = router_pb2.Resolved(seeds=[1], sampling=common_pb2.SamplingParams(prompt_logprobs_start=5))
+    tracker.take(Response(resolved=resolved))
+    # The last part is of a router that does not know the field: it begins at the first position.
+    for response in (part(5, -5), part(6, -6), part(1, -1, -2, -3, -4, -5, -6, -7)):
+        tracker.take(response)
+    assert tracker.prompt_logprobs is not None
+    assert tracker.prompt_logprobs.token_logprobs == [-5, -6, -7]
+    with pytest.raises(BrokenStreamError, match="from 9 came where 8 was due"):
+        tracker.take(part(9, -9))

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.router_requests import new_request
+from support.router_requests import change, new_request
 
 from radixmesh.client.tracker import Tracker
-from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.messages import resolved_to_proto
 from radixmesh.daemons.router.requests.delivery import MAX_MESSAGE_BYTES, Delivery
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
@@ -23,6 +23,7 @@ from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.router.responses import response_of
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.router.v1 import router_pb2
 
@@ -48,7 +49,7 @@ def grow(journal: Journal, output: Output, ids: list[int], text: str) -> None:
 
 
 def finish(output: Output, num_output: int) -> None:
-    output.ending = Ending(reason=common_pb2.FINISH_REASON_LENGTH, num_output=num_output)
+    output.ending = Ending(reason=FinishReason.LENGTH, num_output=num_output)
     output.move_to(OutputState.FINISHED)
     output.request.delivery.mark(output)
 
@@ -137,7 +138,7 @@ async def test_what_a_slow_reader_gets_comes_in_messages_of_bounded_size_and_the
     flow = new_flow(journal)
     await take(delivery)
     empty, num_tokens = journal.num_bytes, 300
-    request.resolved.ids_only = True
+    change(request, ids_only=True)
     for output in request.outputs:
         output.logprobs = LogprobTrack(0)
         output.ids.extend(range(num_tokens))
@@ -148,7 +149,7 @@ async def test_what_a_slow_reader_gets_comes_in_messages_of_bounded_size_and_the
     for output in request.outputs:
         finish(output, num_tokens)
     tracker, num_messages = Tracker(), 0
-    tracker.take(router_pb2.GenerateResponse(resolved=request.resolved))
+    tracker.take(router_pb2.GenerateResponse(resolved=resolved_to_proto(request.resolved)))
     values: dict[int, list[float]] = {i: [] for i in range(128)}
     while (message := await take(delivery)) is not None:
         num_messages += 1
@@ -172,7 +173,7 @@ async def test_one_output_larger_than_a_message_comes_in_parts_ids_before_their_
     grow(journal, request.outputs[0], list(range(num_ids)), text)
     finish(request.outputs[0], num_ids)
     tracker, got, num_ids_seen = Tracker(), "", 0
-    tracker.take(router_pb2.GenerateResponse(resolved=request.resolved))
+    tracker.take(router_pb2.GenerateResponse(resolved=resolved_to_proto(request.resolved)))
     while (message := await take(delivery)) is not None:
         assert message.ByteSize() < MAX_MESSAGE_BYTES + 64_000
         (chunk,) = tracker.take(message)
@@ -196,7 +197,7 @@ async def test_long_prompt_logprobs_come_in_parts_before_output_0_and_once() -> 
         grow(journal, output, [9], "x")
         finish(output, 1)
     tracker, known = Tracker(), 0
-    tracker.take(router_pb2.GenerateResponse(resolved=request.resolved))
+    tracker.take(router_pb2.GenerateResponse(resolved=resolved_to_proto(request.resolved)))
     while (message := await take(delivery)) is not None:
         assert message.ByteSize() < MAX_MESSAGE_BYTES + 64_000
         if any(delta.index == 0 for delta in message.deltas):

@@ -9,6 +9,7 @@ import pytest
 from support.router_mesh import MODEL
 
 from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.messages import identity_from_proto, resolved_to_proto
 from radixmesh.daemons.router.requests.resolver import check_request, resolve
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -41,12 +42,15 @@ def folder_of(tmp_path: Path, content: object) -> Path:
 def sampling_of(
     sampling: common_pb2.SamplingParams, defaults: common_pb2.SamplingDefaults
 ) -> common_pb2.SamplingParams:
-    identity = common_pb2.ModelIdentity()
-    identity.CopyFrom(MODEL)
-    identity.default_sampling.CopyFrom(defaults)
+    message = common_pb2.ModelIdentity()
+    message.CopyFrom(MODEL)
+    message.default_sampling.CopyFrom(defaults)
+    identity = identity_from_proto(message)
     request = router_pb2.GenerateRequest(prompt_ids=pack_ints([1]), sampling=sampling)
     draft = check_request(request)
-    return resolve(request, draft, request_id="r", prompt_ids=request.prompt_ids, identity=identity).sampling
+    resolved = resolve(request, draft, request_id="r", prompt_ids=request.prompt_ids, identity=identity)
+    assert identity_from_proto(resolved_to_proto(resolved).model_identity) == identity
+    return resolved_to_proto(resolved).sampling
 
 
 def test_all_fields_are_read_and_fill_what_a_request_leaves_open(tmp_path: Path) -> None:

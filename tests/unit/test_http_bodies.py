@@ -317,7 +317,7 @@ async def test_a_group_starts_a_few_of_its_requests_at_once() -> None:
         def close(self) -> None:
             pass
 
-    router = SimpleNamespace(open=lambda request: Stream())
+    router = SimpleNamespace(open=lambda request, **_: Stream())
     requests = [router_pb2.GenerateRequest() for _ in range(200)]
     group = RequestGroup(router, requests, lambda: None)  # type: ignore[arg-type]
     places = []

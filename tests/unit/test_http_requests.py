@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.router_requests import new_request
 from support.small_tokenizers import TEXTS, byte_level, vocabulary_of
 
 from radixmesh.common.v1 import common_pb2
@@ -24,9 +25,13 @@ from radixmesh.daemons.router.http.endpoints.completion_request import Completio
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
 from radixmesh.daemons.router.http.errors import ErrorResponse, error_body, http_status
+from radixmesh.daemons.router.requests.delivery import Delivery
+from radixmesh.daemons.router.requests.journal import Journal
 from radixmesh.daemons.router.requests.updates import Delta, Finished, Logprobs, Update
+from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.router.v1 import router_pb2
 
@@ -54,10 +59,10 @@ def test_every_option_has_its_place() -> None:
         model="m", n=3, temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5,
         repetition_penalty=2, seed=0, stop="end", stop_token_ids=[4, 5], logit_bias={"7": 1.5, "9": -100}, min_tokens=2,
         max_tokens=9, ignore_eos=True, include_stop_str_in_output=False, skip_special_tokens=False, logprobs=0,
-        cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+        cache_salt="s", priority=-3, tenant="t", deadline_ms=5, ttft_deadline_ms=6, prompt_cache_key="c",
     )  # fmt: skip
     assert request == router_pb2.GenerateRequest(
-        model="m", n=3, cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+        model="m", n=3, cache_salt="s", priority=-3, tenant="t", deadline_ms=5, ttft_deadline_ms=6, session="c",
         sampling=common_pb2.SamplingParams(
             temperature=0, top_p=0.5, top_k=7, min_p=0.25, frequency_penalty=0.5, presence_penalty=-0.5,
             repetition_penalty=2, seed=0, num_top_logprobs=0, logit_bias_ids=pack_ints([7, 9]),
@@ -76,6 +81,7 @@ def test_every_option_has_its_place() -> None:
             "ignore_eos": True, "no_stop_trim": False, "skip_special_tokens": False,
         },
         model="m", return_logprob=True, cache_salt="s", priority=-3, tenant="t", deadline_ms=5,
+        ttft_deadline_ms=6, prompt_cache_key="c",
     )  # fmt: skip
     assert same == request
 
@@ -166,8 +172,9 @@ def test_every_reason_has_a_status(name: str) -> None:
     body = error_body(error)["error"]
     assert isinstance(body, dict)
     code = name.removeprefix("ERROR_REASON_")
-    # The one that libraries know by OpenAI's name.
-    assert body["code"] == ("context_length_exceeded" if code == "PROMPT_TOO_LONG" else code)
+    # Those that libraries know by OpenAI's names.
+    openais = {"PROMPT_TOO_LONG": "context_length_exceeded", "UNKNOWN_MODEL": "model_not_found"}
+    assert body["code"] == openais.get(code, code)
     assert body["param"] == "f"
     assert ("retry-after" in ErrorResponse(error).headers) == (status in (429, 503))
 
@@ -186,7 +193,7 @@ def test_text_between_the_halves_is_the_whole_json(text: str, mark: str) -> None
 
 def test_usage_counts_a_prompt_once() -> None:
     def ended(cached: int) -> Finished:
-        stop = common_pb2.FINISH_REASON_STOP
+        stop = FinishReason.STOP
         return Finished(index=0, reason=stop, num_output=3, prompt_tokens=10, cached_tokens=cached)
 
     total = usage_of([(0, ended(0)), (0, ended(9)), (1, ended(4))]).to_json()
@@ -200,7 +207,7 @@ def test_deltas_in_any_split_collect_to_the_same(counts: list[int]) -> None:
     ids = list(range(num))
     tops = [[100 + i, 200 + i] for i in ids]
     collected = CollectedRequest()
-    collected.add(Update(resolved=router_pb2.Resolved(seeds=[1])))
+    collected.add(Update(resolved=new_request("r", Delivery(Journal(1 << 20), WakeupPacer())).resolved))
     first = 0
     for count in counts:
         part = slice(first, first + count)
@@ -219,7 +226,7 @@ def test_deltas_in_any_split_collect_to_the_same(counts: list[int]) -> None:
 
 def test_a_failed_output_raises_its_error() -> None:
     error = MeshError(ErrorReason.ERROR_REASON_NEVER_FITS, "ask for less")
-    finished = Finished(index=0, reason=common_pb2.FINISH_REASON_ERROR, error=error)
+    finished = Finished(index=0, reason=FinishReason.ERROR, error=error)
     with pytest.raises(MeshError) as raised:
         CollectedRequest().add(Update(finished=[finished]))
     assert raised.value.reason == ErrorReason.ERROR_REASON_NEVER_FITS

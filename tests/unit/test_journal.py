@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.router_requests import new_request
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, journal_size
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
@@ -17,6 +16,7 @@ from radixmesh.daemons.router.requests.updates import Logprobs
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints, unpack_floats, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 
 
 def test_room_is_given_up_to_the_bound_and_comes_back() -> None:
@@ -51,9 +51,9 @@ def test_dropping_a_superseded_request_leaves_its_successor() -> None:
     [
         ([], None, None),
         ([7, 8], None, None),
-        ([7, 2], common_pb2.FINISH_REASON_STOP, 2),
-        ([7, 8, 9, 10], common_pb2.FINISH_REASON_LENGTH, None),
-        ([7, 8, 9, 2], common_pb2.FINISH_REASON_STOP, 2),
+        ([7, 2], FinishReason.STOP, 2),
+        ([7, 8, 9, 10], FinishReason.LENGTH, None),
+        ([7, 8, 9, 2], FinishReason.STOP, 2),
     ],
 )
 def test_known_ids_tell_how_an_output_ended(ids: list[int], reason: int | None, stop_id: int | None) -> None:

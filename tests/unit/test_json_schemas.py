@@ -3,14 +3,47 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from functools import cache
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.json_patterns import other_names
 from radixmesh.daemons.runtime.guided.json_schemas import followable
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 
+BYTES = GuidedVocabulary([bytes([byte]) for byte in range(256)] + [b""], (256,), 257)
 AB = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+
+
+@cache
+def backend() -> GrammarBackend:
+    pytest.importorskip("xgrammar")
+    return load_backend("xgrammar", BYTES)
+
+
+def matchers(schema: object, *, as_it_is: bool = False) -> Callable[[str], bool]:
+    """Tells texts that a schema's grammar takes. as_it_is: the library's own grammar, nothing refused or spelt out."""
+    with pytest.MonkeyPatch.context() as patch:
+        if as_it_is:
+            patch.setattr("radixmesh.daemons.runtime.guided.xgrammar_backend.followable", lambda text: text)
+        grammar = backend().load(backend().compile(GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps(schema))))
+
+    def is_taken(text: str) -> bool:
+        matcher = grammar.matcher()
+        return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(256)
+
+    return is_taken
+
+
+def takes(schema: object, text: str) -> bool:
+    return matchers(schema)(text)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +68,15 @@ AB = {"a": {"type": "integer"}, "b": {"type": "integer"}}
         ("$ref", {"$ref": "#/$defs/absent"}),
         ("required", {"type": "object", "properties": AB, "required": ["c"], "additionalProperties": False}),
         ("required", {"type": "object", "properties": {"a": {"required": True}}}),
+        ("pattern", {"type": "string", "pattern": "a$b"}),
+        ("pattern", {"type": "string", "pattern": "(a$)+"}),
+        ("pattern", {"type": "string", "pattern": "^(?!a)b"}),
+        ("pattern", {"type": "string", "pattern": "^[^]$"}),
+        ("pattern", {"type": "string", "pattern": "\\bword"}),
+        ("propertyNames", {"type": "object", "properties": AB, "propertyNames": {"pattern": "^[a-z]$"}}),
+        ("patternProperties", {"type": "object", "properties": AB, "patternProperties": {"^[a-z]$": {}}}),
+        ("patternProperties", {"type": "object", "patternProperties": {"^a": {"type": "null"}, "b$": {}}}),
+        ("minProperties", {"type": "object", "minProperties": 2}),
     ],
 )
 def test_a_keyword_that_would_be_dropped_is_refused_by_name(keyword: str, schema: dict[str, object]) -> None:
@@ -53,10 +95,11 @@ def test_a_keyword_that_would_be_dropped_is_refused_by_name(keyword: str, schema
         True,
         {"anyOf": [{"type": "string"}, {"type": "null"}], "default": None, "title": "Name"},
         {"allOf": [{"$ref": "#/$defs/x"}], "title": "X", "$defs": {"x": {"type": "integer", "minimum": 3}}},
-        {"$ref": "#/definitions/node", "definitions": {"node": {"type": "object", "properties": {
-            "next": {"anyOf": [{"$ref": "#/definitions/node"}, {"type": "null"}]}}}}},
+        {"$ref": "#/definitions/node", "definitions": {"node": {"type": "object", "additionalProperties": False,
+            "properties": {"next": {"anyOf": [{"$ref": "#/definitions/node"}, {"type": "null"}]}}}}},
         {"type": "integer", "enum": [1, 2.0]},
-        {"type": "object", "propertyNames": {"pattern": "^a+$"}},
+        {"type": "object", "propertyNames": {"pattern": "a+"}},
+        {"type": "object", "minProperties": 1, "additionalProperties": {"type": "integer"}},
         {"type": "array", "uniqueItems": False, "prefixItems": [{"type": "integer"}], "items": False},
         # Not reached from the root.
         {"type": "integer", "$defs": {"unused": {"not": {}}}},
@@ -69,6 +112,52 @@ def test_common_schemas_pass_as_they_are(schema: object) -> None:
 def test_required_names_that_nothing_describes_are_spelt_out() -> None:
     found = json.loads(followable('{"required": ["b"], "additionalProperties": {"type": "integer"}}'))
     assert found["properties"] == {"b": {"type": "integer"}} and found["type"] == "object"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ('^"$', '"'),
+        (r"^\\$", "\\"),
+        ("^\n$", "\n"),
+        (r"^\n\x22$", '\n"'),
+        (r"^\v$", "\v"),
+        ('^(?<q>"+)$', '""'),
+        ("^$|^a$", ""),
+        ("^(a|b$)", "b"),
+        (r"^[\[\]y]+$", "[y"),
+        (r"^a\$$", "a$"),
+        (r"^[^\s]$", "é"),
+    ],
+)
+def test_a_pattern_is_one_of_the_strings_text_in_json(pattern: str, text: str) -> None:
+    """The library put a pattern's quotes and line breaks into the text as they are: no JSON."""
+    assert re.search(pattern.replace("?<", "?P<"), text)
+    assert takes({"type": "string", "pattern": pattern}, json.dumps(text, ensure_ascii=False))
+    assert not takes({"type": "string", "pattern": pattern}, f'"{text}x"')
+
+
+def test_a_name_in_escapes_is_no_other_name() -> None:
+    schema = {"type": "object", "properties": AB}
+    assert takes(schema, '{"a": 1, "z": "x", "c": null}')
+    for text in ('{"\\u0061": "x"}', '{"a": 1, "\\u0061": "x"}', '{"z": 1, "a": "x"}'):
+        assert not takes(schema, text)
+    assert takes({**schema, "patternProperties": {"^z": {"type": "null"}}}, '{"a": 1, "z": null}')
+    assert not takes({**schema, "patternProperties": {"^z": {"type": "null"}}}, '{"a": 1, "z": 5}')
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.sampled_from('abgrö\t"\\/ -]^'), min_size=1, max_size=6), min_size=1, max_size=6), st.data())
+def test_other_names_are_all_but_these(names: list[str], data: st.DataObject) -> None:
+    schema = {"type": "object", "patternProperties": {other_names(names): {}}, "additionalProperties": False}
+    grammar = matchers(schema, as_it_is=True)
+    near = data.draw(st.lists(st.text(st.sampled_from('abgrö\t"\\/ -]^'), max_size=7), max_size=20))
+    for name in (*names, *(name[:-1] for name in names), *(f"{name}a" for name in names), *near):
+        for text in (json.dumps({name: 1}), json.dumps({name: 1}, ensure_ascii=False)):
+            is_taken = grammar(text)
+            assert not (is_taken and name in names), text
+            is_plain = name.isascii() and name.isprintable() and not {"\\", '"'} & set(name)
+            assert is_taken or name in names or not name or not is_plain, text
 
 
 def test_depth_and_broken_text_are_typed() -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-from support.router_requests import new_request
+from support.router_requests import change, new_request
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.peers.candidates import able
 from radixmesh.daemons.router.peers.link_health import LinkHealth
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
+from radixmesh.daemons.router.served_identity import ServedIdentity
 
 
 class Clock:
@@ -79,7 +79,7 @@ def links(clock: Clock, *num_running: int) -> list[SchedulerLink]:
 
 def chosen(among: list[SchedulerLink], clock: Clock) -> list[str]:
     request = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()))
-    request.resolved.model_identity.CopyFrom(common_pb2.ModelIdentity(name="m"))
+    change(request, model_identity=ServedIdentity(name="m"))
     return [link.address for link in able(among, request.outputs[0], clock.now)]
 
 

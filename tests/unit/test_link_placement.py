@@ -13,6 +13,7 @@ from radixmesh.daemons.router.placement.placement import Placement
 from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.runtime.cache_namespace import cache_name
+from radixmesh.scheduler.v1 import scheduler_pb2
 
 
 class Link:
@@ -21,6 +22,7 @@ class Link:
     def __init__(self, address: str) -> None:
         self.address, self.identity = address, SimpleNamespace(name="model")
         self.num_connects, self.kv_tokens, self.last_sequence = 1, 100_000, 0
+        self.load = scheduler_pb2.Load()
 
     def replica_load(self) -> ReplicaLoad:
         return ReplicaLoad(
@@ -29,7 +31,7 @@ class Link:
 
 
 def output_of(ids: bytes) -> Any:
-    resolved = SimpleNamespace(model="model", prompt_ids=ids, cache_salt="")
+    resolved = SimpleNamespace(model="model", prompt_ids=ids, cache_salt="", tenant="", session="", priority=0)
     return SimpleNamespace(request=SimpleNamespace(resolved=resolved), ids=SimpleNamespace(tobytes=lambda: b""))
 
 
@@ -56,7 +58,8 @@ async def test_a_link_that_goes_leaves_the_row_of_its_successor_alone() -> None:
         second.last_sequence = sequence
         placed.take_sent(second, placed.choose(output, [second]))  # type: ignore[arg-type,list-item]
     placed.on_left(first, 1)  # type: ignore[arg-type]
-    assert placed.choose(output, [second]).matched_tokens == 96  # type: ignore[list-item]
+    decision = placed.choose(output, [second])  # type: ignore[list-item]
+    assert decision is not None and decision.matched_tokens == 96
     placed.on_left(second, 1)  # type: ignore[arg-type]
     await placed.close()
 

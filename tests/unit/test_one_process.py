@@ -1,22 +1,22 @@
 """The engine composed in one process: tokens by the oracle, text by the tokenizer, every way that an output ends."""
 
 import asyncio
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support.bench_modules import bench_imports
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.decoder_table import DecoderTable, EntryBudget, Limits
 from radixmesh.daemons.detokenizer.text_decoder import family_of
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.tokenizer.chat_template import ChatTemplate
 from radixmesh.daemons.tokenizer.text_codec import Limits as CodecLimits
 from radixmesh.daemons.tokenizer.text_codec import TextCodec
@@ -27,9 +27,9 @@ from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-from hop_ladder.one_process import OneProcess  # noqa: E402
-from hop_ladder.step_link import ThreadLink  # noqa: E402
+with bench_imports():
+    from hop_ladder.one_process import OneProcess
+    from hop_ladder.step_link import ThreadLink
 
 MODEL = ROOT / "compose" / "models" / "tiny-llama"
 VOCABULARY = Vocabulary.load(MODEL)

@@ -8,9 +8,9 @@ from support.planner_world import World
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])

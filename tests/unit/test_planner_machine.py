@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.planner_world import Record, World
 
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 
 PROMPTS = st.one_of(
     st.lists(st.integers(2, 63), min_size=1, max_size=40),

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 from support.planner_world import Record, World
 
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.scheduler.queue.submissions import AbortOutcome
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.scheduler.sequence import Submission
 
 PROMPT = [5, 6, 7]

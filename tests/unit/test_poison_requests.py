@@ -12,8 +12,8 @@ from support.planner_world import Record, World, new_executor
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 
 LOST = MeshError(common_pb2.ERROR_REASON_GROUP_LOST, "the worker died")
 

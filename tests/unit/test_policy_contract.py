@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radixmesh.daemons.router.placement.policies import POLICIES, Candidates, PlacementPolicy, make_policy
+from radixmesh.daemons.router.placement.policies import POLICIES, Candidates, PlacementPolicy, Session, make_policy
 from radixmesh.daemons.runtime.errors import MeshError
 
 LENGTH = 1000
@@ -111,3 +111,33 @@ def test_cache_aware_counts_what_a_prompt_would_evict() -> None:
 def test_an_unknown_policy_names_those_there_are() -> None:
     with pytest.raises(MeshError, match="least_load, power_of_two"):
         make_policy("psychic")
+
+
+def test_a_session_stays_at_its_replica_until_that_is_gone_and_then_goes_on_where_it_was_sent() -> None:
+    policy = make_policy("session")
+
+    def chosen(loads: dict[str, int], session: int, **columns: list[int]) -> str:
+        return list(loads)[policy.pick(LENGTH, 7, candidates_of(loads, **columns), session)]
+
+    loads = {"a": 0, "b": 0, "c": 0}
+    home = chosen(loads, 5)
+    busy = {name: 50 if name == home else 0 for name in loads}
+    matched = [0 if name == home else 900 for name in loads]
+    assert chosen(busy, 5, matched_tokens=matched) == home, "neither load nor a longer prefix elsewhere counts"
+    assert chosen(busy, 6) != home, "another session goes by cost"
+    assert chosen(busy, 0) != home, "as one without a session"
+    # A replica that is gone, full or in trouble is no candidate.
+    fewer = {name: 0 for name in loads if name != home}
+    second = chosen(fewer, 5)
+    assert second != home and chosen(loads, 5) == second, "its KV is there by now"
+
+
+def test_the_sessions_that_were_least_recently_seen_are_forgotten() -> None:
+    policy = Session()
+    policy._MAX_SESSIONS = 100  # type: ignore[misc]
+    candidates = candidates_of({"a": 0, "b": 0})
+    for session in range(1, 1000):
+        policy.pick(LENGTH, 7, candidates, session)
+        policy.pick(LENGTH, 7, candidates, 1)
+    assert len(policy) == 100
+    assert policy.pick(LENGTH, 7, candidates_of({"b": 0, "a": 9}), 1) == 1, "this one was always recent"

@@ -13,6 +13,7 @@ from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.cache_namespace import cache_name, split_cache_name
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import NoToken, PageRecords, SlotError, StepPlan, StepResult
@@ -22,7 +23,6 @@ from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInf
 from radixmesh.daemons.scheduler.group.rank_hellos import group_of, is_held
 from radixmesh.daemons.scheduler.group.rank_results import merged
 from radixmesh.daemons.scheduler.group.rank_snapshots import common_snapshot
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.worker.v1 import worker_pb2
 
 ERROR = MeshError(common_pb2.ERROR_REASON_INTERNAL, "the adapter of this slot is broken")

@@ -49,7 +49,8 @@ def test_flags_make_the_layout() -> None:
 @pytest.mark.parametrize(
     ("backend", "fields", "told"),
     [
-        (Backend.CPU, {"tp_size": 2}, "does not split a model yet"),
+        (Backend.CUDA, {"tp_size": 2}, "does not split a model yet"),
+        (Backend.CPU, {"ep_size": 2, "dp_size": 2}, "use --tp-size"),
         (Backend.CUDA, {"dp_size": 2}, "start replicas"),
         (Backend.SIMULATED, {"tp_size": 2, "tp_rank": 2}, "--tp-rank"),
     ],

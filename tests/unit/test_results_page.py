@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.bench_modules import BENCH, bench_imports
 
-_BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path += [str(_BENCH), str(_BENCH / "gpu")]
-
-import dense  # noqa: E402
-import results_page  # noqa: E402
+with bench_imports("gpu"):
+    import dense
+    import results_page
 
 
 def test_a_rerun_of_all_commands_writes_all_that_the_page_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results, out = tmp_path / "results", tmp_path / "out"
-    shutil.copytree(_BENCH / "results", results, ignore=shutil.ignore_patterns("*.svg", "*.png"))
+    shutil.copytree(BENCH / "results", results, ignore=shutil.ignore_patterns("*.svg", "*.png"))
     before = results_page.page()
     out.mkdir()
     for name, report in _reports(json.loads((results / "h200-dense.json").read_text())).items():

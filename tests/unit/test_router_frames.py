@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from support.router_requests import new_request
+from support.router_requests import change, new_request
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.detokenizer.frames import read_opens
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
@@ -15,7 +14,6 @@ from radixmesh.daemons.router.peers.serve_frames import ServeFrames
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal, Output, Request
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
-from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
 from radixmesh.daemons.runtime.rpc.hello import make_hello
@@ -30,12 +28,12 @@ MOST_BYTES = MAX_FRAME_BYTES + 1024  # Tags and lengths around the entries.
 def large_request(request_id: str, n: int = 128) -> Request:
     """Stop strings, biases and stop ids as large as they may be."""
     request = new_request(request_id, Delivery(Journal(1 << 30), WakeupPacer()), n=n)
-    resolved = request.resolved
-    resolved.task = common_pb2.TASK_GENERATE
-    resolved.stop.stop.extend(f"{i:02}" + "~" * 1022 for i in range(64))
-    resolved.stop.stop_ids = pack_ints(range(256))
-    resolved.sampling.logit_bias_ids = pack_ints(range(1024))
-    resolved.sampling.logit_bias_values = bytes(4096)
+    stops = tuple(f"{i:02}" + "~" * 1022 for i in range(64))
+    change(
+        request,
+        stop={"stop": stops, "stop_ids": tuple(range(256))},
+        sampling={"logit_bias": tuple((token, 0.0) for token in range(1024))},
+    )
     for output in request.outputs:
         output.attempt_no = 0
         output.ids.extend([output.index] * 3)
@@ -95,7 +93,7 @@ def same(one: Submission, other: Submission) -> bool:
 
 def test_what_no_frame_can_carry_is_refused_alone() -> None:
     small, huge, last = (large_request(name, n=1) for name in ("small", "huge", "last"))
-    huge.resolved.prompt_ids = bytes(MAX_ENTRY_BYTES)
+    change(huge, prompt_ids=bytes(MAX_ENTRY_BYTES))
     queue = ServeFrames()
     for handle, request in enumerate((small, huge, last), start=1):
         queue.submit(request.outputs[0], handle, handle)

@@ -14,6 +14,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.scheduler.cache.prefix_cache import Namespace
@@ -21,7 +22,6 @@ from radixmesh.daemons.scheduler.cache.trie_cache import TrieCache
 from radixmesh.daemons.scheduler.group.suspects import PoisonIsolation
 from radixmesh.daemons.scheduler.planning.flush import CacheFlush
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox
 from radixmesh.daemons.scheduler.sequence import Lifecycle
 from radixmesh.scheduler.v1 import scheduler_pb2

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from support.planner_world import World
 
 from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.rpc.frames import MAX_FRAME_BYTES, MAX_FRAME_ENTRIES
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import Admit, StepPlan, Task, TokenLogprobs
 from radixmesh.daemons.runtime.steps.step_codec import admit_bytes, encode_plan
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, PromptLogprobs, TokenRow, rows_of
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox
 from radixmesh.scheduler.v1 import scheduler_pb2
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 from support.router_mesh import MODEL
-from support.router_requests import new_request
+from support.router_requests import change, new_request
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.peers.frame_stream import FrameStream
@@ -21,6 +21,7 @@ from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.daemons.runtime.rpc.hello import make_hello
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 Frame = scheduler_pb2.ServeResponse
@@ -136,7 +137,7 @@ async def test_prompt_logprobs_and_vectors_are_told() -> None:
         frame.prompt_logprobs.add(handle=output.scheduler_handle, first_position=1, logprobs=values)
         assert await made.hear(frame) == ["on_prompt_logprobs"]
         assert await made.hear(frame) == [], "known"
-        output.request.resolved.task = common_pb2.TASK_EMBED
+        change(output.request, task=Task.EMBED)
         frame = Frame()
         frame.vectors.add(handle=output.scheduler_handle, values=pack_floats([1.0]))
         assert await made.hear(frame) == ["on_vector"]

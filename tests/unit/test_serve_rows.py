@@ -7,7 +7,7 @@ from array import array
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.router_requests import new_request
+from support.router_requests import change, new_request
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
@@ -18,6 +18,7 @@ from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 VOCAB = 100
@@ -120,7 +121,7 @@ def test_ids_are_a_prefix_of_what_was_sent_whatever_is_sent_twice(cuts: list[tup
 def with_logprobs(outputs: dict[int, Output], num_top: int = 0) -> None:
     for output in outputs.values():
         output.logprobs = LogprobTrack(0)
-        output.request.resolved.sampling.num_top_logprobs = num_top
+        change(output.request, sampling={"num_top_logprobs": num_top})
 
 
 def test_logprobs_go_with_their_rows() -> None:
@@ -184,7 +185,7 @@ def test_a_vector_belongs_to_an_output_that_asked_for_one() -> None:
     vector = scheduler_pb2.OutputVector(handle=1, values=pack_floats([1.0, 2.0]))
     with pytest.raises(MeshError, match="not what was asked for"):
         rows.output_of_vector(vector)
-    outputs[1].request.resolved.task = common_pb2.TASK_EMBED
+    change(outputs[1].request, task=Task.EMBED)
     assert rows.output_of_vector(vector) is outputs[1]
     vector.handle = 9
     assert rows.output_of_vector(vector) is None

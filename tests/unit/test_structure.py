@@ -47,6 +47,19 @@ def test_protos_explain_messages_the_same_way() -> None:
     assert not found, "begin with a noun or an imperative instead:\n" + "\n".join(found)
 
 
+def test_no_test_leaves_the_scripts_of_bench_on_the_path_of_all_others() -> None:
+    """support.bench_modules does not: bench/hostile.py would stand where a test collected later means tests/hostile."""
+    found = [
+        f"{path.relative_to(ROOT)}:{statement.lineno}"
+        for path in python_files("tests")
+        if "sys.path" in (source := path.read_text())
+        for statement in ast.parse(source).body
+        if not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        and re.search(r"\bsys\.path(\.(insert|append|extend)|\[.*\] =| \+?=)", ast.unparse(statement))
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_the_check_sees_what_it_looks_for() -> None:
     source = '"""Which one."""\n# Where it is.\n# Who knows.\nx = 1  # How many.\n"""What x is."""\n'
     source += 'def f():\n    """True if so."""\n    # Reads it.\n    # What follows continues the sentence above.\n'

@@ -11,9 +11,9 @@ from support.planner_world import VOCAB_SIZE, World
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.runtime.steps.step import Chunk, StepPlan
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 
 
 def _submit_some(world: World, rng: random.Random, count: int) -> None:

@@ -21,11 +21,11 @@ from radixmesh.cli.bench.tree_preload import LONGEST, TreePreload
 from radixmesh.cli.bench.turn_times import TurnTimes
 from radixmesh.cli.bench.virtual_group import Pending, VirtualGroup
 from radixmesh.cli.bench.workloads import IntArray, Turn, make_workload
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.sequence import SequenceKey, Submission
 

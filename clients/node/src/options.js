@@ -25,6 +25,7 @@ import { InvalidRequestError } from "./errors.js";
  * @property {number | bigint | string} [seed] 64 bits: a bigint or decimal string beyond 2^53; drawn by the router if left out
  * @property {number} [logprobs] alternatives per output token; 0 = the token's own logprob only; left out = none
  * @property {boolean} [promptLogprobs]
+ * @property {number} [promptLogprobsStart] the first prompt position that is told, from 1; what is before may come from the cache
  * @property {number} [maxTokens]
  * @property {number} [minTokens]
  * @property {string | string[]} [stop]
@@ -66,6 +67,7 @@ const SAMPLING = {
   seed: ["seed", uint64],
   logprobs: ["numTopLogprobs", uint32],
   promptLogprobs: ["promptLogprobs", flag],
+  promptLogprobsStart: ["promptLogprobsStart", uint32],
 };
 const STOP = {
   maxTokens: ["maxTokens", uint32],

@@ -59,7 +59,7 @@ export class Tracker {
   }
 
   /**
-   * Parts follow each other; a resumed stream begins with the first one again.
+   * Parts follow each other from the position that was asked for; a resumed stream begins with the first one again.
    *
    * @param {import("./results.js").Logprobs} part
    * @param {number} start prompt position of its first value; 0: the first position, 1
@@ -67,8 +67,9 @@ export class Tracker {
   #takePromptLogprobs(part, start) {
     const known = (this.promptLogprobs ??= { tokenLogprobs: [], topIds: [], topLogprobs: [] });
     const numKnown = known.tokenLogprobs.length;
-    const numBefore = Math.max(start, 1) - 1;
-    if (numBefore > numKnown) throw new BrokenStreamError(`prompt logprobs from ${start} came where ${numKnown + 1} was due`);
+    const first = Math.max(this.resolved?.sampling?.promptLogprobsStart ?? 0, 1);
+    const numBefore = Math.max(start, 1) - first;
+    if (numBefore > numKnown) throw new BrokenStreamError(`prompt logprobs from ${start} came where ${numKnown + first} was due`);
     this.promptLogprobs = {
       tokenLogprobs: known.tokenLogprobs.concat(part.tokenLogprobs.slice(numKnown - numBefore)),
       topIds: known.topIds.concat(part.topIds.slice(numKnown - numBefore)),

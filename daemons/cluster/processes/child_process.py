@@ -79,11 +79,18 @@ class ChildProcess:
         _kill_group(self.pid)
         return await self.wait()
 
-    async def stop(self, grace_s: float) -> int:
-        """Asks it to finish (SIGTERM), and kills it after `grace_s` seconds."""
+    async def stop(self, grace_s: float, hurry_s: float | None = None) -> int:
+        """Asks it to finish (SIGTERM), and kills it after `grace_s` seconds.
+
+        hurry_s: seconds after which it is asked once more; our daemons then leave at once.
+        """
         self.send_signal(signal.SIGTERM)
         # One that was stopped would never see the request.
         self.send_signal(signal.SIGCONT)
+        if hurry_s is not None:
+            with suppress(TimeoutError):
+                return await asyncio.wait_for(self.wait(), hurry_s)
+            self.send_signal(signal.SIGTERM)
         try:
             return await asyncio.wait_for(self.wait(), grace_s)
         except TimeoutError:

@@ -56,8 +56,7 @@ class ProcessSupervisor:
     ) -> None:
         self.spec = spec
         self._folder = folder
-        self._check = spec.health or HealthCheck(container_port=0)
-        self._hang_window_s = self._check.hang_window_s if hang_window_s is None else hang_window_s
+        self._own_hang_window_s = hang_window_s
         self._dependencies_ready = dependencies_ready
         self._dependencies_healthy = dependencies_healthy
         self._on_line = on_line
@@ -88,10 +87,33 @@ class ProcessSupervisor:
         """The last lines that the process printed, over all its runs."""
         return tuple(self._recent)
 
-    def begin(self) -> None:
-        """Starts the supervision in the background."""
+    @property
+    def _check(self) -> HealthCheck:
+        return self.spec.health or HealthCheck(container_port=0)
+
+    @property
+    def _hang_window_s(self) -> float:
+        return self._check.hang_window_s if self._own_hang_window_s is None else self._own_hang_window_s
+
+    def begin(self, *, waits: bool = True) -> None:
+        """Starts the supervision in the background. waits: for what the process depends on."""
         assert self._task is None, f"{self.spec.name} is supervised already"
-        self._task = asyncio.create_task(self._supervise(), name=f"supervise {self.spec.name}")
+        self._task = asyncio.create_task(self._supervise(waits), name=f"supervise {self.spec.name}")
+
+    def begin_again(self, spec: ProcessSpec) -> None:
+        """After stop(): starts the process as `spec` says, and supervises it as one that has not served yet."""
+        assert self._child is None, f"{self.spec.name} still runs"
+        self.spec = spec
+        self._task = None
+        self._backoff = RestartBackoff()
+        self._healthy_since = None
+        self._has_served = False
+        self.exit_codes.clear()
+        self.gave_up = ""
+        # Whatever it was at, it is not why its predecessor ended.
+        self._predecessor_end = PredecessorEnd.FROM_OUTSIDE
+        self.status = replace(self.status, restarts=self.status.restarts + 1)
+        self.begin(waits=False)
 
     def send_signal(self, number: signal.Signals) -> bool:
         """Signals the process; False if it does not run now."""
@@ -100,14 +122,17 @@ class ProcessSupervisor:
         self._child.send_signal(number)
         return True
 
-    async def stop(self) -> None:
-        """Ends supervision and process: SIGTERM, the grace period, SIGKILL. Cancelling it kills at once."""
+    async def stop(self, *, hurry_s: float | None = None) -> None:
+        """Ends supervision and process: SIGTERM, the grace period, SIGKILL. Cancelling it kills at once.
+
+        hurry_s: seconds after which a second SIGTERM tells a daemon not to wait for what it has.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         if self._child is not None:
             try:
-                await self._child.stop(self.spec.stop_grace_s)
+                await self._child.stop(self.spec.stop_grace_s, hurry_s)
             except asyncio.CancelledError:
                 await self._child.kill()
                 raise
@@ -117,9 +142,10 @@ class ProcessSupervisor:
         else:
             self._enter(ProcessState.STOPPED, "", pid=None)
 
-    async def _supervise(self) -> None:
+    async def _supervise(self, waits: bool) -> None:
         try:
-            await self._dependencies_ready()
+            if waits:
+                await self._dependencies_ready()
             await self._keep_running()
         except Exception as error:
             # Of the supervision itself. What nobody watches is not left running, and why is said.

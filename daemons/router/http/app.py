@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import ClientGone, UnreadBody
 from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.endpoints.chat import ChatEndpoint
@@ -32,7 +31,7 @@ from radixmesh.daemons.router.http.endpoints.server_info import (
 from radixmesh.daemons.router.http.endpoints.texts import DetokenizeEndpoint, TokenizeEndpoint
 from radixmesh.daemons.router.http.errors import CLIENT_CLOSED, ErrorResponse, Linger, RefusedBody, plain_error
 from radixmesh.daemons.router.http.openapi import OpenApiEndpoint
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 

@@ -18,6 +18,7 @@ from radixmesh.daemons.router.http.openapi import PAGE_PATHS
 from radixmesh.daemons.router.http.server.connection import ConnectionLimits
 from radixmesh.daemons.router.http.server.key_check import KeyCheck
 from radixmesh.daemons.router.http.server.server import HttpServer
+from radixmesh.daemons.router.http.server.session_header import SessionHeader
 from radixmesh.daemons.router.http.server.tls import FollowedContext
 from radixmesh.daemons.router.http.server.trace_header import TraceHeader
 from radixmesh.daemons.router.http.server.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
@@ -53,6 +54,7 @@ def make_http_server(
         flush_cache=partial(flush_cache, tls=settings.tls),
     )
     app: ASGIApp = JsonOnly(BodyPace(make_app(context, hidden=_hidden(settings)), settings.http_min_body_rate))
+    app = SessionHeader(app)
     if runtime.tracer.is_on:
         app = TraceHeader(app)
     if not guard.is_open:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.requests.journal import Output, Request
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 
 def fitting(links: Sequence[SchedulerLink], request: Request) -> list[SchedulerLink]:

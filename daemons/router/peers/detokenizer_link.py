@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.frame_stream import Dial
 from radixmesh.daemons.router.peers.peer_link import PeerLink
 from radixmesh.daemons.router.requests.journal import Output, Request
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import pack_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.frames import MAX_OPEN_BYTES, FrameBudget, too_large
 from radixmesh.daemons.runtime.rpc.hello import SHARING_VERSION, check_hello
+from radixmesh.daemons.runtime.sampling import stop_to_proto
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.detokenizer.v1 import detokenizer_pb2
 
@@ -78,7 +80,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         super().__init__(address, dial, peer_timeout_s, clock)
         self._hello = hello
         self._events = events
-        self.identity = common_pb2.ModelIdentity()
+        self.identity = ServedIdentity()
         self.can_share = False
         self._last_handle = 0
         self._entries: dict[int, Entry] = {}
@@ -98,7 +100,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
         """Ids and finals that the replica has not answered."""
         return self._num_owed
 
-    def serves(self, identity: common_pb2.ModelIdentity) -> bool:
+    def serves(self, identity: ServedIdentity) -> bool:
         """True if this replica decodes the ids of that model."""
         ours, theirs = self.identity.tokenizer_fingerprint, identity.tokenizer_fingerprint
         return not ours or not theirs or ours == theirs
@@ -145,7 +147,7 @@ class DetokenizerLink(PeerLink[_Request, _Response]):
 
     def _welcome(self, frame: _Response) -> str:
         self.can_share = check_hello(frame.hello, self._hello) >= SHARING_VERSION
-        self.identity = frame.hello.model
+        self.identity = identity_from_proto(frame.hello.model)
         return frame.hello.instance_id
 
     def _on_connected(self) -> None:
@@ -308,7 +310,7 @@ def _open_of(entry: Entry, shares_with: int | None) -> detokenizer_pb2.Open:
     if shares_with is None:
         message.request_id = resolved.request_id
         message.prompt_tail_ids = resolved.prompt_ids[-4 * _PROMPT_TAIL :]
-        message.stop.CopyFrom(resolved.stop)
+        message.stop.CopyFrom(stop_to_proto(resolved.stop))
         message.eos_ids = pack_ints(sorted(output.request.end_ids))
         message.trace_context = output.request.trace_context
     return message

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from grpc_health.v1 import health_pb2
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.frame_stream import FrameStream, Req, Resp
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerReplica
 from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert, Split, Trim
 from radixmesh.daemons.runtime.arrays import unpack_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.cancellation import raise_if_cancelled
 from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc

@@ -10,11 +10,17 @@ from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
 from radixmesh.daemons.router.placement.move_gain import ReplicaState
 from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
+from radixmesh.daemons.router.placement.replicas import NO_BOUND
 from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.cache_namespace import cache_name
 
 _TICK_S = 1.0
+# Beside those in slots a scheduler has about as many that wait: it chooses among them by what is cached, and its next
+# batch is never short of them. Those that wait here can still go anywhere.
+_LEAST_QUEUED = 64
+# Outputs of a priority above 0 find room where others do not: a scheduler may let them run in place of others.
+_URGENT_SURPLUS = 0.25
 
 
 @dataclass(slots=True)
@@ -38,7 +44,7 @@ class LinkPlacement:
     """Rows by link, not by address: an address that is removed and added again is another row from then on.
 
     open_watch: follows a scheduler's prefix cache; None = caches are guessed at. on_decision: told of every decision
-    that an output was submitted by.
+    that an output was submitted by. max_outputs: a scheduler with so many is full; 0 = by the slots that it has.
     """
 
     def __init__(
@@ -46,10 +52,12 @@ class LinkPlacement:
         placement: Placement,
         *,
         open_watch: OpenWatch | None = None,
+        max_outputs: int = 0,
         on_decision: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self._placement = placement
         self._open_watch = open_watch if placement.policy.needs_matches else None
+        self._max_outputs = max_outputs
         self._on_decision = on_decision
         self._rows: dict[SchedulerLink, _Row] = {}
         self._ticked = 0.0
@@ -74,10 +82,25 @@ class LinkPlacement:
         """Ends all watches."""
         await asyncio.gather(*(row.follower.close() for row in self._rows.values() if row.follower is not None))
 
-    def choose(self, output: Output, links: Sequence[SchedulerLink]) -> Decision:
-        """Chooses the link that gets the output; there is at least one."""
+    def choose(self, output: Output, links: Sequence[SchedulerLink], *, counts_full: bool = False) -> Decision | None:
+        """Chooses the link that gets the output; there is at least one. None if all are full, unless counts_full."""
         wanted = self._wanted(output, links[0])
-        return self._placement.choose(wanted, [self._rows[link].number for link in links])
+        surplus = None if counts_full else _surplus(is_urgent=output.request.resolved.priority > 0)
+        return self._placement.choose(wanted, [self._rows[link].number for link in links], surplus=surplus)
+
+    def is_full(self, link: SchedulerLink, *, is_urgent: bool = False) -> bool:
+        """True if outputs wait in the router rather than go there. is_urgent: of a priority above 0."""
+        return not self._placement.has_room([self._rows[link].number], _surplus(is_urgent=is_urgent))[0]
+
+    def has_room(self) -> bool:
+        """True if some scheduler is not full, for urgent outputs at least."""
+        rows = [row.number for row in self._rows.values()]
+        return bool(self._placement.has_room(rows, _URGENT_SURPLUS).any())
+
+    def max_outputs(self, link: SchedulerLink) -> int:
+        """With so many outputs the scheduler is full; 0 = never."""
+        most = int(self._placement.replicas.max_outputs[self._rows[link].number])
+        return 0 if most == NO_BOUND else most
 
     def state_of(self, link: SchedulerLink) -> ReplicaState:
         """Outputs that run or wait there by now."""
@@ -113,6 +136,7 @@ class LinkPlacement:
             row.num_connects = link.num_connects
             self._placement.restart(row.number, link.kv_tokens)
         self._placement.take_load(row.number, link.replica_load())
+        self._placement.replicas.max_outputs[row.number] = self._bound_of(link)
 
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
         """The prefill of that submit is done."""
@@ -131,12 +155,20 @@ class LinkPlacement:
         row = self._rows.get(link)
         return None if row is None else self._placement.tree(row.number, max_nodes=max_nodes, max_visited=max_visited)
 
+    def _bound_of(self, link: SchedulerLink) -> int:
+        if self._max_outputs:
+            return self._max_outputs
+        num_slots = link.load.num_slots
+        return num_slots + max(num_slots, _LEAST_QUEUED) if num_slots else NO_BOUND
+
     def _wanted(self, output: Output, link: SchedulerLink) -> PlacedRequest:
         resolved, identity = output.request.resolved, link.identity
         adapter = resolved.model if identity is None or resolved.model != identity.name else ""
         return PlacedRequest(
             prompt_ids=resolved.prompt_ids + output.ids.tobytes(),
             namespace=cache_name(adapter, resolved.cache_salt),
+            # A session is a name within its tenant. Python's hash is keyed anew by each process: nobody can aim at it.
+            session=hash((resolved.tenant, resolved.session)) if resolved.session else 0,
         )
 
     def tick(self, now: float) -> None:
@@ -144,3 +176,7 @@ class LinkPlacement:
         if now - self._ticked > _TICK_S:
             self._ticked = now
             self._placement.tick()
+
+
+def _surplus(*, is_urgent: bool) -> float:
+    return _URGENT_SURPLUS if is_urgent else 0.0

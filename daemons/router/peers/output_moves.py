@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.candidates import able
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.move_gain import MovableOutputs, gain_of, is_uneven, remaining_of
 from radixmesh.daemons.router.requests.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -98,7 +97,7 @@ class OutputMoves:
         return num
 
     def _why_leave(self, link: SchedulerLink, now: float) -> str:
-        if link.is_left:
+        if link.is_left or link.load.is_leaving:
             return "drain"
         is_standby = link.load.group == scheduler_pb2.GROUP_STATE_STANDBY
         is_late = now - link.group_since >= self._leave_after_s

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from enum import Enum, auto
 from typing import Generic
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.frame_stream import Dial, FrameStream, Req, Resp
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)

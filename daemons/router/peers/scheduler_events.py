@@ -41,7 +41,7 @@ class SchedulerEvents(Protocol):
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
         """The first tokens of that submit have come."""
 
-    def on_left(self, link: SchedulerLink, sequence: int) -> None:
+    def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
         """The output of that submit is not at the scheduler any more."""
 
     def on_scheduler_changed(self, link: SchedulerLink) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.frame_stream import Dial
 from radixmesh.daemons.router.peers.link_health import LinkHealth
 from radixmesh.daemons.router.peers.peer_link import PeerLink
@@ -15,10 +15,11 @@ from radixmesh.daemons.router.peers.scheduler_events import SchedulerEvents
 from radixmesh.daemons.router.peers.serve_checks import ServeChecks
 from radixmesh.daemons.router.peers.serve_frames import ServeFrames
 from radixmesh.daemons.router.peers.serve_rows import ServeRows
-from radixmesh.daemons.router.peers.served_models import is_same_model
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 from radixmesh.daemons.router.requests.journal import Ending, Output, OutputState, Request
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.router.served_identity import ServedIdentity, is_same_model
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.rpc.hello import SHARING_VERSION, check_hello
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.scheduler.v1 import scheduler_pb2
@@ -52,7 +53,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.is_draining = False
         self.is_left = False
         """Its outputs go on elsewhere as soon as another scheduler can take them."""
-        self.identity: common_pb2.ModelIdentity | None = None
+        self.identity: ServedIdentity | None = None
         self.adapters: tuple[str, ...] = ()
         self._page_size = self._num_pages = 0
         self.load = scheduler_pb2.Load()
@@ -79,15 +80,16 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return self._sequence
 
     def replica_load(self) -> ReplicaLoad:
-        """The scheduler's latest figures."""
-        load = self.load
-        page_size = self._page_size
+        """The scheduler's latest figures. An output runs on one data-parallel rank: it finds no more room than that of
+        the rank with most."""
+        load, page_size = self.load, self._page_size
+        free_pages = max((rank.free_pages for rank in load.ranks), default=load.free_pages)
         return ReplicaLoad(
             submit_sequence=load.submit_sequence,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             waiting_tokens=load.waiting_tokens,
-            free_tokens=load.free_pages * page_size,
+            free_tokens=free_pages * page_size,
             cached_tokens=load.cached_pages * page_size,
         )
 
@@ -107,7 +109,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV memory holds; 0 = the scheduler does not tell, or was never connected."""
+        """Tokens that the KV memory of all ranks holds; 0 = the scheduler does not tell, or was never connected."""
         return (self.load.total_pages or self._num_pages) * self._page_size
 
     @property
@@ -117,14 +119,16 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     @property
     def max_request_len(self) -> int:
-        """The most tokens of prompt and output together that context and KV memory hold; 0 before the first connection.
+        """The most tokens of prompt and output together that context and KV memory of a data-parallel rank hold; 0
+        before the first connection.
 
         Kept while the scheduler is away.
         """
+        kv_tokens = self.kv_tokens // max(1, len(self.load.ranks))
         # The last token is sampled, never computed: it needs no KV.
-        return min(self.max_total_len, self.kv_tokens + 1) if self.kv_tokens else self.max_total_len
+        return min(self.max_total_len, kv_tokens + 1) if kv_tokens else self.max_total_len
 
-    def serves(self, model: str, identity: common_pb2.ModelIdentity) -> bool:
+    def serves(self, model: str, identity: ServedIdentity) -> bool:
         """True if outputs here are what the identity promises, now or once the scheduler is back."""
         return self.identity is not None and model in self.models and is_same_model(self.identity, identity)
 
@@ -171,7 +175,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         sequence = self._sequences.pop(output.scheduler_handle, None)
         output.scheduler = None
         if sequence is not None:
-            self._events.on_left(self, sequence)
+            self._events.on_left(self, sequence, output)
 
     def cancel(self, request: Request, *, below_attempt: int, index: int | None = None, is_own: bool = True) -> None:
         """Ends attempts of a request below that one, without an answer. is_own: those that this router submitted."""
@@ -207,7 +211,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def _welcome(self, frame: _Response) -> str:
         version = check_hello(frame.hello.hello, self._hello)
         self._checks.hello(frame.hello)
-        self.identity, self.adapters = frame.hello.hello.model, tuple(frame.hello.adapters)
+        self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
@@ -277,7 +281,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             if answer is not None and not answer.done():
                 answer.set_result(result.outcome)
         if frame.HasField("load"):
-            has_changed = (self.load.group, self.load.is_draining) != (frame.load.group, frame.load.is_draining)
+            has_changed = _state_of(self.load) != _state_of(frame.load)
             self.load = frame.load
             self._events.on_load(self)
             if has_changed:
@@ -303,8 +307,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         output = self._running.get(finished.handle)
         if output is None or output.attempt != finished.attempt:
             return
-        is_regular = finished.reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
         self._checks.reason(finished)
+        reason = FinishReason(finished.reason)
+        is_regular = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if is_regular and output.state is OutputState.RUNNING and finished.num_output != len(output.ids):
             raise self._checks.broken(f"finished after {finished.num_output} tokens, {len(output.ids)} came")
         self.release(output)
@@ -315,10 +320,14 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             if error.reason in _OWN_FAULTS:
                 self._note_failure()
         ending = Ending(
-            reason=finished.reason,
+            reason=reason,
             num_output=min(finished.num_output, len(output.ids)) if is_regular else len(output.ids),
             stop_id=finished.stop_id if finished.HasField("stop_id") else None,
             cached_tokens=min(finished.usage.cached_tokens, output.request.num_prompt),
             error=error,
         )
         self._events.on_finished(output, self, ending)
+
+
+def _state_of(load: scheduler_pb2.Load) -> tuple[int, bool, bool]:
+    return load.group, load.is_draining, load.is_leaving

@@ -7,30 +7,34 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.candidates import able, fitting, nobody
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.output_moves import OutputMoves
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.served_models import ServedModel, pick_model, served_models
 from radixmesh.daemons.router.placement.placement import Decision
+from radixmesh.daemons.router.queue.turns import QueueTurns
+from radixmesh.daemons.router.queue.waiting_outputs import QueueBounds, WaitingOutputs
 from radixmesh.daemons.router.requests.journal import MAX_ATTEMPT_NO, Output, OutputState, Request
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.router.served_identity import ServedIdentity
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 _MIN_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
+# Turns in the queue at each tick, beside those that events bring.
+_ROUNDS_A_TICK = 16
 
 
 class SchedulerPool(PeerPool):
     """Places outputs on schedulers by model, then by placement's policy; an output is on one of them, or waits here.
 
     wait_s: how long an output waits. migrate_after_s: how long a group may not serve before its outputs leave for one
-    that does. evens_out, on_moved: see OutputMoves. clock: monotonic seconds.
+    that does. waiting: the queue of outputs that no scheduler takes now. evens_out, on_moved: see OutputMoves. clock:
+    monotonic seconds.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class SchedulerPool(PeerPool):
         wait_s: float,
         migrate_after_s: float,
         aliases: ModelAliases | None = None,
+        waiting: WaitingOutputs | None = None,
         evens_out: bool = True,
         on_moved: Callable[[str, int], None] = lambda reason, count: None,
         clock: Callable[[], float] = time.monotonic,
@@ -54,7 +59,9 @@ class SchedulerPool(PeerPool):
             self, placement, leave_after_s=migrate_after_s, evens_out=evens_out, on_moved=on_moved, clock=clock
         )
         self._links: dict[str, SchedulerLink] = {}
-        self.waiting: dict[Output, None] = {}
+        # An empty queue is false.
+        self.waiting = WaitingOutputs(QueueBounds(), clock=clock) if waiting is None else waiting
+        self.turns = QueueTurns(self, self.waiting, clock)
         self._changed = asyncio.Event()
         self._served: list[ServedModel] = []
         self._served_of: tuple[object, ...] = ()
@@ -110,6 +117,7 @@ class SchedulerPool(PeerPool):
 
     async def close(self) -> None:
         self.waiting.clear()
+        self.turns.close()
         await self.placement.close()
         await asyncio.gather(*(link.close() for link in self.links))
 
@@ -120,7 +128,7 @@ class SchedulerPool(PeerPool):
             named.setdefault(model.name, model)
         return list(named.values())
 
-    def served(self, name: str, like: common_pb2.ModelIdentity | None = None) -> ServedModel | None:
+    def served(self, name: str, like: ServedIdentity | None = None) -> ServedModel | None:
         """The model of that name or alias, or the first where it is empty; None if no scheduler has announced it.
 
         like: preferred among several models of that name.
@@ -144,9 +152,7 @@ class SchedulerPool(PeerPool):
         """Further names under which a served model may be asked for."""
         return self._aliases.of(name)
 
-    async def find_model(
-        self, name: str, timeout_s: float, like: common_pb2.ModelIdentity | None = None
-    ) -> ServedModel:
+    async def find_model(self, name: str, timeout_s: float, like: ServedIdentity | None = None) -> ServedModel:
         """As served(), but waits while schedulers are still to be reached.
 
         Raises UNKNOWN_MODEL, or NO_REPLICA if no scheduler was ever reached.
@@ -177,19 +183,28 @@ class SchedulerPool(PeerPool):
     def place(self, output: Output, among: Sequence[SchedulerLink] | None = None) -> None:
         """Sends an output to a scheduler, or lets it wait for one. among: those that can take it, where it is known."""
         assert output.scheduler is None, f"{output.request.request_id}/{output.index} is on a scheduler"
-        link, decision = self._pick(output, among) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
-        if link is not None:
-            self.waiting.pop(output, None)
-            if output.waiting_since is None:
-                output.waiting_since = self._clock()
-            link.submit(output)
-            self.placement.take_sent(link, decision)
+        if among is None and output not in self.waiting and self.turns.has_to_wait(output):
+            self._wait(output)
+            self.turns.soon()
             return
+        link, decision = self._pick(output, among) if output.attempt_no < MAX_ATTEMPT_NO else (None, None)
+        if link is None:
+            self._wait(output)
+            return
+        if output.waiting_since is None or (output in self.waiting and output.attempt_no < 0):
+            # Its turn has come: what it waited for room says nothing of the scheduler that takes it now.
+            output.waiting_since = self._clock()
+        self.waiting.served(output)
+        link.submit(output)
+        self.placement.take_sent(link, decision)
+
+    def _wait(self, output: Output) -> None:
         if output.state is not OutputState.WAITING:
             output.move_to(OutputState.WAITING)
         if output.waiting_since is None:
             output.waiting_since = self._clock()
-        self.waiting[output] = None
+        if output not in self.waiting:
+            self.waiting.add(output, self.turns.line_of(output))
 
     def place_anew(self, output: Output) -> MeshError | None:
         """As place(), for an output that a scheduler has lost: its wait goes on, see Output.count_wait().
@@ -223,14 +238,28 @@ class SchedulerPool(PeerPool):
 
     def release(self, output: Output) -> None:
         """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
-        self.waiting.pop(output, None)
+        self.waiting.remove(output)
         if output.scheduler is not None:
             output.scheduler.release(output)
 
     def place_waiting(self) -> None:
         """Something has changed: tries again for all that wait."""
-        for output in tuple(self.waiting):
-            self.place(output)
+        if len(self.waiting):
+            self.turns.serve_all()
+
+    def on_submitted(self, output: Output) -> None:
+        """A scheduler gets the output."""
+        self.waiting.running.submitted(output.request.resolved.tenant)
+
+    def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
+        """The output of that submit is not at the scheduler any more."""
+        self.placement.on_left(link, sequence)
+        self.turns.left(link, output)
+
+    def on_load(self, link: SchedulerLink) -> None:
+        """A scheduler has told its load."""
+        self.placement.on_load(link)
+        self.turns.has_room(link)
 
     def on_changed(self) -> None:
         """A link was connected, or its group's state changed."""
@@ -244,20 +273,17 @@ class SchedulerPool(PeerPool):
         self._moves.tick(now)
         if not self.waiting:
             return []
-        # All else that could let an output run is an event: on_changed(). Ten thousand may wait here.
-        for output in tuple(self.waiting):
-            backoff_until = output.backoff_until
-            if backoff_until and min(backoff_until.values()) <= now:
-                output.backoff_until = {address: until for address, until in backoff_until.items() if until > now}
-                self.place(output)
-        late = [
-            output
-            for output in self.waiting
-            if output.waiting_since is not None and now - output.waiting_since > self._wait_s
-        ]
+        # All else that could let an output run is an event; backoffs and slow starts just pass. Ten thousand may wait.
+        if any(link.takes_submits for link in self.links):
+            self.turns.serve_all(_ROUNDS_A_TICK)
+        late = [output for output in self.waiting if now - (output.waiting_since or now) > self._wait_s]
+        lost = [output for output in late if not self.turns.waits_for_room(output)]
         for output in late:
-            del self.waiting[output]
-        return [(output, nobody(self.links, output, self._wait_s)) for output in late]
+            # For room it may take as long as it takes; the wait for a scheduler begins when there is none any more.
+            output.waiting_since = now
+        for output in lost:
+            self.waiting.remove(output)
+        return [(output, nobody(self.links, output, self._wait_s)) for output in lost]
 
     async def cancel_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
         """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
@@ -284,7 +310,7 @@ class SchedulerPool(PeerPool):
             output.count_wait(was_accepted=True)
             output.num_rejections = 0
             output.move_to(OutputState.WAITING)
-            self.waiting[output] = None
+            self.waiting.add(output, self.turns.line_of(output))
 
     def _pick(
         self, output: Output, among: Sequence[SchedulerLink] | None
@@ -297,8 +323,12 @@ class SchedulerPool(PeerPool):
             # Outputs of one request share their prompt's KV.
             if sibling.scheduler in links:
                 return sibling.scheduler, None
-        decision = self.placement.choose(output, links)
-        return links[decision.index], decision
+        decision = self.placement.choose(output, links, counts_full=among is not None)
+        return (None, None) if decision is None else (links[decision.index], decision)
+
+    def has(self, link: SchedulerLink) -> bool:
+        """True if the link was added, and not removed since."""
+        return self._links.get(link.address) is link
 
     def link(self, address: str) -> SchedulerLink:
         """The link to a scheduler. Raises INVALID_ARGUMENT for one that was not added."""

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.requests.journal import Request
-from radixmesh.daemons.router.requests.resolver import is_pooled
 from radixmesh.daemons.runtime.arrays import unpack_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 # An embedding of 262,144 numbers: several times the widest model's.
@@ -60,7 +59,7 @@ class ServeChecks:
             raise self.broken(f"token ids outside the vocabulary of {vocab_size}")
 
     def width(self, logprobs: common_pb2.Logprobs, request: Request) -> None:
-        most = request.resolved.sampling.num_top_logprobs
+        most = request.resolved.sampling.num_top_logprobs or 0
         if logprobs.num_top > most:
             raise self.broken(f"{logprobs.num_top} alternatives where {most} were asked for")
 
@@ -71,9 +70,9 @@ class ServeChecks:
 
     def vector(self, vector: scheduler_pb2.OutputVector, request: Request) -> None:
         size = len(vector.values)
-        if not 0 < size <= _MAX_VECTOR_BYTES or size % 4 or not is_pooled(request.resolved.task):
+        if not 0 < size <= _MAX_VECTOR_BYTES or size % 4 or not request.resolved.is_pooled:
             raise self.broken(f"a vector of {size} bytes is not what was asked for")
 
     def reason(self, finished: scheduler_pb2.Finished) -> None:
-        if not finished.reason or finished.reason not in common_pb2.FinishReason.values():
+        if int(finished.reason) not in tuple(FinishReason):
             raise self.broken(f"an output finished for reason {finished.reason}, which is none")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Container
 
+from radixmesh.daemons.router.peers.submit import sibling_of, submit_of
 from radixmesh.daemons.router.requests.journal import Output, Request
-from radixmesh.daemons.router.requests.submit import sibling_of, submit_of
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.frames import MAX_ENTRY_BYTES, FrameBudget, too_large
 from radixmesh.scheduler.v1 import scheduler_pb2

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
-from radixmesh.common.v1 import common_pb2
-
-_COMPARED = ("model_fingerprint", "tokenizer_fingerprint", "sampler_version", "vocab_size")
+from radixmesh.daemons.router.served_identity import ServedIdentity, is_same_model
 
 
 class Replica(Protocol):
@@ -18,7 +17,7 @@ class Replica(Protocol):
     @property
     def models(self) -> tuple[str, ...]: ...
     @property
-    def identity(self) -> common_pb2.ModelIdentity | None: ...
+    def identity(self) -> ServedIdentity | None: ...
     @property
     def max_request_len(self) -> int: ...
 
@@ -31,7 +30,7 @@ class ServedModel(NamedTuple):
     """
 
     name: str
-    identity: common_pb2.ModelIdentity
+    identity: ServedIdentity
     base_model: str
     num_schedulers: int
     request_lens: tuple[int, ...]
@@ -67,9 +66,7 @@ def served_models(replicas: Sequence[Replica]) -> list[ServedModel]:
     return [model for models in found.values() for model in sorted(models, key=lambda model: -model.num_schedulers)]
 
 
-def pick_model(
-    models: Iterable[ServedModel], name: str, like: common_pb2.ModelIdentity | None = None
-) -> ServedModel | None:
+def pick_model(models: Iterable[ServedModel], name: str, like: ServedIdentity | None = None) -> ServedModel | None:
     """The first model of that name, "" = of any; of several the one that is the same as `like`, if there is one."""
     named = [model for model in models if name in ("", model.name)]
     if like is not None:
@@ -77,26 +74,17 @@ def pick_model(
     return named[0] if named else None
 
 
-def is_same_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> bool:
-    """True if outputs of one continue outputs of the other; what one side does not know is not compared."""
-    return all(
-        not getattr(ours, name) or not getattr(theirs, name) or getattr(ours, name) == getattr(theirs, name)
-        for name in _COMPARED
-    )
-
-
-def _add(models: list[ServedModel], name: str, replica: Replica, identity: common_pb2.ModelIdentity) -> None:
+def _add(models: list[ServedModel], name: str, replica: Replica, identity: ServedIdentity) -> None:
     """Counts a replica in with the replicas of the same model."""
     for place, known in enumerate(models):
         if is_same_model(known.identity, identity):
-            known.identity.max_total_len = max(known.identity.max_total_len, identity.max_total_len)
+            longest = max(known.identity.max_total_len, identity.max_total_len)
             models[place] = known._replace(
+                identity=replace(known.identity, max_total_len=longest),
                 num_schedulers=known.num_schedulers + replica.is_connected,
                 request_lens=(*known.request_lens, replica.max_request_len),
             )
             return
-    named = common_pb2.ModelIdentity()
-    named.CopyFrom(identity)
-    named.name = name
+    named = replace(identity, name=name)
     base = "" if name == identity.name else identity.name
     models.append(ServedModel(name, named, base, int(replica.is_connected), (replica.max_request_len,)))

@@ -12,9 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.tokenizer_turns import TokenizerTurns
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.name_watch import PeerPool
 from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.daemons.runtime.telemetry.logs import get_logger

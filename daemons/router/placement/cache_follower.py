@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.placement.cache_view import CacheChange, ViewError, ViewTooLargeError
 from radixmesh.daemons.router.placement.placement import Placement
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)

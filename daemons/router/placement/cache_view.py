@@ -1,4 +1,8 @@
-"""One replica's prefix cache as its scheduler reports it, kept in the common index."""
+"""One replica's prefix cache as its scheduler reports it, kept in the common index.
+
+Data-parallel ranks have a tree each, and the scheduler chooses the rank: for a router they are one cache, which holds
+a prefix as long as one of them does.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +93,8 @@ class CacheView:
         self.max_bytes = max_bytes
         self._nodes: dict[int, _Node] = {}
         self._discarded: list[_Node] = []
+        # Of prefixes that several trees hold: by how many more than one.
+        self._copies: dict[int, int] = {}
         self.num_tokens = 0
         self.num_bytes = 0
         self.weights_version = 0
@@ -113,6 +119,7 @@ class CacheView:
         """All nodes are gone; clear_index() takes their prefixes from the index, which may take long."""
         self._discarded.extend(self._nodes.values())
         self._nodes.clear()
+        self._copies.clear()
         self.num_tokens = self.num_bytes = 0
 
     def summary(self, *, max_nodes: int, max_visited: int) -> TreeSummary:
@@ -150,7 +157,8 @@ class CacheView:
         self.weights_version = max(self.weights_version, insert.weights_version)
         node = _Node(insert.parent, start, insert.ids, before)
         self._hash(node)
-        self._index.add(self._replica, node.keys)
+        for key in self._index.add(self._replica, node.keys):
+            self._copies[key] = self._copies.get(key, 0) + 1
         self._nodes[insert.node] = node
         self._count(len(insert.ids), 1)
 
@@ -181,7 +189,7 @@ class CacheView:
         self._count(4 * trim.num_left - len(node.ids), 0)
         node.ids = node.ids[: 4 * trim.num_left]
         self._hash(node)
-        self._index.remove(self._replica, before[len(node.keys) :])
+        self._remove(before[len(node.keys) :])
 
     def _evict(self, number: int) -> None:
         node = self._node(number)
@@ -190,8 +198,21 @@ class CacheView:
         if node.parent:
             self._nodes[node.parent].num_children -= 1
         del self._nodes[number]
-        self._index.remove(self._replica, node.keys)
+        self._remove(node.keys)
         self._count(-len(node.ids), -1)
+
+    def _remove(self, keys: Sequence[int]) -> None:
+        """One tree holds these prefixes no more; others may."""
+        copies = self._copies
+        if copies:
+            last = [key for key in keys if key not in copies]
+            for key in keys:
+                if key in copies:
+                    copies[key] -= 1
+                    if not copies[key]:
+                        del copies[key]
+            keys = last
+        self._index.remove(self._replica, keys)
 
     def _hash(self, node: _Node) -> None:
         sums = self._keys.sums(node.ids, node.start, node.before)

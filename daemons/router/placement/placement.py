@@ -25,10 +25,14 @@ _SENT_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRequest:
-    """A request as placement sees it. prompt_ids: i32 array, not empty. namespace: see cache_namespace.py."""
+    """A request as placement sees it. prompt_ids: i32 array, not empty. namespace: see cache_namespace.py.
+
+    session: equal for requests of one conversation, 0 = of none.
+    """
 
     prompt_ids: bytes
     namespace: str = ""
+    session: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -134,8 +138,19 @@ class Placement:
         replica.view.clear()
         yield from replica.view.clear_index()
 
-    def choose(self, request: PlacedRequest, rows: Sequence[int]) -> Decision:
-        """The replica of `rows`, not empty, that gets the output."""
+    def choose(self, request: PlacedRequest, rows: Sequence[int], *, surplus: float | None = 0.0) -> Decision | None:
+        """The replica of `rows`, not empty, that gets the output; None if all are full.
+
+        surplus: a replica is full with so many more outputs, as a share of its bound; None: full ones count too.
+        """
+        indexes: Sequence[int] | None = None
+        if surplus is not None:
+            has_room = self.has_room(rows, surplus)
+            if not has_room.all():
+                indexes = np.flatnonzero(has_room).tolist()
+                if not indexes:
+                    return None
+                rows = [rows[index] for index in indexes]
         num_tokens = request.num_tokens
         keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
         chosen = np.asarray(rows, dtype=np.intp)
@@ -154,15 +169,21 @@ class Placement:
             cached_tokens=table.cached_tokens[chosen],
         )
         first = keys[0] if keys else int.from_bytes(request.prompt_ids[:8].ljust(8, b"\0"), "little")
-        index = self.policy.pick(num_tokens, first, candidates)
+        index = self.policy.pick(num_tokens, first, candidates, request.session)
         return Decision(
-            index=index,
+            index=index if indexes is None else indexes[index],
             row=rows[index],
             num_tokens=num_tokens,
             matched_tokens=int(matched[index]),
             best_tokens=int(matched.max()),
             keys=keys,
         )
+
+    def has_room(self, rows: Sequence[int], surplus: float = 0.0) -> npt.NDArray[np.bool_]:
+        """By row: True for a replica that is not full. surplus: see choose()."""
+        chosen, table = np.asarray(rows, dtype=np.intp), self.replicas
+        most = table.max_outputs[chosen]
+        return table.num_outputs[chosen] < (most + (most * surplus).astype(np.int64) if surplus else most)
 
     def matched_tokens(self, request: PlacedRequest, row: int) -> int:
         """Tokens of the request that the replica has cached, as far as is known; 0 where no policy asks for that."""

@@ -6,12 +6,12 @@ import bisect
 import hashlib
 import random
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.placement.replicas import IntColumn
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.placement_cost import placement_costs
 
 
@@ -37,10 +37,11 @@ class PlacementPolicy(ABC):
     """True if the policy looks at matched_tokens, which are zero otherwise."""
 
     @abstractmethod
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         """Index of the chosen one of the candidates, which are not empty, and not modified.
 
-        num_tokens: of the prompt. first_key: equal for prompts with an equal first block.
+        num_tokens: of the prompt. first_key: equal for prompts with an equal first block. session: equal for requests
+        of one conversation, 0 = of none.
         """
 
 
@@ -50,7 +51,7 @@ class RoundRobin(PlacementPolicy):
     def __init__(self) -> None:
         self._last = ""
 
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         # Turns go by address, not by position: one that comes or goes must not shift the turns of the others.
         later = [address for address in candidates.addresses if address > self._last]
         self._last = min(later or candidates.addresses)
@@ -60,7 +61,7 @@ class RoundRobin(PlacementPolicy):
 class LeastLoad(PlacementPolicy):
     """The replica with the fewest outputs; the first of equals."""
 
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         return int(candidates.num_outputs.argmin())
 
 
@@ -70,14 +71,14 @@ class Random(PlacementPolicy):
     def __init__(self) -> None:
         self._random = random.Random()
 
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         return self._random.randrange(len(candidates.addresses))
 
 
 class PowerOfTwo(Random):
     """The one with fewer outputs of two random ones (M. Mitzenmacher, "The power of two choices", 2001)."""
 
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         if len(candidates.addresses) == 1:
             return 0
         one, other = self._random.sample(range(len(candidates.addresses)), 2)
@@ -98,7 +99,7 @@ class PrefixHash(PlacementPolicy):
         self._names: tuple[str, ...] = ()
         self._ring: list[tuple[int, int]] = []
 
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         names = tuple(candidates.addresses)
         if names != self._names:
             self._names, self._ring = (
@@ -131,7 +132,7 @@ class CacheThreshold(PlacementPolicy):
     _BALANCE_OUTPUTS = 32
     _BALANCE_RATIO = 1.1
 
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         loads = candidates.num_outputs
         most, least = int(loads.max()), int(loads.min())
         if most - least > self._BALANCE_OUTPUTS and most > self._BALANCE_RATIO * least:
@@ -147,7 +148,7 @@ class CacheAware(PlacementPolicy):
 
     needs_matches = True
 
-    def pick(self, num_tokens: int, first_key: int, candidates: Candidates) -> int:
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         costs = placement_costs(
             num_tokens,
             matched_tokens=candidates.matched_tokens,
@@ -158,6 +159,36 @@ class CacheAware(PlacementPolicy):
         return int(costs.argmin())
 
 
+class Session(CacheAware):
+    """Requests of one session go to one replica. The first one, any without a session, and those whose replica is gone
+    or full go where cache_aware places them, and the session follows.
+
+    Several routers need no talk: one that meets a session for the first time finds its prefix where the others left it.
+    The sessions that were least recently seen are forgotten beyond _MAX_SESSIONS.
+    """
+
+    _MAX_SESSIONS = 65_536
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[int, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
+        home = self._homes.get(session)
+        if home is not None and home in candidates.addresses:
+            self._homes.move_to_end(session)
+            return candidates.addresses.index(home)
+        index = super().pick(num_tokens, first_key, candidates)
+        if session:
+            self._homes[session] = candidates.addresses[index]
+            self._homes.move_to_end(session)
+            if len(self._homes) > self._MAX_SESSIONS:
+                self._homes.popitem(last=False)
+        return index
+
+
 POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
     "cache_aware": CacheAware,
     "cache_threshold": CacheThreshold,
@@ -166,6 +197,7 @@ POLICIES: Mapping[str, Callable[[], PlacementPolicy]] = {
     "prefix_hash": PrefixHash,
     "random": Random,
     "round_robin": RoundRobin,
+    "session": Session,
 }
 
 

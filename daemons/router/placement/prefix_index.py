@@ -21,14 +21,20 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._sets)
 
-    def add(self, replica: int, keys: Iterable[int]) -> None:
-        """The replica (>= 0) holds these prefixes."""
+    def add(self, replica: int, keys: Iterable[int]) -> list[int]:
+        """The replica (>= 0) holds these prefixes. Returns those that it held before."""
         sets, shared, bit = self._sets, self._shared, 1 << replica
+        known: list[int] = []
         for key in keys:
-            held = sets.get(key, 0) | bit
+            before = sets.get(key, 0)
+            if before & bit:
+                known.append(key)
+                continue
+            held = before | bit
             sets[key] = shared.setdefault(held, held)
         if len(shared) > 65_536:
             self._shared = {}
+        return known
 
     def remove(self, replica: int, keys: Iterable[int]) -> None:
         """The replica holds these prefixes no more. Keys that it never held are ignored."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntColumn = npt.NDArray[np.int64]
+NO_BOUND = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,8 @@ class Replicas:
         """Tokens still to be prefilled there."""
         self.free_tokens: IntColumn = np.zeros(0, dtype=np.int64)
         self.cached_tokens: IntColumn = np.zeros(0, dtype=np.int64)
+        self.max_outputs: IntColumn = np.zeros(0, dtype=np.int64)
+        """With so many outputs the replica is full; NO_BOUND = never."""
 
     def __len__(self) -> int:
         return len(self.addresses)
@@ -73,11 +76,13 @@ class Replicas:
             self.addresses[row], self._replicas[row] = address, _Replica()
             for column in self._columns():
                 column[row] = 0
+            self.max_outputs[row] = NO_BOUND
             return row
         self.addresses.append(address)
         self._replicas.append(_Replica())
         if len(self.addresses) > len(self.num_outputs):
             self._grow()
+        self.max_outputs[len(self.addresses) - 1] = NO_BOUND
         return len(self.addresses) - 1
 
     def remove(self, row: int) -> None:
@@ -131,10 +136,10 @@ class Replicas:
         self.queued_tokens[row] = replica.others.tokens + sum(sent.uncached for sent in replica.sent.values())
 
     def _columns(self) -> Iterator[IntColumn]:
-        yield from (self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens)
+        yield from (self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens, self.max_outputs)
 
     def _grow(self) -> None:
         size = max(16, 2 * len(self.num_outputs))
-        self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens = (
+        self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens, self.max_outputs = (
             np.concatenate([column, np.zeros(size - len(column), dtype=np.int64)]) for column in self._columns()
         )

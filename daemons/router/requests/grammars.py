@@ -7,10 +7,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.source import grammar_source
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.guided.source import GrammarSource, grammar_to_proto
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 # Of grammars that live requests follow, each once; one is some 100 KB.
@@ -43,14 +41,14 @@ class Grammars:
         self._num_kept_bytes = 0
         self._compiling: dict[str, asyncio.Task[CompiledGrammar]] = {}
 
-    async def compiled(self, message: common_pb2.Grammar) -> CompiledGrammar:
+    async def compiled(self, source: GrammarSource) -> CompiledGrammar:
         """Raises INVALID_GRAMMAR, UNSUPPORTED, what a call to a tokenizer raises, or OVERLOADED beyond the bound."""
-        digest = grammar_source(message).digest
+        digest = source.digest
         found = self._live.get(digest)
         if found is None:
             task = self._compiling.get(digest)
             if task is None:
-                task = self._compiling[digest] = asyncio.create_task(self._compile(digest, message))
+                task = self._compiling[digest] = asyncio.create_task(self._compile(digest, source))
                 task.add_done_callback(lambda done: self._ended(digest, done))
             # A client that leaves does not take the compilation of others with it.
             found = await asyncio.shield(task)
@@ -62,8 +60,8 @@ class Grammars:
         if not task.cancelled():
             task.exception()  # Read, though all who waited may have left.
 
-    async def _compile(self, digest: str, message: common_pb2.Grammar) -> CompiledGrammar:
-        answer = await self._compile_grammar(tokenizer_pb2.CompileGrammarRequest(grammar=message))
+    async def _compile(self, digest: str, source: GrammarSource) -> CompiledGrammar:
+        answer = await self._compile_grammar(tokenizer_pb2.CompileGrammarRequest(grammar=grammar_to_proto(source)))
         size = len(answer.artefact)
         while self._kept and self._num_live_bytes + size > self._max_live_bytes:
             self._drop_oldest()

@@ -23,12 +23,11 @@ from enum import Enum, auto
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.telemetry.tracing import NoSpan, Span
-from radixmesh.router.v1 import router_pb2
 
 if TYPE_CHECKING:
     from radixmesh.daemons.router.peers.detokenizer_link import Entry
@@ -56,7 +55,7 @@ class OutputState(Enum):
 class Ending:
     """Why an output ended. num_output: tokens that count. stop_id, stop: what ended it, if that did."""
 
-    reason: common_pb2.FinishReason
+    reason: FinishReason
     num_output: int
     stop_id: int | None = None
     stop: str = ""
@@ -117,9 +116,9 @@ class Output:
     def known_ending(self) -> Ending | None:
         """The output's ending if its ids already say so: no scheduler has to be asked."""
         if self.ids and self.ids[-1] in self.request.end_ids:
-            return Ending(reason=common_pb2.FINISH_REASON_STOP, num_output=len(self.ids), stop_id=self.ids[-1])
+            return Ending(reason=FinishReason.STOP, num_output=len(self.ids), stop_id=self.ids[-1])
         if len(self.ids) >= self.request.max_tokens:
-            return Ending(reason=common_pb2.FINISH_REASON_LENGTH, num_output=len(self.ids))
+            return Ending(reason=FinishReason.LENGTH, num_output=len(self.ids))
         return None
 
     @property
@@ -159,12 +158,13 @@ class Request:
     """A resolved request. prompt_logprobs: those still to be delivered, None if none are wanted (any more).
 
     grammar: that its outputs follow, made of resolved.grammar. clock: monotonic seconds. deadline: a moment of it,
-    None = none. num_bytes: charged to the journal.
+    None = none; ttft_deadline: one for the first token of each output. num_bytes: charged to the journal.
     """
 
-    resolved: router_pb2.Resolved
+    resolved: ResolvedRequest
     resumption: int
     deadline: float | None
+    ttft_deadline: float | None = None
     num_prompt: int
     end_ids: frozenset[int]
     delivery: Delivery
@@ -201,13 +201,12 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        return self.resolved.stop.max_tokens
+        return self.resolved.stop.max_tokens or 0
 
     @property
     def max_total_len(self) -> int:
         """Tokens of prompt and output at most; the vector of an embed or score task counts as one."""
-        is_pooled = self.resolved.task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
-        return self.num_prompt + (1 if is_pooled else self.max_tokens)
+        return self.num_prompt + (1 if self.resolved.is_pooled else self.max_tokens)
 
     @property
     def are_prompt_logprobs_due(self) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.requests.updates import Logprobs
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 
 class LogprobTrack:

@@ -6,16 +6,15 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.peers.detokenizer_link import DetokenizerLink
 from radixmesh.daemons.router.peers.detokenizer_pool import DetokenizerPool
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
+from radixmesh.daemons.router.requests.deadlines import Deadlines
 from radixmesh.daemons.router.requests.journal import Ending, Journal, Output, OutputState, Request
 from radixmesh.daemons.router.requests.request_times import RequestTimes
-from radixmesh.daemons.router.requests.resolver import is_pooled
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 
@@ -50,14 +49,13 @@ class OutputFlow:
         self._metrics = metrics
         self._clock = clock
         self._stopping: dict[Output, None] = {}
-        self._with_deadline: dict[Request, float] = {}
+        self._deadlines = Deadlines()
         self.schedulers = make_schedulers(self)
         self.detokenizers = make_detokenizers(self)
 
     def begin(self, request: Request) -> None:
         """Starts or continues every output of a journalled request that its client has not seen finish."""
-        if request.deadline is not None:
-            self._with_deadline[request] = request.deadline
+        self._deadlines.add(request)
         if request.resumption:
             self.schedulers.cancel_older(request, request.resumption << 16)
         for output in request.outputs:
@@ -66,7 +64,7 @@ class OutputFlow:
 
     def release(self, request: Request) -> None:
         """Forgets a request: what still runs is ended. Nobody is told but schedulers and detokenizers. Idempotent."""
-        self._with_deadline.pop(request, None)
+        self._deadlines.drop(request)
         for link in {output.scheduler for output in request.outputs if output.scheduler is not None}:
             # Bounded: the same request may live on at another router, by a higher resumption.
             link.cancel(request, below_attempt=(request.resumption + 1) << 16)
@@ -85,11 +83,9 @@ class OutputFlow:
     def cancel(self, request: Request, error: MeshError) -> None:
         """Ends what is unfinished with FINISH_REASON_ABORT; the client gets what there is."""
         for output in request.outputs:
-            self.fail(output, error, common_pb2.FINISH_REASON_ABORT)
+            self.fail(output, error, FinishReason.ABORT)
 
-    def fail(
-        self, output: Output, error: MeshError, reason: common_pb2.FinishReason = common_pb2.FINISH_REASON_ERROR
-    ) -> None:
+    def fail(self, output: Output, error: MeshError, reason: FinishReason = FinishReason.ERROR) -> None:
         """Ends an output with an error; text that was held back is still delivered. Idempotent."""
         if not output.is_open:
             return
@@ -108,7 +104,7 @@ class OutputFlow:
         if output.is_open:
             self.fail(output, error)
         elif output.state is OutputState.ENDED and output.ending is not None:
-            output.ending = replace(output.ending, reason=common_pb2.FINISH_REASON_ERROR, error=error)
+            output.ending = replace(output.ending, reason=FinishReason.ERROR, error=error)
             self._finish(output)
 
     def tick(self, now: float) -> None:
@@ -116,12 +112,8 @@ class OutputFlow:
         for output in tuple(self._stopping):
             if now - output.state_since > _USAGE_WAIT_S:
                 self._finish(output)
-        for request, deadline in tuple(self._with_deadline.items()):
-            if now >= deadline:
-                del self._with_deadline[request]
-                message = "the request's deadline_ms passed: what there was has been delivered"
-                for output in request.outputs:
-                    self.fail(output, MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message))
+        for output, error in self._deadlines.passed(now):
+            self.fail(output, error)
         for output, error in self.schedulers.tick(now):
             self.fail(output, error)
         for output, error in self.detokenizers.tick(now):
@@ -131,6 +123,7 @@ class OutputFlow:
 
     def on_submitted(self, output: Output, link: SchedulerLink, since_s: float) -> None:
         self._times.submitted(output, link.address, since_s)
+        self.schedulers.on_submitted(output)
 
     def on_tokens(self, outputs: list[Output], num_tokens: int) -> None:
         self._metrics.output_tokens.inc(num_tokens)
@@ -181,7 +174,7 @@ class OutputFlow:
         else:
             self._end(
                 output,
-                Ending(reason=common_pb2.FINISH_REASON_ERROR, num_output=len(output.ids), error=_superseded(error)),
+                Ending(reason=FinishReason.ERROR, num_output=len(output.ids), error=_superseded(error)),
             )
 
     def on_scheduler_lost(self, outputs: list[Output]) -> None:
@@ -192,13 +185,13 @@ class OutputFlow:
                 self._place_again(output)
 
     def on_load(self, link: SchedulerLink) -> None:
-        self.schedulers.placement.on_load(link)
+        self.schedulers.on_load(link)
 
     def on_first_token(self, link: SchedulerLink, sequence: int) -> None:
         self.schedulers.placement.on_first_token(link, sequence)
 
-    def on_left(self, link: SchedulerLink, sequence: int) -> None:
-        self.schedulers.placement.on_left(link, sequence)
+    def on_left(self, link: SchedulerLink, sequence: int, output: Output) -> None:
+        self.schedulers.on_left(link, sequence, output)
 
     def on_scheduler_changed(self, link: SchedulerLink) -> None:
         self.schedulers.on_changed()
@@ -226,9 +219,7 @@ class OutputFlow:
         del output.ids[num_tokens:]
         output.num_seen = num_tokens
         cached = output.ending.cached_tokens if output.ending is not None else 0
-        output.ending = Ending(
-            reason=common_pb2.FINISH_REASON_STOP, num_output=num_tokens, stop=stop, cached_tokens=cached
-        )
+        output.ending = Ending(reason=FinishReason.STOP, num_output=num_tokens, stop=stop, cached_tokens=cached)
         if output.state is OutputState.RUNNING and output.scheduler is not None:
             output.scheduler.stop(output, num_tokens)
             output.move_to(OutputState.STOPPING)
@@ -307,7 +298,7 @@ class OutputFlow:
 
 def _reason_label(ending: Ending) -> str:
     """As schedulers name it."""
-    return common_pb2.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower()
+    return ending.reason.label
 
 
 def _as_told(ending: Ending) -> Ending:
@@ -330,5 +321,5 @@ def _is_too_small(output: Output, ending: Ending) -> bool:
     """True if the scheduler ended the output because it has no room for more, where more was asked for."""
     if ending.error is not None:
         return ending.error.reason in _TOO_SMALL
-    is_cut = ending.reason == common_pb2.FINISH_REASON_LENGTH and ending.num_output < output.request.max_tokens
-    return is_cut and not is_pooled(output.request.resolved.task)
+    is_cut = ending.reason == FinishReason.LENGTH and ending.num_output < output.request.max_tokens
+    return is_cut and not output.request.resolved.is_pooled

@@ -7,19 +7,20 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TypeVar
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.messages import identity_from_proto
 from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
-from radixmesh.daemons.router.peers.served_models import ServedModel, is_same_model
+from radixmesh.daemons.router.peers.served_models import ServedModel
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.grammars import Grammars
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.request_times import RequestTimes
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.resolver import check_names, check_request, end_ids_of, is_pooled, resolve
 from radixmesh.daemons.router.requests.resume import check_resume, rebuild
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.router.served_identity import ServedIdentity, is_same_model
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.caller import current_caller
 from radixmesh.daemons.runtime.telemetry.tracing import current_context, set_context
 from radixmesh.router.v1 import router_pb2
@@ -87,18 +88,19 @@ class RequestMaker:
 
     async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request that begins. Raises MeshError."""
-        deadline = self._deadline_of(message)
+        deadline, ttft_deadline = self._deadlines_of(message)
+        until = _earlier(deadline, ttft_deadline)
         draft = check_request(message)
-        self._require_time(deadline)
+        self._require_time(until)
         self._journal.require_room(journal_size(message.ByteSize(), draft.n))
         if message.model or message.WhichOneof("input") == "prompt_ids":
             # A wrong name is told before a tokenizer works for nothing.
-            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), until)
         prompt_ids = message.prompt_ids
         fingerprint = ""
         if message.WhichOneof("input") != "prompt_ids":
-            prompt_ids, fingerprint = await self._in_time(self._encode(message), deadline)
-        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), deadline)
+            prompt_ids, fingerprint = await self._in_time(self._encode(message), until)
+        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), until)
         _check_fingerprint(fingerprint, model.identity)
         resolved = resolve(
             message,
@@ -110,6 +112,7 @@ class RequestMaker:
             refuses_cut=self._refuses_cut,
         )
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        request.ttft_deadline = ttft_deadline
         await self._compile_grammar(request)
         for index in range(draft.n):
             output = Output(request=request, index=index)
@@ -117,36 +120,38 @@ class RequestMaker:
                 output.logprobs = LogprobTrack(0)
             request.outputs.append(output)
         if draft.sampling.prompt_logprobs:
-            request.prompt_logprobs = LogprobTrack(1)
+            request.prompt_logprobs = _prompt_track(request)
         return request
 
     async def resumed(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request whose stream broke, as its client keeps it. Raises MeshError."""
-        deadline = self._deadline_of(message)
+        deadline, ttft_deadline = self._deadlines_of(message)
         check_resume(message)
         self._require_time(deadline)
         self._journal.require_room(journal_size(message.ByteSize(), len(message.resume.outputs)))
         claimed = message.resume.resolved
-        found = self._schedulers.find_model(claimed.model, self._scheduler_wait_s, claimed.model_identity)
+        theirs = identity_from_proto(claimed.model_identity)
+        found = self._schedulers.find_model(claimed.model, self._scheduler_wait_s, theirs)
         model = await self._in_time(found, deadline)
-        if not is_same_model(model.identity, claimed.model_identity):
-            raise _other_model(model.identity, claimed.model_identity)
+        if not is_same_model(model.identity, theirs):
+            raise _other_model(model.identity, theirs)
         _require_size(message.resume.resolved, model)
         resolved, progress = rebuild(message, model.identity)
         request = self._request_of(resolved, delivery, message.resume.resumption, deadline)
+        request.ttft_deadline = ttft_deadline
         await self._compile_grammar(request)
         for index, known in enumerate(progress):
             output = Output(request=request, index=index, ids=known.ids)
             output.num_seen = output.num_delivered = output.num_charged = len(known.ids)
             output.text_bytes = output.text_offset = known.text_bytes
-            if resolved.sampling.HasField("num_top_logprobs"):
+            if resolved.sampling.num_top_logprobs is not None:
                 output.logprobs = LogprobTrack(len(known.ids))
             if known.is_finished:
                 output.state, output.is_finish_delivered = OutputState.FINISHED, True
             request.outputs.append(output)
         # Prompt logprobs are delivered before anything of output 0 is.
         if resolved.sampling.prompt_logprobs and not (progress[0].ids or progress[0].is_finished):
-            request.prompt_logprobs = LogprobTrack(1)
+            request.prompt_logprobs = _prompt_track(request)
         return request
 
     async def _encode(self, message: router_pb2.GenerateRequest) -> tuple[bytes, str]:
@@ -183,7 +188,7 @@ class RequestMaker:
         return encoded
 
     async def _compile_grammar(self, request: Request) -> None:
-        if request.resolved.HasField("grammar"):
+        if request.resolved.grammar is not None:
             compiled = self._grammars.compiled(request.resolved.grammar)
             request.grammar = await self._in_time(compiled, request.deadline)
 
@@ -206,22 +211,25 @@ class RequestMaker:
             raise _too_late() from error
 
     def _request_of(
-        self, resolved: router_pb2.Resolved, delivery: Delivery, resumption: int, deadline: float | None
+        self, resolved: ResolvedRequest, delivery: Delivery, resumption: int, deadline: float | None
     ) -> Request:
         return Request(
             clock=self._clock,
             resolved=resolved,
             resumption=resumption,
             deadline=deadline,
-            num_prompt=len(resolved.prompt_ids) // 4,
+            num_prompt=resolved.num_prompt,
             end_ids=end_ids_of(resolved),
             delivery=delivery,
         )
 
-    def _deadline_of(self, message: router_pb2.GenerateRequest) -> float | None:
-        if not message.HasField("deadline_ms"):
-            return None
-        return self._clock() + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000
+    def _deadlines_of(self, message: router_pb2.GenerateRequest) -> tuple[float | None, float | None]:
+        """Moments by which the request is to end, and to have its first tokens."""
+        now = self._clock()
+        whole = now + min(message.deadline_ms, _MAX_DEADLINE_MS) / 1000 if message.HasField("deadline_ms") else None
+        if not message.HasField("ttft_deadline_ms"):
+            return whole, None
+        return whole, now + min(message.ttft_deadline_ms, _MAX_DEADLINE_MS) / 1000
 
     def _require_time(self, deadline: float | None) -> None:
         # The steps below may never wait, and then would not notice that the deadline has passed.
@@ -233,12 +241,16 @@ class RequestMaker:
         return _UNKNOWN_MODEL_WAIT_S if self._schedulers.models() else self._scheduler_wait_s
 
 
+def _earlier(deadline: float | None, other: float | None) -> float | None:
+    return min((moment for moment in (deadline, other) if moment is not None), default=None)
+
+
 def _tenant() -> str:
     return current_caller().tenant or ""
 
 
 def _too_late() -> MeshError:
-    message = "the request's deadline_ms passed before it could start: give it more time"
+    message = "the request's deadline passed before it could start: give it more time"
     return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
 
 
@@ -250,7 +262,7 @@ def _require_size(claimed: router_pb2.Resolved, model: ServedModel) -> None:
         raise MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, message, {"daemon": "scheduler"})
 
 
-def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentity) -> MeshError:
+def _other_model(ours: ServedIdentity, theirs: ServedIdentity) -> MeshError:
     return MeshError(
         ErrorReason.ERROR_REASON_MODEL_MISMATCH,
         f"model {ours.name!r} is not the one that the stream began with: send the request anew",
@@ -261,7 +273,12 @@ def _other_model(ours: common_pb2.ModelIdentity, theirs: common_pb2.ModelIdentit
     )
 
 
-def _check_fingerprint(fingerprint: str, identity: common_pb2.ModelIdentity) -> None:
+def _prompt_track(request: Request) -> LogprobTrack:
+    """Logprobs of the prompt from the position that was asked for; none are due at its end."""
+    return LogprobTrack(min(max(1, request.resolved.sampling.prompt_logprobs_start), request.num_prompt))
+
+
+def _check_fingerprint(fingerprint: str, identity: ServedIdentity) -> None:
     if fingerprint and identity.tokenizer_fingerprint and fingerprint != identity.tokenizer_fingerprint:
         raise MeshError(
             ErrorReason.ERROR_REASON_TOKENIZER_MISMATCH,

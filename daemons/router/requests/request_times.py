@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.placement.placement import Decision
 from radixmesh.daemons.router.requests.journal import Output, Request
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
@@ -88,9 +87,7 @@ class RequestTimes:
             "radixmesh.prompt_len": request.num_prompt,
             "radixmesh.output_len": sum(len(output.ids) for output in request.outputs),
             "radixmesh.cached_len": max((ending.cached_tokens for ending in endings), default=0),
-            "radixmesh.finish_reasons": ",".join(
-                common_pb2.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower() for ending in endings
-            ),
+            "radixmesh.finish_reasons": ",".join(ending.reason.label for ending in endings),
         }
         if request.first_token_s is not None:
             attributes["radixmesh.ttft_ms"] = round(1000 * request.first_token_s, 3)

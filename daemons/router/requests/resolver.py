@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import IntArray, unpack_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.model_folder.generation_config import with_sampling_defaults
 from radixmesh.daemons.runtime.sampling import (
@@ -18,10 +19,9 @@ from radixmesh.daemons.runtime.sampling import (
     Stop,
     output_seed,
     sampling_from_proto,
-    sampling_to_proto,
     stop_from_proto,
-    stop_to_proto,
 )
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.router.v1 import router_pb2
 
 MAX_N = 128
@@ -39,7 +39,7 @@ class Draft:
 
 def check_request(request: router_pb2.GenerateRequest) -> Draft:
     """Checks all that can be checked without model and prompt. Raises MeshError naming the field."""
-    check_names(cache_salt=request.cache_salt, tenant=request.tenant, model=request.model)
+    check_names(cache_salt=request.cache_salt, session=request.session, tenant=request.tenant, model=request.model)
     if request.WhichOneof("input") is None:
         raise MeshError(
             ErrorReason.ERROR_REASON_MISSING_FIELD, "set text, prompt_ids or chat: what to continue", {"field": "input"}
@@ -67,10 +67,10 @@ def resolve(
     *,
     request_id: str,
     prompt_ids: bytes,
-    identity: common_pb2.ModelIdentity,
+    identity: ServedIdentity,
     default_request_len: int = 0,
     refuses_cut: bool = False,
-) -> router_pb2.Resolved:
+) -> ResolvedRequest:
     """The request for one model. A seed is drawn where none is given. Raises MeshError naming the field.
 
     prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds.
@@ -87,24 +87,25 @@ def resolve(
         raise _too_many_tokens(draft.stop.max_tokens or 0, len(prompt_ids) // 4, identity.max_total_len)
     max_tokens = min(draft.stop.max_tokens or default, room)
     stop = replace(draft.stop, max_tokens=max_tokens, min_tokens=min(draft.stop.min_tokens, max_tokens))
-    task = request.task or common_pb2.TASK_GENERATE
+    task = Task(request.task or Task.GENERATE)
     seed = sampling.seed
     if seed is None:
         seed = 0 if is_pooled(task) else secrets.randbits(64)
-    return router_pb2.Resolved(
+    return ResolvedRequest(
         request_id=request_id,
         model=identity.name,
         model_identity=identity,
         prompt_ids=prompt_ids,
-        seeds=[output_seed(seed, index) for index in range(draft.n)],
-        sampling=sampling_to_proto(replace(sampling, seed=None)),
-        stop=stop_to_proto(stop),
-        grammar=request.grammar if request.HasField("grammar") else None,
+        seeds=tuple(output_seed(seed, index) for index in range(draft.n)),
+        sampling=replace(sampling, seed=None),
+        stop=stop,
+        grammar=grammar_source(request.grammar) if request.HasField("grammar") else None,
         ids_only=request.ids_only or is_pooled(task),
         cache_salt=request.cache_salt,
         priority=request.priority,
         tenant=request.tenant,
         task=task,
+        session=request.session,
     )
 
 
@@ -116,9 +117,9 @@ def check_pooled(n: int, sampling: Sampling, stop: Stop) -> None:
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
 
 
-def end_ids_of(resolved: router_pb2.Resolved) -> frozenset[int]:
+def end_ids_of(resolved: ResolvedRequest) -> frozenset[int]:
     """Ids that end an output: stop ids, and EOS unless ignored."""
-    end_ids = set(unpack_ints(resolved.stop.stop_ids, "stop_ids").tolist())
+    end_ids = set(resolved.stop.stop_ids)
     if not resolved.stop.ignore_eos:
         end_ids.update(unpack_ints(resolved.model_identity.eos_ids, "eos_ids").tolist())
     return frozenset(end_ids)
@@ -137,7 +138,7 @@ def check_ids(ids: IntArray, vocab_size: int, what: str) -> None:
         )
 
 
-def check_prompt(prompt_ids: bytes, identity: common_pb2.ModelIdentity) -> int:
+def check_prompt(prompt_ids: bytes, identity: ServedIdentity) -> int:
     """Room for output tokens after the prompt."""
     ids = unpack_ints(prompt_ids, "prompt_ids")
     if not len(ids):
@@ -153,7 +154,7 @@ def check_prompt(prompt_ids: bytes, identity: common_pb2.ModelIdentity) -> int:
     return room
 
 
-def check_options(sampling: Sampling, stop: Stop, identity: common_pb2.ModelIdentity) -> None:
+def check_options(sampling: Sampling, stop: Stop, identity: ServedIdentity) -> None:
     bias_ids = np.asarray([token for token, _ in sampling.logit_bias], np.int32)
     check_ids(bias_ids, identity.vocab_size, "logit_bias_ids")
     check_ids(np.asarray(stop.stop_ids, np.int32), identity.vocab_size, "stop_ids")
@@ -166,17 +167,17 @@ def check_names(**names: str) -> None:
         num_bytes = len(value) if len(value) > MAX_NAME_BYTES else len(value.encode())
         if num_bytes > MAX_NAME_BYTES:
             raise _out_of_range(f"{field} (bytes)", num_bytes, 0, MAX_NAME_BYTES)
-        if field != "cache_salt" and not value.isprintable():
+        if field not in ("cache_salt", "session") and not value.isprintable():
             message = f"{field} has characters that cannot be printed: leave them out"
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
 
 
-def is_pooled(task: common_pb2.Task) -> bool:
+def is_pooled(task: int) -> bool:
     """True if the answer is one vector, and no tokens."""
-    return task in (common_pb2.TASK_EMBED, common_pb2.TASK_SCORE)
+    return task in (Task.EMBED, Task.SCORE)
 
 
-def check_guided(task: common_pb2.Task, stop: Stop, grammar: common_pb2.Grammar) -> None:
+def check_guided(task: int, stop: Stop, grammar: common_pb2.Grammar) -> None:
     """Raises MISSING_FIELD or INVALID_GRAMMAR for a source that is none, INVALID_ARGUMENT for what excludes one."""
     grammar_source(grammar)
     asked = {"task": is_pooled(task), "stop.ignore_eos": bool(stop.ignore_eos)}
@@ -186,15 +187,15 @@ def check_guided(task: common_pb2.Task, stop: Stop, grammar: common_pb2.Grammar)
             raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": field})
 
 
-def check_followed(identity: common_pb2.ModelIdentity) -> None:
+def check_followed(identity: ServedIdentity) -> None:
     """Raises UNSUPPORTED where the model's workers follow no grammars."""
     if not identity.grammar_format:
         message = f"the workers of {identity.name!r} follow no grammar: leave it out (docs/http.md says what they need)"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "grammar"})
 
 
-def check_offered(task: common_pb2.Task) -> None:
-    if task not in common_pb2.Task.values():
+def check_offered(task: int) -> None:
+    if task and task not in tuple(Task):
         message = f"task {task} is none that this router knows: generate, embed or score"
         raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "task"})
 

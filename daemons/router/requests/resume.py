@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.resolver import (
     MAX_N,
     MAX_NAME_BYTES,
@@ -27,10 +26,13 @@ from radixmesh.daemons.router.requests.resolver import (
     end_ids_of,
     is_pooled,
 )
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.request_ids import check_request_id
-from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto, stop_from_proto, stop_to_proto
+from radixmesh.daemons.runtime.sampling import sampling_from_proto, stop_from_proto
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.runtime.telemetry.tracing import is_traceparent
 from radixmesh.router.v1 import router_pb2
 
@@ -54,7 +56,7 @@ def check_resume(request: router_pb2.GenerateRequest) -> None:
     if not resume.HasField("resolved") or not resolved.request_id or not resolved.model:
         raise _bad_resume("send the first message of the broken stream, unchanged, as resume.resolved")
     check_request_id(resolved.request_id)
-    check_names(cache_salt=resolved.cache_salt, tenant=resolved.tenant, model=resolved.model)
+    check_names(cache_salt=resolved.cache_salt, session=resolved.session, tenant=resolved.tenant, model=resolved.model)
     if request.request_id and request.request_id != resolved.request_id:
         raise _bad_resume(f"request_id is not {resolved.request_id!r}, as the stream's was: leave it out")
     for name in _COMPARED:
@@ -80,9 +82,7 @@ def check_resume(request: router_pb2.GenerateRequest) -> None:
             raise _bad_resume(f"output {index} has {num_ids} ids, max_tokens is {max_tokens}")
 
 
-def rebuild(
-    request: router_pb2.GenerateRequest, identity: common_pb2.ModelIdentity
-) -> tuple[router_pb2.Resolved, list[Progress]]:
+def rebuild(request: router_pb2.GenerateRequest, identity: ServedIdentity) -> tuple[ResolvedRequest, list[Progress]]:
     """A resume that check_resume() let pass, made anew for the model that is served.
 
     identity: of the served model: vocabulary and EOS ids are taken from here, never from the client. Raises
@@ -96,23 +96,24 @@ def rebuild(
     check_options(sampling, stop, identity)
     if claimed.ids_only and stop.stop:
         raise _bad_resume("ids_only with stop strings")
-    task = claimed.task or common_pb2.TASK_GENERATE
+    task = Task(claimed.task or Task.GENERATE)
     if is_pooled(task):
         check_pooled(len(claimed.seeds), sampling, stop)
-    resolved = router_pb2.Resolved(
+    resolved = ResolvedRequest(
         request_id=claimed.request_id,
         model=identity.name,
         model_identity=identity,
         prompt_ids=claimed.prompt_ids,
-        seeds=claimed.seeds,
-        sampling=sampling_to_proto(replace(sampling, seed=None)),
-        stop=stop_to_proto(stop),
-        grammar=claimed.grammar if claimed.HasField("grammar") else None,
+        seeds=tuple(claimed.seeds),
+        sampling=replace(sampling, seed=None),
+        stop=stop,
+        grammar=grammar_source(claimed.grammar) if claimed.HasField("grammar") else None,
         ids_only=claimed.ids_only or is_pooled(task),
         cache_salt=claimed.cache_salt,
         priority=claimed.priority,
         tenant=claimed.tenant,
         task=task,
+        session=claimed.session,
         trace_context=claimed.trace_context if is_traceparent(claimed.trace_context) else "",
     )
     end_ids = end_ids_of(resolved)
@@ -121,7 +122,7 @@ def rebuild(
 
 
 def _progress_of(
-    output: router_pb2.OutputProgress, index: int, resolved: router_pb2.Resolved, end_ids: Collection[int]
+    output: router_pb2.OutputProgress, index: int, resolved: ResolvedRequest, end_ids: Collection[int]
 ) -> Progress:
     ids = unpack_ints(output.output_ids, f"resume.outputs[{index}].output_ids")
     check_ids(ids, resolved.model_identity.vocab_size, f"resume.outputs[{index}]")

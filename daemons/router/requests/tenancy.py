@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.requests.resolver import MAX_NAME_BYTES
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.caller import Caller
 from radixmesh.router.v1 import router_pb2
 

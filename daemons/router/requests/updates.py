@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.router.v1 import router_pb2
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 
 
 class Logprobs(NamedTuple):
@@ -40,7 +40,7 @@ class Finished:
     """An output that ended. num_output: its tokens that count. text_bytes: of its whole text, as UTF-8."""
 
     index: int
-    reason: common_pb2.FinishReason
+    reason: FinishReason
     num_output: int = 0
     text_bytes: int = 0
     stop_id: int | None = None
@@ -57,7 +57,7 @@ class Update:
     prompt_logprobs: of the positions from prompt_logprobs_start on.
     """
 
-    resolved: router_pb2.Resolved | None = None
+    resolved: ResolvedRequest | None = None
     deltas: list[Delta] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
     prompt_logprobs: Logprobs | None = None

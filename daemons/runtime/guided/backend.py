@@ -92,7 +92,8 @@ class GrammarBackend(ABC):
     def compile(self, source: GrammarSource) -> bytes:
         """The artefact, which begins with the format and a newline; equal sources give equal bytes.
 
-        Raises INVALID_GRAMMAR for what it cannot express. May take any time and memory: called in a process of its own.
+        Raises INVALID_GRAMMAR for what it cannot express, MemoryError beyond the process's limit. May take any time and
+        memory: called in a process of its own.
         """
 
     @abstractmethod

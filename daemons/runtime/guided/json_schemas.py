@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
+from radixmesh.daemons.runtime.guided.json_objects import closed_object
+from radixmesh.daemons.runtime.guided.json_patterns import json_pattern
 from radixmesh.daemons.runtime.guided.source import invalid_grammar
 
 # Keywords that no grammar of the library's expresses.
@@ -91,6 +93,13 @@ class _Walk:
         if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
             raise _refused(path, "minLength" if "minLength" in schema else "maxLength", "beside a pattern")
         _require_named(path, schema)
+        if "pattern" in schema:
+            schema["pattern"] = _pattern(path, schema["pattern"])
+        try:
+            closed_object(schema)
+        except ValueError as error:
+            keyword, _, why = str(error).partition(" ")
+            raise _refused(path, keyword, why) from error
 
     def _inner(self, path: str, schema: Schema) -> Iterator[tuple[str, object]]:
         for keyword in ("properties", "patternProperties"):
@@ -169,6 +178,15 @@ def _require_named(path: str, schema: Schema) -> None:
         if others is False or "patternProperties" in schema or "propertyNames" in schema:
             raise _refused(path, "required", f"of {str(name)[:60]!r}, which 'properties' does not describe")
         properties[name] = others
+
+
+def _pattern(path: str, pattern: object) -> str:
+    if not isinstance(pattern, str):
+        raise _refused(path, "pattern", "that is no text")
+    try:
+        return json_pattern(pattern)
+    except ValueError as error:
+        raise _refused(path, "pattern", f"with {error}") from error
 
 
 def _refused(path: str, keyword: str, why: str = "") -> Exception:

@@ -54,6 +54,11 @@ def grammar_source(message: common_pb2.Grammar) -> GrammarSource:
     return GrammarSource(form, text)
 
 
+def grammar_to_proto(source: GrammarSource) -> common_pb2.Grammar:
+    value = True if source.form is GrammarForm.ANY_JSON else source.text
+    return common_pb2.Grammar(**{source.form.value: value})  # type: ignore[arg-type]
+
+
 def invalid_grammar(message: str, limit: str) -> MeshError:
     """limit: the name of the limit that was met; "" for a grammar that is wrong in itself."""
     return MeshError(ErrorReason.ERROR_REASON_INVALID_GRAMMAR, message, {"limit": limit})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import xgrammar
 
 from radixmesh.daemons.runtime.errors import MeshError
@@ -19,6 +22,8 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, 
 # A model that may write any number of blanks between two keys can write nothing else for ever.
 _MAX_WHITESPACE = 16
 _MAX_REASON_CHARS = 500
+_MAX_WARNING_BYTES = 64 << 10
+_MAX_WARNING_CHARS = 300
 
 
 def make_backend(vocabulary: GuidedVocabulary) -> GrammarBackend:
@@ -43,11 +48,19 @@ class XGrammarBackend(GrammarBackend):
 
     def compile(self, source: GrammarSource) -> bytes:
         try:
-            compiled = self._compile(source)
-            return self._head + compiled.serialize_json().encode()
+            with _Warnings() as warnings:
+                compiled = self._compile(source)
+            artefact = self._head + compiled.serialize_json().encode()
         except (RuntimeError, ValueError, TypeError) as error:
             reason = _reason(error)
+            if "bad_alloc" in reason:
+                raise MemoryError from error
             raise invalid_grammar(f"the {source.form.value} cannot be compiled: {reason}", "") from error
+        if warnings.text:
+            # The library leaves out what it warns of: its grammar would let wrong texts through.
+            message = f"the {source.form.value} asks for what a grammar cannot follow: {warnings.text}"
+            raise invalid_grammar(message, "keyword")
+        return artefact
 
     def load(self, artefact: bytes) -> CompiledGrammar:
         if not artefact.startswith(self._head):
@@ -109,6 +122,27 @@ class _Matcher(GrammarMatcher):
 
     def forced_text(self) -> bytes:
         return self._matcher.find_jump_forward_string().encode()
+
+
+class _Warnings:
+    """Warnings that the library writes to the process's standard error while this is entered: text, "" = none."""
+
+    text = ""
+
+    def __enter__(self) -> _Warnings:
+        self._file = tempfile.TemporaryFile()
+        self._stderr = os.dup(2)
+        os.dup2(self._file.fileno(), 2)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.dup2(self._stderr, 2)
+        os.close(self._stderr)
+        self._file.seek(0)
+        written = self._file.read(_MAX_WARNING_BYTES).decode(errors="replace")
+        self._file.close()
+        found = [line.partition("Warning: ")[2] for line in written.splitlines() if "Warning: " in line]
+        self.text = found[0][:_MAX_WARNING_CHARS] if found else ""
 
 
 def _reason(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
@@ -47,12 +48,12 @@ def read_sampling_defaults(folder: Path) -> common_pb2.SamplingDefaults:
 
 
 def with_sampling_defaults(
-    sampling: common_pb2.SamplingParams, defaults: common_pb2.SamplingDefaults
+    sampling: common_pb2.SamplingParams, defaults: Mapping[str, float]
 ) -> common_pb2.SamplingParams:
-    """A copy of sampling in which what is unset is what defaults say."""
+    """A copy of sampling in which what is unset is what defaults, by the names of their fields, say."""
     merged = common_pb2.SamplingParams()
-    for field, value in defaults.ListFields():
-        setattr(merged, field.name, value)
+    for name, value in defaults.items():
+        setattr(merged, name, value)
     merged.MergeFrom(sampling)
     return merged
 

@@ -68,6 +68,9 @@ class Metrics:
             "Running outputs moved: overload, drain, operator, group (theirs does not serve).",
             ["reason"],
         )
+        for reason in ("overload", "drain", "operator", "group"):
+            # A series that begins with its first event has no rate for it.
+            self.moved_outputs.labels(reason)
         self.routing_decisions = make.counter(
             "radixmesh_routing_decisions_total",
             "router",
@@ -127,6 +130,12 @@ class Metrics:
         self.queue_seconds = make.histogram(
             "radixmesh_queue_seconds", "scheduler", "Submit to slot, of requests that got one.", _LATENCY_S
         )
+        self.router_queue_seconds = make.histogram(
+            "radixmesh_router_queue_seconds",
+            "router",
+            "Wait in the router's queue, of outputs that a scheduler then took.",
+            _LATENCY_S,
+        )
         self.prefill_seconds = make.histogram(
             "radixmesh_prefill_seconds", "scheduler", "Slot to first token of an output.", _LATENCY_S
         )
@@ -151,6 +160,15 @@ class Metrics:
         )
         self.requests_preempted = make.counter(
             "radixmesh_requests_preempted_total", by, "Times a request gave way to a higher priority."
+        )
+        self.router_queue_bytes = make.gauge(
+            "radixmesh_router_queue_bytes", "router", "Bytes of the requests that wait for a scheduler."
+        )
+        self.router_queue_refused = make.counter(
+            "radixmesh_router_queue_refused_total",
+            "router",
+            "Requests refused for want of room in the queue: full, bytes, tenant.",
+            ["reason"],
         )
         self.requests_rejected = make.counter("radixmesh_requests_rejected_total", by, "Submits that were rejected.")
         self.requests_waiting_for_prefix = make.gauge(

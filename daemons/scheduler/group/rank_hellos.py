@@ -56,13 +56,15 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     dp_size = 1
     if hellos[0].capabilities.world_size > 1 or len(hellos) > 1:
         dp_size = _dp_size_of(hellos)
-    for hello, info in zip(hellos[1:], infos[1:], strict=True):
+    for rank, (hello, info) in enumerate(zip(hellos, infos, strict=True)):
         ours, theirs = hellos[0].hello.model.model_fingerprint, hello.hello.model.model_fingerprint
         if ours != theirs:
             message = "the ranks of the group serve different models: start all on one folder"
             raise MeshError(ErrorReason.ERROR_REASON_MODEL_MISMATCH, message, {"ours": ours, "theirs": theirs})
+        # Ranks may have different numbers of heads; the same one of each data-parallel rank has as many.
+        counterpart = infos[rank % (len(infos) // dp_size)]
         for name in ("page_size", "vocab_size", "eos_ids", "kv_dtype", "kv_layout"):
-            if getattr(info, name) != getattr(first, name):
+            if getattr(info, name) != getattr(counterpart if name == "kv_layout" else first, name):
                 message = f"the ranks of the group differ in {name}: start all with the same settings"
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
     least = {name: min(getattr(info, name) for info in infos) for name in _LEAST}

@@ -13,6 +13,7 @@ from collections.abc import Sequence as PySequence
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.scheduler.cache.feed import CacheFeed
 from radixmesh.daemons.scheduler.cache.prefix_cache import check_cache_choice
@@ -39,7 +40,7 @@ from radixmesh.daemons.scheduler.queue.validation import check_submission
 from radixmesh.daemons.scheduler.results.joined_results import joined
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs
 from radixmesh.daemons.scheduler.results.result_reader import ResultReader
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd, StopWatch
+from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.decode_reserve import DecodeReserve
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue
 from radixmesh.daemons.scheduler.queue.validation import outgrown
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd
+from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 
 

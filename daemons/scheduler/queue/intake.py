@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
 from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
@@ -20,7 +21,7 @@ from radixmesh.daemons.scheduler.queue.validation import (
     make_sequence,
 )
 from radixmesh.daemons.scheduler.results.outputs import Finished, Outputs, Rejected, TokenRow, rows_of
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd, StopWatch, end_of
+from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch, end_of
 from radixmesh.daemons.scheduler.sequence import Sequence, Submission
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 

@@ -9,8 +9,9 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, as_ints, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.steps.step import TokenLogprobs
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd
+from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd
 from radixmesh.daemons.scheduler.sequence import Sequence
 
 

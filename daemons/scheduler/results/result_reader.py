@@ -14,6 +14,7 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.steps.step import SlotLogprobs, StepResult, TokenLogprobs
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
@@ -26,7 +27,7 @@ from radixmesh.daemons.scheduler.results.outputs import (
     TokenRows,
     rows_of,
 )
-from radixmesh.daemons.scheduler.results.stop_conditions import FinishReason, SequenceEnd, StopWatch, end_of
+from radixmesh.daemons.scheduler.results.stop_conditions import SequenceEnd, StopWatch, end_of
 from radixmesh.daemons.scheduler.sequence import Lifecycle, Sequence
 from radixmesh.daemons.scheduler.sequence_observer import SequenceObserver
 

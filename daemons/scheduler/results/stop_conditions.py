@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.scheduler.sequence import Sequence
-
-
-class FinishReason(IntEnum):
-    """Values as in `radixmesh.common.v1.FinishReason`."""
-
-    STOP = 1
-    LENGTH = 2
-    ABORT = 3
-    ERROR = 4
 
 
 class SequenceEnd(NamedTuple):

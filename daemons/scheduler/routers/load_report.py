@@ -23,6 +23,7 @@ def load_of(loop: SchedulerLoop, submit_sequence: int = 0) -> scheduler_pb2.Load
         hit_rate=planner.counters.hit_rate,
         group=int(loop.group_state),  # type: ignore[arg-type]
         is_draining=loop.is_draining,
+        is_leaving=loop.is_leaving,
         epoch=loop.epoch,
         num_slots=planner.group.num_slots * planner.group.dp_size if planner.group is not None else 0,
     )

@@ -7,13 +7,11 @@ a common.v1.Error.
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import socket
 import struct
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,8 +20,6 @@ from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocab
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, invalid_grammar
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
-_MAX_WARNING_BYTES = 64 << 10
-_MAX_WARNING_CHARS = 300
 HEAD = struct.Struct("<Ic")
 
 
@@ -49,38 +45,12 @@ def main(argv: Sequence[str]) -> int:
 def _compiled(backend: GrammarBackend, job: bytes) -> tuple[bytes, bytes]:
     form, _, text = job.decode().partition("\n")
     try:
-        with _Warnings() as warnings:
-            artefact = backend.compile(GrammarSource(GrammarForm(form), text))
-        if warnings.text:
-            # The library leaves out what it warns of: its grammar would let wrong texts through.
-            raise invalid_grammar(f"the {form} asks for what a grammar cannot follow: {warnings.text}", "keyword")
-        return b"A", artefact
+        return b"A", backend.compile(GrammarSource(GrammarForm(form), text))
     except MeshError as error:
         return b"X", error.to_proto().SerializeToString()
     except MemoryError:
         message = f"the {form} needs more memory than a compilation may take: simplify it"
         return b"X", invalid_grammar(message, "memory").to_proto().SerializeToString()
-
-
-class _Warnings:
-    """Warnings that the library writes to the process's standard error while this is entered: text, "" = none."""
-
-    text = ""
-
-    def __enter__(self) -> _Warnings:
-        self._file = tempfile.TemporaryFile()
-        self._stderr = os.dup(2)
-        os.dup2(self._file.fileno(), 2)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        os.dup2(self._stderr, 2)
-        os.close(self._stderr)
-        self._file.seek(0)
-        written = self._file.read(_MAX_WARNING_BYTES).decode(errors="replace")
-        self._file.close()
-        found = [line.partition("Warning: ")[2] for line in written.splitlines() if "Warning: " in line]
-        self.text = found[0][:_MAX_WARNING_CHARS] if found else ""
 
 
 def _limit_memory(num_bytes: int) -> None:

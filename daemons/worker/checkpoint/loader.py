@@ -35,8 +35,9 @@ class TensorTargets:
     of a fused weight). One of more than two dims may have neighbouring dims that are one in the checkpoint, as those of
     tensors whose rows are in another order than ours. is_ignored: names that may be there and mean nothing to this
     model. others: names of other
-    layouts of the same checkpoint; one that is there stands for those that it replaces. slices: by name, the share
-    that a target is of the checkpoint's tensor; targets of other names are of the whole.
+    layouts of the same checkpoint; one that is there stands for those that it replaces. slices: by name, that of
+    `tensors` or `others`, the share that a target is of the checkpoint's tensor; targets of other names are of the
+    whole.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -52,8 +53,11 @@ class TensorTargets:
         tensors.update((name, other.tensor) for name, other in others.items())
         slices = {name: cut for name, cut in self.slices.items() if name in tensors}
         for name, other in others.items():
+            if name in self.slices:
+                slices[name] = self.slices[name]
+                continue
             cuts = {self.slices[replaced] for replaced in other.replaces if replaced in self.slices}
-            # Of a tensor that is renamed; several in one are not cut.
+            # Of a tensor that is renamed; what stands for several has a share of its own name.
             assert len(cuts) <= len(other.replaces) == 1 or not cuts, f"{name} is in the place of shares"
             slices.update((name, cut) for cut in cuts)
         return TensorTargets(tensors=tensors, is_ignored=self.is_ignored, slices=slices)

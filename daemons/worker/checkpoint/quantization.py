@@ -58,6 +58,12 @@ def read_quantization(reader: ConfigReader) -> CheckpointQuantization | None:
     )
 
 
+def features_in_unit(reader: ConfigReader) -> int:
+    """Ranks cut features in at multiples of this: scales of blocks belong to one rank each. Raises as the above."""
+    quantization = read_quantization(reader)
+    return BLOCK if quantization is not None and quantization.form is Fp8Form.BLOCK else 1
+
+
 def _read_fp8(section: ConfigReader) -> CheckpointQuantization:
     if section.string("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise section.unsupported("fmt", "e4m3")

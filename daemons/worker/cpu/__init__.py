@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from radixmesh.daemons.worker.group import Group
     from radixmesh.daemons.worker.runner import ModelRunner
 
 
@@ -21,6 +22,7 @@ def load_cpu_runner(
     max_total_len: int | None = None,
     embed_pooling: str = "mean",
     model_impl: str = "auto",
+    group: Group | None = None,
 ) -> ModelRunner:
     """Loads a folder in Hugging Face format; takes seconds and more, blocks.
 
@@ -29,6 +31,7 @@ def load_cpu_runner(
     "bfloat16". max_total_len shortens what the config allows; None leaves it.
     embed_pooling: what an embed task gives of the states after the final norm: "mean" of the prompt, "last", "cls".
     model_impl: "radixmesh" (a family of this engine), "transformers" (its modules, slower) or "auto" (the first).
+    group: the ranks that hold the model together, of which this one loads its share; None: it computes alone.
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """
     from radixmesh.daemons.worker.cpu.load import load_runner
@@ -44,4 +47,5 @@ def load_cpu_runner(
         max_total_len=max_total_len,
         embed_pooling=embed_pooling,
         model_impl=model_impl,
+        group=group,
     )

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.group import Group
 from radixmesh.daemons.worker.models.model import RowProbe
-from radixmesh.daemons.worker.tiles import RowTiles, agreeing_sizes, sizes_agree
+from radixmesh.daemons.worker.tiles import RowFunction, RowTiles, agreeing_sizes, sizes_agree
 
 _log = get_logger(__name__)
 
@@ -59,6 +60,26 @@ def verified_tiles(probes: Sequence[RowProbe], device: torch.device) -> RowTiles
         seconds=round(time.monotonic() - started, 3),
     )
     return RowTiles(sizes, [probe.function for probe in row_by_row])
+
+
+def common_tiles(tiles: RowTiles, functions: Sequence[RowFunction], group: Group) -> RowTiles:
+    """Tiles that all ranks of a group have verified, so that they meet in collectives with the same rows.
+
+    functions: of all probes of the model, in the same order on every rank. A function that one rank runs row by row is
+    run so by all. A set of sizes stays verified where some are left out.
+    """
+    own = [tiles.sizes is None, *(size in (tiles.sizes or ()) for size in _CANDIDATES)]
+    own += [function in tiles.row_by_row for function in functions]
+    told = group.all_gather(torch.tensor(own, dtype=torch.int64), [len(own)] * group.size)
+    by_rank = told.view(group.size, len(own)).bool()
+    if by_rank[:, 0].any():
+        return RowTiles(None)
+    sizes_of_all = by_rank[:, 1 : 1 + len(_CANDIDATES)].all(dim=0).tolist()
+    sizes = [size for size, is_common in zip(_CANDIDATES, sizes_of_all, strict=True) if is_common]
+    is_by_row = by_rank[:, 1 + len(_CANDIDATES) :].any(dim=0).tolist()
+    if not sizes:
+        return RowTiles((1,))
+    return RowTiles(sizes, [function for function, by_row in zip(functions, is_by_row, strict=True) if by_row])
 
 
 def _probe_rows(probe: RowProbe, device: torch.device) -> tuple[torch.Tensor, ...]:

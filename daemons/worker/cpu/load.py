@@ -20,7 +20,7 @@ from radixmesh.daemons.worker.cpu.determinism import verified_tiles
 from radixmesh.daemons.worker.cpu.encoder_runner import EncoderRunner
 from radixmesh.daemons.worker.cpu.pooling import hidden_pools
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.group import LocalGroup
+from radixmesh.daemons.worker.group import Group, LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.encoder.config import read_encoder_config
@@ -47,6 +47,7 @@ def load_runner(
     max_total_len: int | None,
     embed_pooling: str,
     model_impl: str = "auto",
+    group: Group | None = None,
 ) -> CpuRunner | EncoderRunner:
     """See `load_cpu_runner`."""
     _check_settings(page_size=page_size, num_pages=num_pages, threads=threads, max_total_len=max_total_len)
@@ -56,11 +57,13 @@ def load_runner(
         raise _invalid("dtype", f"is {dtype!r}: choose one of {', '.join(_DTYPES)}")
     create_attention = attention_backends().create(attention_backend)
     hidden_pool = hidden_pools().create(embed_pooling)
-    num_threads = threads or torch.get_num_threads()
+    group = group or LocalGroup()
+    # Ranks of a group on CPUs share a machine, as long as nobody says otherwise.
+    num_threads = threads or max(1, torch.get_num_threads() // group.size)
     torch.set_num_threads(num_threads)
-    placement = Placement(
-        device=torch.device("cpu"), dtype=_DTYPES[dtype], group=LocalGroup(), max_total_len=max_total_len
-    )
+    placement = Placement(device=torch.device("cpu"), dtype=_DTYPES[dtype], group=group, max_total_len=max_total_len)
+    if group.size > 1:
+        _check_can_shard(model, model_impl)
     if _architecture(model) in ENCODER_ARCHITECTURES:
         encoder = load_encoder(model, placement)
         return EncoderRunner(
@@ -75,8 +78,10 @@ def load_runner(
     length = min(built.model.max_total_len, max_total_len or built.model.max_total_len)
     layout = built.model.kv_layout
     if num_pages is None:
-        num_pages = default_num_pages(layout, page_size=page_size, dtype=placement.dtype, max_total_len=length)
-    with torch.inference_mode():
+        num_pages = default_num_pages(
+            layout, page_size=page_size, dtype=placement.dtype, max_total_len=length, num_ranks=group.size
+        )
+    with torch.inference_mode(), group.alone():
         attention = create_attention(
             built.model.attention_shape,
             AttentionPlacement(device=placement.device, dtype=placement.dtype, is_deterministic=is_deterministic),
@@ -84,7 +89,9 @@ def load_runner(
         is_tiled = is_deterministic and built.model.is_batch_invariant
         tiles = verified_tiles(built.model.row_probes(), placement.device) if is_tiled else RowTiles(None)
         pool = KvPool(layout, num_pages=num_pages, page_size=page_size, dtype=placement.dtype, device=placement.device)
-    return CpuRunner(built.model, pool, attention, tiles, hidden_pool, max_total_len=length, num_threads=num_threads)
+    return CpuRunner(
+        built.model, pool, attention, tiles, hidden_pool, max_total_len=length, num_threads=num_threads, group=group
+    )
 
 
 def load_model(folder: Path, placement: Placement, model_impl: str = "auto") -> BuiltModel:
@@ -120,6 +127,22 @@ def load_encoder(folder: Path, placement: Placement) -> EncoderModel:
         model = EncoderModel(read_encoder_config(config), placement)
         load_tensors(folder, model.targets(), read_quantization(config))
     return model
+
+
+def _check_can_shard(folder: Path, model_impl: str) -> None:
+    """Raises MeshError UNSUPPORTED for a model that no family of ours computes."""
+    architecture = _architecture(folder)
+    what = ""
+    if architecture in ENCODER_ARCHITECTURES:
+        what = f"the encoder {architecture}"
+    elif model_impl == "transformers" or (model_impl == "auto" and architecture not in model_families().names):
+        what = f"{architecture}, computed by modules of transformers,"
+    if what:
+        raise MeshError(
+            common_pb2.ERROR_REASON_UNSUPPORTED,
+            f"{what} is not divided among ranks: set --tp-size 1",
+            {"feature": "tp_size"},
+        )
 
 
 def _architecture(folder: Path) -> str:

@@ -11,8 +11,10 @@ import torch
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
+from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.group import Group, LocalGroup
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
@@ -39,6 +41,7 @@ class CpuRunner(ModelRunner):
         *,
         max_total_len: int,
         num_threads: int,
+        group: Group | None = None,
     ) -> None:
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
@@ -48,9 +51,11 @@ class CpuRunner(ModelRunner):
         self.is_deterministic = attention.is_batch_invariant and tiles.sizes is not None
         self.tasks = model.tasks
         self._model = model
-        self._pool = pool
+        self.pool = pool
         self._attention = attention
-        self._tiles = tiles
+        self._group = group or LocalGroup()
+        # Those of this rank; the group's are those that all its ranks have.
+        self._own_tiles = self._tiles = tiles
         self._hidden_pool = hidden_pool
         self._num_threads = num_threads
         self._drafter: Drafter | None = None
@@ -64,6 +69,12 @@ class CpuRunner(ModelRunner):
         """
         self._drafter = drafter
         self.max_tokens_per_row = 1 + max_drafts
+
+    @torch.inference_mode()
+    def formed(self) -> None:
+        if self._group.size > 1:
+            functions = [probe.function for probe in self._model.row_probes()]
+            self._tiles = common_tiles(self._own_tiles, functions, self._group)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
@@ -102,11 +113,11 @@ class CpuRunner(ModelRunner):
 
     @torch.inference_mode()
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
-        self._pool.copy_page(source, target, num_tokens)
+        self.pool.copy_page(source, target, num_tokens)
 
     @torch.inference_mode()
     def clear(self) -> None:
-        self._pool.clear()
+        self.pool.clear()
 
     def batch_of(self, segments: Sequence[Segment]) -> ModelBatch:
         num_rows = sum(len(segment.ids) for segment in segments)
@@ -124,9 +135,9 @@ class CpuRunner(ModelRunner):
             positions_T=torch.from_numpy(positions),
             num_rows=num_rows,
             kv_slots_N=torch.from_numpy(np.concatenate([part.kv_slots[part.start :] for part in parts])),
-            kv=self._pool,
+            kv=self.pool,
             attention=self._attention.begin(
-                AttentionBatch(segments=parts, num_rows=padded, zero_slot=self._pool.zero_slot)
+                AttentionBatch(segments=parts, num_rows=padded, zero_slot=self.pool.zero_slot)
             ),
             tiles=self._tiles,
         )

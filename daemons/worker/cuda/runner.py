@@ -91,6 +91,7 @@ class DeviceRunner(ModelRunner):
         """use_pdl: kernels at a step's beginning and end may begin before those ahead of them have ended (Hopper)."""
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
+        self.kv_dtype, self.kv_layout = pool.dtype_name, pool.layout_name
         self.vocab_size = model.vocab_size
         self.num_layers = model.num_layers
         self.tasks = model.tasks

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets
+from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 from radixmesh.daemons.worker.models.experts import ExpertWeights
+from radixmesh.daemons.worker.models.sharding import Share
 
 
 class ExpertNames(NamedTuple):
@@ -59,6 +62,39 @@ def fused_expert_targets(prefix: str, weights: ExpertWeights, *, is_interleaved:
     if biases is not None and weights.b_down_ED is not None:
         tensors |= {f"{prefix}.gate_up_proj_bias": biases, f"{prefix}.down_proj_bias": weights.b_down_ED}
     return TensorTargets(tensors=tensors, is_ignored=lambda name: False)
+
+
+def mlp_slices(
+    prefix: str, share: Share, size: int, names: ExpertNames | None = None
+) -> Iterator[tuple[str, TensorSlice]]:
+    """A rank's share of a gated MLP of `size`, which computes that part of its width."""
+    names = names or ExpertNames()
+    yield f"{prefix}.{names.gate}.weight", TensorSlice(0, (share,), size)
+    yield f"{prefix}.{names.up}.weight", TensorSlice(0, (share,), size)
+    yield f"{prefix}.{names.down}.weight", TensorSlice(1, (share,), size)
+
+
+def expert_slices(
+    prefix: str,
+    num_experts: int,
+    share: Share,
+    mlp_size: int,
+    names: ExpertNames | None = None,
+    fused_prefix: str | None = None,
+) -> Iterator[tuple[str, TensorSlice]]:
+    """A rank's share of every expert, in both layouts of `expert_targets`."""
+    for index in range(num_experts):
+        yield from mlp_slices(f"{prefix}.{index}", share, mlp_size, names)
+    fused, (start, stop) = fused_prefix or prefix, share
+    yield f"{fused}.gate_up_proj", TensorSlice(1, (share, (mlp_size + start, mlp_size + stop)), 2 * mlp_size)
+    yield f"{fused}.down_proj", TensorSlice(2, (share,), mlp_size)
+
+
+def fused_expert_slices(prefix: str, share: Share, mlp_size: int) -> Iterator[tuple[str, TensorSlice]]:
+    """The same for `fused_expert_targets` without biases, gate and up one behind the other."""
+    start, stop = share
+    yield f"{prefix}.gate_up_proj", TensorSlice(2, (share, (mlp_size + start, mlp_size + stop)), 2 * mlp_size)
+    yield f"{prefix}.down_proj", TensorSlice(1, (share,), mlp_size)
 
 
 def _alternating(halves: torch.Tensor) -> torch.Tensor:

@@ -14,11 +14,14 @@ class KvPlane:
     """One array of the pool: `row_shape` numbers per token and layer, e.g. keys of [kv heads, head_dim].
 
     padding: zeros in memory behind each of the last axis, for kernels that have no size as small; nobody writes there.
+    form: in what the numbers differ between two workers with the same weights, e.g. in their order within a head. Pages
+    of other forms have the same size and another meaning.
     """
 
     name: str
     row_shape: tuple[int, ...]
     padding: int = 0
+    form: str = ""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -36,6 +39,11 @@ class KvLayout:
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """Of memory, over all layers and planes."""
         return self.num_layers * dtype.itemsize * sum(math.prod(plane.stored_shape) for plane in self.planes)
+
+    def in_form(self, plane: str, form: str) -> KvLayout:
+        """The same with `form` added to that of a plane."""
+        planes = (replace(p, form=f"{p.form}{form}") if p.name == plane else p for p in self.planes)
+        return replace(self, planes=tuple(planes))
 
     def padded(self, size: int) -> KvLayout:
         """The same with the last axis of every plane stored in `size` numbers, which is no fewer than it has."""

@@ -1,9 +1,8 @@
 """Cuts of a model's tensors over the ranks of a tensor-parallel group, for any number of ranks.
 
-    column      features out: each rank computes some of them           queries, keys, values, gate, up
-    row         features in: ranks' results are summed                  output projections, down
+    column      features out: each rank computes some of them           queries, keys, values, gate, up (of each expert)
+    row         features in: ranks' results are summed                  output projections, down (of each expert)
     vocabulary  rows of the embedding, logits of some tokens            embedding, head
-    experts     whole experts                                           routed experts
     (whole)     on every rank                                           norms, biases behind a sum, routers
 
 Shares are contiguous and differ by one unit at most. A unit of heads is a KV head with the query heads that share it;
@@ -67,6 +66,9 @@ def share_heads(
         return HeadShares(kv.times(group), kv)
     kv_head = rank * num_kv_heads // num_ranks
     sharing = [other for other in range(num_ranks) if other * num_kv_heads // num_ranks == kv_head]
+    num_units = -(-group // heads_a_block)
+    if len(sharing) > num_units:
+        raise _too_many(num_ranks, num_kv_heads * num_units)
     share = share_of(group, len(sharing), rank - sharing[0], unit=heads_a_block)
     first = kv_head * group
     return HeadShares(Share(first + share.start, first + share.stop), Share(kv_head, kv_head + 1))

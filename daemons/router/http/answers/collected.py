@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.http.answers.request_group import RequestGroup
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Logprobs, Update
-from radixmesh.router.v1 import router_pb2
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,14 +65,20 @@ class CollectedOutput:
 class CollectedRequest:
     """The answer to one prompt."""
 
-    resolved: router_pb2.Resolved = field(default_factory=router_pb2.Resolved)
+    _resolved: ResolvedRequest | None = None
     outputs: list[CollectedOutput] = field(default_factory=list)
     prompt_logprobs: LogprobRun | None = None
+
+    @property
+    def resolved(self) -> ResolvedRequest:
+        """The request as it was answered: the first update brings it."""
+        assert self._resolved is not None, "nothing of the answer is there"
+        return self._resolved
 
     def add(self, update: Update) -> None:
         """Raises the error of an output that failed."""
         if update.resolved is not None:
-            self.resolved = update.resolved
+            self._resolved = update.resolved
             self.outputs = [CollectedOutput() for _ in update.resolved.seeds]
         if update.prompt_logprobs is not None:
             if self.prompt_logprobs is None:
@@ -104,4 +110,4 @@ def raise_failure(finished: Finished) -> None:
     """Raises the error of an output that did not end by itself."""
     if finished.error is not None:
         raise finished.error
-    assert finished.reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH), finished
+    assert finished.reason in (FinishReason.STOP, FinishReason.LENGTH), finished

@@ -40,7 +40,7 @@ class RequestGroup:
         self._is_written = [asyncio.Event() for _ in requests]
         try:
             for request in requests:
-                stream = router.open(request)
+                stream = router.open(request, while_draining=True)
                 self._streams.append(stream)
                 stream.on_broken = on_broken
         except BaseException:

@@ -16,6 +16,7 @@ from radixmesh.daemons.router.http.context import HttpContext
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
 from radixmesh.daemons.router.http.server.connection import CONNECTION_EXTENSION, ConnectionHandle
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -30,7 +31,7 @@ class EventWriter(ABC):
     """Puts the messages of one HTTP request into the words of one API. Used once."""
 
     @abstractmethod
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+    async def prepare(self, resolved: ResolvedRequest) -> None:
         """Before all else, with what the first prompt was resolved to. Raises MeshError."""
 
     @abstractmethod

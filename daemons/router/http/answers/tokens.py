@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.router import Router
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 
 class TokenTable:
@@ -42,7 +41,7 @@ class TokenTables:
         self._tables: dict[str, TokenTable] = {}
         self._lock = asyncio.Lock()
 
-    async def of(self, identity: common_pb2.ModelIdentity) -> TokenTable:
+    async def of(self, identity: ServedIdentity) -> TokenTable:
         """The table of a model. Raises NO_REPLICA, or TOKENIZER_MISMATCH where tokenizers have another vocabulary."""
         wanted = identity.tokenizer_fingerprint
         async with self._lock:
@@ -51,7 +50,7 @@ class TokenTables:
                 table = self._tables[wanted] = await self._load(identity)
             return table
 
-    async def _load(self, identity: common_pb2.ModelIdentity) -> TokenTable:
+    async def _load(self, identity: ServedIdentity) -> TokenTable:
         vocabulary = await self._router.vocabulary()
         found = vocabulary.model.tokenizer_fingerprint
         if identity.tokenizer_fingerprint and found and found != identity.tokenizer_fingerprint:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.requests.updates import Finished
+from radixmesh.daemons.runtime.finish_reason import FinishReason
 
-FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
 class UsageSum:

@@ -11,13 +11,12 @@ from typing import ClassVar, Generic, NamedTuple, Self, TypeVar, cast
 from google.protobuf.message import Message
 from starlette.requests import Request
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body_budget import BodyBudget, BodyShare
 from radixmesh.daemons.router.http.bodies.field_decoders import decode, decoders_of, is_null, malformed, read_fields
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import judge
 from radixmesh.daemons.router.http.bodies.parser_pool import ParserPool
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 IGNORED_HEADER = "x-radixmesh-ignored-fields"
 # Parsed where they are: less than a millisecond for most. Larger ones cost the event loop a copy to another process.

@@ -10,9 +10,8 @@ from typing import Annotated, TypeVar, cast
 
 import msgspec
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes, bound_of_values, shape_of
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 Raw = msgspec.Raw
 # A field whose type is Raw is kept as its bytes, for code that counts before it decodes.

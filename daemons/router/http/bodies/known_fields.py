@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.field_decoders import shown
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 # No text of an answer depends on these: accounting, caches, logs, hints of speed.
 HARMLESS = frozenset(
@@ -21,7 +20,6 @@ HARMLESS = frozenset(
             "store",
             "service_tier",
             "safety_identifier",
-            "prompt_cache_key",
             "prompt_cache_retention",
         ),
         *(

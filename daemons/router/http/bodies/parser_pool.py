@@ -17,8 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 
 log = get_logger(__name__)

@@ -18,6 +18,7 @@ from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, UsageSum
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
@@ -62,7 +63,7 @@ class ChatEvents(EventWriter):
         # Per index, what stands around the content of a plain chunk: the hot path writes no JSON but the text's.
         self._around: list[tuple[bytes, bytes]] = []
 
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+    async def prepare(self, resolved: ResolvedRequest) -> None:
         if self._has_logprobs:
             self._table = await self._context.tables.of(resolved.model_identity)
         self._head = _head(self._request_id, "chat.completion.chunk", resolved.model)

@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.field_decoders import (
     Raw,
     check_values,
@@ -21,7 +20,7 @@ from radixmesh.daemons.router.http.bodies.field_decoders import (
 )
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import HARMLESS, unsupported
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
 MAX_MESSAGES = 4096

@@ -26,6 +26,7 @@ class CompletionRequest(GenerationOptions):
     echo: bool | None = None
     logprobs: Uint32 | None = None
     best_of: Uint32 | None = None
+    return_token_ids: bool | None = None
 
     @property
     def is_prompt_only(self) -> bool:

@@ -20,6 +20,7 @@ from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
@@ -49,7 +50,10 @@ class CompletionEndpoint:
         table = await self._context.tables.of(answers[0].resolved.model_identity) if wants_table else None
         choices: list[dict[str, object]] = []
         for answer, echo in zip(answers, echoes, strict=True):
-            choices += [_choice(len(choices) + i, answer, i, echo, table) for i in range(len(answer.outputs))]
+            made = [_choice(len(choices) + i, answer, i, echo, table) for i in range(len(answer.outputs))]
+            if body.return_token_ids:
+                _add_ids(made, answer)
+            choices += made
         endings = ((place, output.ending) for place, answer in enumerate(answers) for output in answer.outputs)
         whole = {
             **_head(request_id, answers[0].resolved.model),
@@ -72,6 +76,9 @@ class CompletionEvents(EventWriter):
         self._context = context
         self._request_id = request_id
         self._has_logprobs = body.logprobs is not None
+        self._has_ids = bool(body.return_token_ids)
+        # With return_token_ids: the ids of each prompt, until its choices' first events.
+        self._prompt_ids: dict[int, list[int]] = {}
         self._includes_usage = body.includes_usage
         self._num_outputs = body.num_outputs
         self._echoes = echoes if body.echo else []
@@ -81,7 +88,7 @@ class CompletionEvents(EventWriter):
         self._head: dict[str, object] = {}
         self._around: list[tuple[bytes, bytes]] = []
 
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+    async def prepare(self, resolved: ResolvedRequest) -> None:
         if self._has_logprobs:
             table = await self._context.tables.of(resolved.model_identity)
             skips = resolved.stop.skip_special_tokens
@@ -101,12 +108,17 @@ class CompletionEvents(EventWriter):
     def write(self, place: int, update: Update) -> bytes:
         events: list[bytes] = []
         first = place * self._num_outputs
+        if self._has_ids and update.resolved is not None:
+            ids = unpack_ints(update.resolved.prompt_ids, "prompt_ids").tolist()
+            self._prompt_ids |= {first + index: ids for index in range(self._num_outputs)}
         for delta in update.deltas:
             index = first + delta.index
             if self._has_logprobs and delta.ids:
                 ids = unpack_ints(delta.ids, "ids").tolist()
                 logprobs = self._logprobs[index].of(ids, LogprobRun.of(delta.logprobs))
-                events.append(event(self._chunk(index, delta.text, logprobs=logprobs)))
+                events.append(event(self._chunk(index, delta.text, logprobs=logprobs, ids=ids)))
+            elif self._has_ids:
+                events.append(event(self._chunk(index, delta.text, ids=unpack_ints(delta.ids, "ids").tolist())))
             elif delta.text:
                 before, after = self._around[index]
                 events += (before, dump(delta.text), after)
@@ -128,11 +140,14 @@ class CompletionEvents(EventWriter):
         *,
         logprobs: dict[str, object] | None = None,
         finished: Finished | None = None,
+        ids: Sequence[int] = (),
     ) -> dict[str, object]:
         choice: dict[str, object] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
         if finished is not None:
             choice["finish_reason"] = FINISH_REASONS[finished.reason]
             choice["stop_reason"] = stop_reason(finished)
+        if self._has_ids:
+            choice["prompt_token_ids"], choice["token_ids"] = self._prompt_ids.pop(index, None), list(ids)
         chunk: dict[str, object] = {**self._head, "choices": [choice]}
         if self._includes_usage:
             chunk["usage"] = None
@@ -152,6 +167,13 @@ def _choice(index: int, answer: CollectedRequest, place: int, echo: str, table: 
         "finish_reason": FINISH_REASONS[output.ending.reason],
         "stop_reason": stop_reason(output.ending),
     }
+
+
+def _add_ids(choices: Sequence[dict[str, object]], answer: CollectedRequest) -> None:
+    """vLLM's fields: the prompt's ids and the output's beside each choice."""
+    prompt_ids = unpack_ints(answer.resolved.prompt_ids, "prompt_ids").tolist()
+    for choice, output in zip(choices, answer.outputs, strict=True):
+        choice["prompt_token_ids"], choice["token_ids"] = prompt_ids, output.ids.tolist()
 
 
 def _logprobs(answer: CollectedRequest, output: CollectedOutput, table: TokenTable) -> dict[str, object]:

@@ -17,6 +17,7 @@ from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, stop_rea
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import name_requests
+from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.router.v1 import router_pb2
@@ -64,7 +65,7 @@ class NativeEvents(EventWriter):
         self._started = time.monotonic()
         self._table: TokenTable | None = None
 
-    async def prepare(self, resolved: router_pb2.Resolved) -> None:
+    async def prepare(self, resolved: ResolvedRequest) -> None:
         self._table = await _table_of(self._context, self._body, resolved)
 
     def begin(self) -> bytes:
@@ -88,7 +89,7 @@ class NativeEvents(EventWriter):
         return b""
 
 
-async def _table_of(context: HttpContext, body: NativeRequest, resolved: router_pb2.Resolved) -> TokenTable | None:
+async def _table_of(context: HttpContext, body: NativeRequest, resolved: ResolvedRequest) -> TokenTable | None:
     if not (body.return_logprob and body.return_text_in_logprobs):
         return None
     return await context.tables.of(resolved.model_identity)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, check_values, invalid, list_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
@@ -27,7 +26,7 @@ from radixmesh.daemons.router.http.endpoints.prompts import (
     requests_of,
     split_prompts,
 )
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.router.v1 import router_pb2
 
 _DEFAULT_MAX_TOKENS = 128
@@ -83,6 +82,8 @@ class NativeRequest(Body):
     priority: Int32 | None = None
     tenant: Name | None = None
     deadline_ms: Milliseconds | None = None
+    ttft_deadline_ms: Milliseconds | None = None
+    prompt_cache_key: Name | None = None
     incremental: bool | None = None
     params: tuple[NativeSampling, ...] = ()
 
@@ -133,6 +134,8 @@ class NativeRequest(Body):
             priority=self.priority,
             tenant=self.tenant,
             deadline_ms=self.deadline_ms,
+            ttft_deadline_ms=self.ttft_deadline_ms,
+            prompt_cache_key=self.prompt_cache_key,
         )
         most = sampling.max_new_tokens
         return options.to_request(

@@ -12,14 +12,13 @@ import msgspec
 from msgspec import Meta
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import Body, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, check_entries, decode, invalid, list_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.endpoints.client_names import renamed
 from radixmesh.daemons.router.http.endpoints.constraints import NAMES, grammar_of, with_field
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.guided.source import grammar_source
 from radixmesh.daemons.runtime.request_ids import HTTP_REQUEST_ID_PATTERN
 from radixmesh.daemons.runtime.sampling import (
@@ -105,6 +104,9 @@ class GenerationOptions(TokenOptions):
     tenant: Name | None = None
     request_id: RequestId | None = None
     deadline_ms: Milliseconds | None = None
+    ttft_deadline_ms: Milliseconds | None = None
+    # OpenAI's name for what requests with one beginning have in common: the session that routers go by.
+    prompt_cache_key: Name | None = None
     includes_usage: bool = False
 
     def settled(self) -> Self:
@@ -160,6 +162,8 @@ class GenerationOptions(TokenOptions):
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
             deadline_ms=self.deadline_ms,
+            ttft_deadline_ms=self.ttft_deadline_ms,
+            session=self.prompt_cache_key or "",
             tenant=self.tenant or "",
             grammar=grammar,
         )

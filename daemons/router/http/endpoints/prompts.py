@@ -11,10 +11,9 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.field_decoders import invalid, list_of, text_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes, bound_of_values, shape_of
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_BYTES
 from radixmesh.router.v1 import router_pb2
 

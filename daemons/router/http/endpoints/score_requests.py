@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar, Self
 
 import msgspec
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts
 from radixmesh.daemons.router.http.bodies.field_decoders import (
     MaybeRaw,
@@ -22,7 +21,7 @@ from radixmesh.daemons.router.http.bodies.field_decoders import (
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.endpoints.options import Int32, Name, RequestId, Uint32
 from radixmesh.daemons.router.http.endpoints.prompts import MAX_PROMPTS, MAX_SHARED_BYTES
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 

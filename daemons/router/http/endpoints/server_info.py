@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 import radixmesh
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.messages import identity_to_proto
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.served_models import ServedModel
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.rpc.progress import State
 from radixmesh.scheduler.v1 import scheduler_pb2
 
@@ -51,7 +51,7 @@ class ModelInfoEndpoint:
 
     async def __call__(self, request: Request) -> Response:
         model = _first_model(self._context)
-        defaults = MessageToDict(model.identity.default_sampling, preserving_proto_field_name=True)
+        defaults = MessageToDict(identity_to_proto(model.identity).default_sampling, preserving_proto_field_name=True)
         return JSONResponse(
             {
                 "model_path": model.name,

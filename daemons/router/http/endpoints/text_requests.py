@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, list_of, text_of, too_large
 from radixmesh.daemons.router.http.endpoints.chat_input import read_chat
 from radixmesh.daemons.router.http.endpoints.options import Name
 from radixmesh.daemons.router.http.endpoints.prompts import split_prompts
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
@@ -37,6 +36,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: MaybeRaw = None
+    return_token_strs: bool | None = None
     items: tuple[tokenizer_pb2.EncodeItem, ...] = ()
 
     def settled(self) -> Self:

@@ -11,11 +11,10 @@ import httptools
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.http.errors import ErrorResponse, plain_error
 from radixmesh.daemons.router.http.server.head_limits import HeadLimits, HeadTooLarge
 from radixmesh.daemons.router.http.server.write_progress import WriteProgress
-from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 # scope["extensions"][CONNECTION_EXTENSION] is the ConnectionHandle.
 CONNECTION_EXTENSION = "radixmesh.connection"
@@ -28,6 +27,8 @@ _PIECE_BYTES = 16 << 10
 # unread is reset, and the answer is lost.
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
+# Of a connection without a request, once its server has retired.
+_RETIRED_IDLE_S = 1.0
 
 
 def _takes_nothing(data: bytes) -> bool:
@@ -54,12 +55,14 @@ class ConnectionHandle:
 @dataclass(slots=True, kw_only=True, eq=False)
 class ConnectionLimits:
     """Of all connections of one server. head_s: from the first byte of a head to its end. idle_s: without a byte of a
-    request. stall_s: without reading a byte of what is ready. waiting: connections without a request, oldest first."""
+    request. stall_s: without reading a byte of what is ready. waiting: connections without a request, oldest first.
+    is_retiring: the next answer on each connection is its last."""
 
     head_s: float
     idle_s: float
     stall_s: float
     max_connections: int
+    is_retiring: bool = False
     waiting: dict[BoundedProtocol, None] = field(default_factory=dict)
 
 
@@ -148,6 +151,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self.limits.waiting.pop(self, None)
         self.scope["extensions"] = {CONNECTION_EXTENSION: self._handle}  # type: ignore[dict-item]
         super().on_headers_complete()
+        if self.limits.is_retiring:
+            self.end_after_answer()
 
     def on_body(self, body: bytes) -> None:
         self._head.report()
@@ -169,6 +174,17 @@ class BoundedProtocol(HttpToolsProtocol):
             self._restart_timer(_LINGER_S, self.transport.close)
         elif not self._is_in_head:
             self._wait_for_request()
+
+    def end_after_answer(self) -> None:
+        """The answer under way is the last one, and says so unless it has begun. Without one nothing happens."""
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            cycle.keep_alive = False
+
+    def close_when_idle(self) -> None:
+        """Closes soon unless a request comes: one that its client has just sent must not meet a closed connection."""
+        if self in self.limits.waiting and not self._is_in_head:
+            self._restart_timer(_RETIRED_IDLE_S, self.transport.close)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -31,6 +31,7 @@ class HttpServer:
         self, app: ASGIApp, address: str, *, limits: ConnectionLimits, tls: FollowedContext | None = None
     ) -> None:
         self._host, self._port = split_host_port(address)
+        self._limits = limits
         config = uvicorn.Config(
             cast("uvicorn._types.ASGIApplication", app),
             http=protocol_class(limits),
@@ -58,16 +59,30 @@ class HttpServer:
         assert self._listener is not None, "bind() comes first"
         await self._server.serve([self._listener])
 
+    @property
+    def num_connections(self) -> int:
+        """Clients that are connected."""
+        return len(self._server.server_state.connections)
+
+    def begin_retiring(self) -> None:
+        """From now on the next answer on each connection is its last ("Connection: close")."""
+        self._limits.is_retiring = True
+        for connection in self._connections():
+            connection.end_after_answer()
+
     def retire(self) -> None:
-        """Takes no more connections and closes each after the answer that it is giving. Before stop()."""
+        """Takes no more connections, and closes those without a request soon. After begin_retiring()."""
         for listener in self._server.servers:
             listener.close()
-        for connection in tuple(self._server.server_state.connections):
-            connection.shutdown()
+        for connection in self._connections():
+            connection.close_when_idle()
 
     def stop(self) -> None:
         """Takes no more connections, gives requests a moment, closes all: serve() returns then. Idempotent."""
         self._server.should_exit = True
+
+    def _connections(self) -> list[BoundedProtocol]:
+        return cast("list[BoundedProtocol]", list(self._server.server_state.connections))
 
 
 class _EmbeddedServer(uvicorn.Server):

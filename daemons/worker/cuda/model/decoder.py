@@ -34,7 +34,7 @@ from radixmesh.daemons.worker.cuda.model.general import (
     needs_general_mlp,
 )
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
-from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, reorder, reordered, row_order
+from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, head_order, reorder, reordered, row_order
 from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert, missing_of_experts, rule_of
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norm
 from radixmesh.daemons.worker.models.activations import ACTIVATIONS
@@ -63,6 +63,8 @@ class LoadedDecoder(LoadedModel):
         self.dtype = weights.final_norm_D.dtype
         self.tasks = model.tasks
         self.kv_layout, self.attention_shape = model.kv_layout, model.attention_shape
+        if any(head_order(config.head_dim, config.rope_of(layer)) is not None for layer in range(config.num_layers)):
+            self.kv_layout = self.kv_layout.in_form("keys", "~rope-order")
         self.windows = config.windows
         self.quantization = "none" if quantized is None else str(quantized.form)
         self.num_plain = None if quantized is None else quantized.num_plain

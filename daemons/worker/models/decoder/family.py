@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.quantization import features_in_unit
 from radixmesh.daemons.worker.models.decoder.checkpoint import RoutedLayout, tensor_targets
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
+from radixmesh.daemons.worker.models.decoder.sharding import shard_decoder
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.model import BuiltModel, ModelFamily, Placement
 
@@ -25,7 +28,11 @@ class DecoderFamily(ModelFamily):
         decoder = self._read_config(config)
         if placement.max_total_len is not None:
             decoder = decoder.for_length(placement.max_total_len)
-        # Sharding is a later file beside this one; a group of more ranks must not compute something else meanwhile.
-        assert placement.group.size == 1, f"weights are not sharded yet: {placement.group.size} ranks"
-        weights = DecoderWeights.empty(decoder, placement)
-        return BuiltModel(DecoderModel(decoder, weights, placement), tensor_targets(decoder, weights, self._layout))
+        group = placement.group
+        if group.size == 1:
+            weights = DecoderWeights.empty(decoder, placement)
+            return BuiltModel(DecoderModel(decoder, weights, placement), tensor_targets(decoder, weights, self._layout))
+        shard = shard_decoder(decoder, group.size, group.rank, block=features_in_unit(config), layout=self._layout)
+        weights = DecoderWeights.empty(shard.config, placement)
+        targets = replace(tensor_targets(shard.config, weights, self._layout), slices=shard.slices)
+        return BuiltModel(DecoderModel(shard.config, weights, placement), targets)

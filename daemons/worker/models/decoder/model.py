@@ -6,6 +6,8 @@ V vocabulary, O V or 1, S tokens of the pool.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -18,8 +20,9 @@ from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.rope import RopeTable
-from radixmesh.daemons.worker.models.rope_config import RopeConfig
+from radixmesh.daemons.worker.models.rope_config import LongRopeScaling, RopeConfig
 from radixmesh.daemons.worker.models.row_maths import soft_capped
+from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 
@@ -28,9 +31,10 @@ class DecoderModel(Model):
         row_shape = (config.num_kv_heads, config.head_dim)
         self.vocab_size = config.vocab_size
         self.max_total_len = config.max_total_len
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        keys = KvPlane(name="keys", row_shape=row_shape, form=_form_of_keys(ropes))
         self.kv_layout = KvLayout(
-            num_layers=config.num_layers,
-            planes=(KvPlane(name="keys", row_shape=row_shape), KvPlane(name="values", row_shape=row_shape)),
+            num_layers=config.num_layers, planes=(keys, KvPlane(name="values", row_shape=row_shape))
         )
         self.attention_shape = AttentionShape(
             num_heads=config.num_heads,
@@ -42,13 +46,12 @@ class DecoderModel(Model):
         self.tasks = frozenset({Task.EMBED, Task.SCORE if config.is_scoring else Task.GENERATE})
         self.config = config
         self.weights = weights
-        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         # A table for each RoPE that layers have, by its config.
         self._ropes = {rope: RopeTable(config.head_dim, rope, placement.device) for rope in ropes if rope is not None}
         self._layer_ropes = ropes
         self._blocks = tuple(create_block(config, *layer, placement) for layer in enumerate(weights.layers))
         self._final_norm = create_norm(config, weights.final_norm_D, weights.final_norm_bias_D)
-        self._group = placement.group
+        self._vocabulary = ShardedVocabulary(config.vocab_size, placement.group)
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
         x_TD = self._embed(batch.ids_T, batch.positions_T)
@@ -100,7 +103,7 @@ class DecoderModel(Model):
 
     def _embed(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         weights, scale = self.weights, self.config.embedding_scale
-        x_TD = functional.embedding(ids_T, weights.embedding_VD)
+        x_TD = self._vocabulary.embed(ids_T, weights.embedding_VD)
         if scale != 1.0:
             # Rounded as the embedding is, which transformers does.
             x_TD = x_TD * torch.tensor(scale, dtype=x_TD.dtype)
@@ -110,13 +113,22 @@ class DecoderModel(Model):
 
     def _head(self, inputs: Tensors) -> Tensors:
         config = self.config
-        out_TO = self._group.all_gather(self._final_norm(inputs[0]) @ self.weights.head_DO).float()
+        out_TO = self._final_norm(inputs[0]) @ self.weights.head_DO
+        # The head of a model that scores has one feature, which every rank computes.
+        out_TO = (out_TO if config.is_scoring else self._vocabulary.gather(out_TO)).float()
         if config.logits_divisor != 1.0:
             out_TO = out_TO / config.logits_divisor
         return (out_TO if config.logit_softcap is None else soft_capped(out_TO, config.logit_softcap),)
 
     def _final(self, inputs: Tensors) -> Tensors:
         return (self._final_norm(inputs[0]).float(),)
+
+
+def _form_of_keys(ropes: Sequence[RopeConfig | None]) -> str:
+    """The list of factors that LongRoPE took for this worker's lengths; empty: keys follow from the weights alone."""
+    scalings = [rope.scaling for rope in ropes if rope is not None]
+    longest = [scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)]
+    return "" if not longest else "~longrope-long" if longest[0].is_long else "~longrope-short"
 
 
 def _temperature(config: DecoderConfig, positions_T: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
-from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm
+from radixmesh.daemons.worker.models.decoder.checkpoint import RoutedLayout
+from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, ExpertsConfig, HeadNorm
+from radixmesh.daemons.worker.models.expert_checkpoint import expert_slices, fused_expert_slices, mlp_slices
 from radixmesh.daemons.worker.models.sharding import HeadShares, Share, share_heads, share_of
 
 
@@ -25,19 +28,29 @@ class DecoderShard:
     slices: Mapping[str, TensorSlice]
 
 
-def shard_decoder(config: DecoderConfig, num_ranks: int, rank: int, *, block: int = 1) -> DecoderShard:
-    """block: features in are cut at multiples of it, those of the scales of FP8 weights.
+def shard_decoder(
+    config: DecoderConfig, num_ranks: int, rank: int, *, block: int = 1, layout: RoutedLayout | None = None
+) -> DecoderShard:
+    """layout: names of routed experts, where there are any. block: features in are cut at multiples of it, those of the
+    scales of FP8 weights.
 
     Raises MeshError UNSUPPORTED for a decoder that is not cut yet, INVALID_ARGUMENT for too many ranks.
     """
-    _check(config)
+    layout = layout or RoutedLayout()
+    _check(config, layout)
     heads = share_heads(config.num_heads, config.num_kv_heads, num_ranks, rank, head_dim=config.head_dim, block=block)
     mlp = share_of(config.mlp_size, num_ranks, rank, unit=block)
     vocabulary = share_of(config.vocab_size, num_ranks, rank)
     slices = dict(_vocabulary_slices(config, vocabulary))
+    experts = None if config.experts is None else _share_experts(config.experts, num_ranks, rank, block)
     for layer in range(config.num_layers):
         slices.update(_layer_slices(config, layer, heads, mlp))
+        if experts is not None and config.has_experts(layer):
+            slices.update(_expert_slices(config, layer, experts, layout))
     local = replace(config, num_heads=heads.query.size, num_kv_heads=heads.kv.size, mlp_size=mlp.size)
+    if experts is not None:
+        sizes = replace(experts.whole, mlp_size=experts.routed.size, shared_mlp_size=experts.shared.size)
+        local = replace(local, experts=sizes)
     return DecoderShard(config=local, vocabulary=vocabulary, slices=slices)
 
 
@@ -78,9 +91,40 @@ def _columns(shares: tuple[tuple[Share, int], ...], num_tensors: int) -> list[Te
     return [TensorSlice(0, tuple(ranges), first)]
 
 
-def _check(config: DecoderConfig) -> None:
+class _ExpertShares(NamedTuple):
+    whole: ExpertsConfig
+    routed: Share
+    shared: Share
+
+
+def _share_experts(config: ExpertsConfig, num_ranks: int, rank: int, block: int) -> _ExpertShares:
+    """Of every expert, and of the MLP that all rows share, a part of the width."""
+    shared = Share(0, 0)
+    if config.shared_mlp_size:
+        shared = share_of(config.shared_mlp_size, num_ranks, rank, unit=block)
+    return _ExpertShares(config, share_of(config.mlp_size, num_ranks, rank, unit=block), shared)
+
+
+def _expert_slices(
+    config: DecoderConfig, layer: int, experts: _ExpertShares, layout: RoutedLayout
+) -> Iterator[tuple[str, TensorSlice]]:
+    prefix, whole = config.names.of_layer(layer, ""), experts.whole
+    block = f"{prefix}{layout.block}"
+    if layout.is_in_first:
+        yield from fused_expert_slices(f"{block}.experts", experts.routed, whole.mlp_size)
+    else:
+        fused = f"{prefix}{layout.other_block}.experts"
+        yield from expert_slices(
+            f"{block}.experts", whole.num_experts, experts.routed, whole.mlp_size, layout.names, fused
+        )
+    if whole.shared_mlp_size:
+        yield from mlp_slices(f"{block}.{layout.shared}", experts.shared, whole.shared_mlp_size)
+
+
+def _check(config: DecoderConfig, layout: RoutedLayout) -> None:
     missing = {
-        "routed experts": config.experts is not None,
+        "experts whose gate and up alternate": config.experts is not None and layout.is_interleaved,
+        "experts with biases": config.experts is not None and config.experts.has_bias,
         "norms over all heads": config.head_norm is HeadNorm.ALL,
         "queries, keys and values by head": config.names.is_qkv_by_head,
     }

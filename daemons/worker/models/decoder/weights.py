@@ -13,6 +13,7 @@ import torch
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.models.sharding import share_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +67,8 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """All weights. O is V of a model that generates, 1 of one that scores. `embedding_VD` is a view of `head_DO` where
-    the two are tied. `positions_PD`: learned vectors of positions."""
+    """All weights of a rank; V is its share of the vocabulary. O is V of a model that generates, 1 of one that scores.
+    `embedding_VD` is a view of `head_DO` where the two are tied. `positions_PD`: learned vectors of positions."""
 
     embedding_VD: torch.Tensor
     layers: tuple[DecoderLayer, ...]
@@ -81,9 +82,10 @@ class DecoderWeights:
         """Memory for the weights, not filled."""
         new = _Memory(placement)
         hidden, has_bias = config.hidden_size, config.norm_kind is NormKind.LAYER
-        head_DO = new(config.hidden_size, 1 if config.is_scoring else config.vocab_size)
+        vocab_size = share_of(config.vocab_size, placement.group.size, placement.group.rank).size
+        head_DO = new(config.hidden_size, 1 if config.is_scoring else vocab_size)
         return cls(
-            embedding_VD=head_DO.t() if config.is_tied else new.table(config.vocab_size, config.hidden_size),
+            embedding_VD=head_DO.t() if config.is_tied else new.table(vocab_size, config.hidden_size),
             layers=tuple(
                 DecoderLayer(
                     attention=_attention(config, new),

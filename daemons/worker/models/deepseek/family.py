@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.quantization import features_in_unit
 from radixmesh.daemons.worker.checkpoint.tensor_index import index_tensors
 from radixmesh.daemons.worker.models.deepseek.checkpoint import present_mtp_layers, tensor_targets
 from radixmesh.daemons.worker.models.deepseek.config import read_deepseek_config
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
+from radixmesh.daemons.worker.models.deepseek.sharding import shard_deepseek
 from radixmesh.daemons.worker.models.deepseek.weights import DeepseekWeights
 from radixmesh.daemons.worker.models.model import BuiltModel, ModelFamily, Placement
 
@@ -17,11 +21,14 @@ _log = get_logger(__name__)
 class DeepseekFamily(ModelFamily):
     def build(self, config: ConfigReader, placement: Placement) -> BuiltModel:
         deepseek = read_deepseek_config(config)
-        # Sharding is a later file beside this one; a group of more ranks must not compute something else meanwhile.
-        assert placement.group.size == 1, f"weights are not sharded yet: {placement.group.size} ranks"
         num_mtp_layers = 0
         if deepseek.num_mtp_layers:
             num_mtp_layers = present_mtp_layers(deepseek, index_tensors(config.file.parent))
             _log.info("mtp_layers", announced=deepseek.num_mtp_layers, present=num_mtp_layers)
-        weights = DeepseekWeights.empty(deepseek, placement, num_mtp_layers=num_mtp_layers)
-        return BuiltModel(DeepseekModel(deepseek, weights, placement), tensor_targets(deepseek, weights))
+        group = placement.group
+        shard = shard_deepseek(deepseek, group.size, group.rank, block=features_in_unit(config))
+        weights = DeepseekWeights.empty(shard.config, placement, num_mtp_layers=num_mtp_layers)
+        targets = tensor_targets(shard.config, weights)
+        if group.size > 1:
+            targets = replace(targets, slices=shard.slices)
+        return BuiltModel(DeepseekModel(shard.config, weights, placement), targets)

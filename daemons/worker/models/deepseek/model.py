@@ -7,7 +7,6 @@ RoPE dims, F mlp size, V vocabulary.
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.models.deepseek.attention import LatentAttention
@@ -19,6 +18,7 @@ from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlane
 from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.rope import RopeTable
 from radixmesh.daemons.worker.models.row_maths import rms_norm, silu_gated
+from radixmesh.daemons.worker.models.vocabulary import ShardedVocabulary
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 PLANE = "latents"
@@ -39,10 +39,10 @@ class DeepseekModel(Model):
         self.weights = weights
         self._rope = RopeTable(config.rope_dim, config.rope, placement.device)
         self._blocks = tuple(_create_block(config, layer, placement) for layer in weights.layers)
-        self._group = placement.group
+        self._vocabulary = ShardedVocabulary(config.vocab_size, placement.group)
 
     def forward(self, batch: ModelBatch) -> torch.Tensor:
-        x_TD = functional.embedding(batch.ids_T, self.weights.embedding_VD)
+        x_TD = self._vocabulary.embed(batch.ids_T, self.weights.embedding_VD)
         cos_T1h, sin_T1h = self._rope.at(batch.positions_T)
         for index, block in enumerate(self._blocks):
             q_THC, kv_T1C = batch.tiles.map(block.attention.project, (x_TD, cos_T1h, sin_T1h))
@@ -78,7 +78,7 @@ class DeepseekModel(Model):
     def _head(self, inputs: Tensors) -> Tensors:
         (x_TD,) = inputs
         x_TD = rms_norm(x_TD, self.weights.final_norm_D, self.config.norm_eps)
-        return (self._group.all_gather(x_TD @ self.weights.head_DV).float(),)
+        return (self._vocabulary.gather(x_TD @ self.weights.head_DV).float(),)
 
 
 class _DenseBlock:

@@ -14,6 +14,7 @@ import torch
 from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig, TopkMethod
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.models.sharding import share_of
 
 _New = Callable[..., torch.Tensor]
 
@@ -107,7 +108,8 @@ class MtpLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekWeights:
-    """All weights. `embedding_VD` is a view of `head_DV` where the two are tied."""
+    """All weights of a rank; V is its share of the vocabulary. `embedding_VD` is a view of `head_DV` where the two are
+    tied."""
 
     embedding_VD: torch.Tensor
     layers: tuple[DeepseekLayer, ...]
@@ -118,7 +120,8 @@ class DeepseekWeights:
     @classmethod
     def empty(cls, config: DeepseekConfig, placement: Placement, *, num_mtp_layers: int) -> DeepseekWeights:
         """Memory for the weights, not filled."""
-        new, size, vocab = _allocator(placement), config.hidden_size, config.vocab_size
+        new, size = _allocator(placement), config.hidden_size
+        vocab = share_of(config.vocab_size, placement.group.size, placement.group.rank).size
         # Embeddings of a tied model are rows of it, which kernels read.
         head_DV = new(vocab, size).t() if placement.is_out_first else new(size, vocab)
         return cls(

@@ -198,7 +198,7 @@ class SamplingDefaults(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias_ids", "logit_bias_values", "temperature", "top_k", "top_p", "min_p", "seed", "num_top_logprobs", "prompt_logprobs")
+    __slots__ = ("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias_ids", "logit_bias_values", "temperature", "top_k", "top_p", "min_p", "seed", "num_top_logprobs", "prompt_logprobs", "prompt_logprobs_start")
     REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
     FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class SamplingParams(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     NUM_TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _ClassVar[int]
     repetition_penalty: float
     frequency_penalty: float
     presence_penalty: float
@@ -223,7 +224,8 @@ class SamplingParams(_message.Message):
     seed: int
     num_top_logprobs: int
     prompt_logprobs: bool
-    def __init__(self, repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias_ids: _Optional[bytes] = ..., logit_bias_values: _Optional[bytes] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ...) -> None: ...
+    prompt_logprobs_start: int
+    def __init__(self, repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., logit_bias_ids: _Optional[bytes] = ..., logit_bias_values: _Optional[bytes] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., num_top_logprobs: _Optional[int] = ..., prompt_logprobs: bool = ..., prompt_logprobs_start: _Optional[int] = ...) -> None: ...
 
 class StopParams(_message.Message):
     __slots__ = ("max_tokens", "min_tokens", "stop", "stop_ids", "ignore_eos", "include_stop", "skip_special_tokens")

@@ -21,7 +21,7 @@ ABORT_OUTCOME_FINISHED: AbortOutcome
 ABORT_OUTCOME_UNKNOWN: AbortOutcome
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "prompt_ids", "chat", "n", "sampling", "stop", "grammar", "ids_only", "cache_salt", "priority", "deadline_ms", "tenant", "resume", "task")
+    __slots__ = ("request_id", "model", "text", "prompt_ids", "chat", "n", "sampling", "stop", "grammar", "ids_only", "cache_salt", "priority", "deadline_ms", "tenant", "resume", "task", "session", "ttft_deadline_ms")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,8 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     RESUME_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    TTFT_DEADLINE_MS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -54,7 +56,9 @@ class GenerateRequest(_message.Message):
     tenant: str
     resume: Resume
     task: _common_pb2.Task
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., chat: _Optional[_Union[_tokenizer_pb2.ChatInput, _Mapping]] = ..., n: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., ids_only: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ...) -> None: ...
+    session: str
+    ttft_deadline_ms: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., prompt_ids: _Optional[bytes] = ..., chat: _Optional[_Union[_tokenizer_pb2.ChatInput, _Mapping]] = ..., n: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., ids_only: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., session: _Optional[str] = ..., ttft_deadline_ms: _Optional[int] = ...) -> None: ...
 
 class Resume(_message.Message):
     __slots__ = ("resolved", "outputs", "resumption")
@@ -77,7 +81,7 @@ class OutputProgress(_message.Message):
     def __init__(self, output_ids: _Optional[bytes] = ..., text_bytes: _Optional[int] = ..., is_finished: bool = ...) -> None: ...
 
 class Resolved(_message.Message):
-    __slots__ = ("request_id", "model", "model_identity", "prompt_ids", "seeds", "sampling", "stop", "grammar", "ids_only", "cache_salt", "priority", "tenant", "task", "trace_context")
+    __slots__ = ("request_id", "model", "model_identity", "prompt_ids", "seeds", "sampling", "stop", "grammar", "ids_only", "cache_salt", "priority", "tenant", "task", "trace_context", "session")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +96,7 @@ class Resolved(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
     TRACE_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     model_identity: _common_pb2.ModelIdentity
@@ -106,7 +111,8 @@ class Resolved(_message.Message):
     tenant: str
     task: _common_pb2.Task
     trace_context: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., prompt_ids: _Optional[bytes] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., ids_only: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., trace_context: _Optional[str] = ...) -> None: ...
+    session: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_identity: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., prompt_ids: _Optional[bytes] = ..., seeds: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., stop: _Optional[_Union[_common_pb2.StopParams, _Mapping]] = ..., grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., ids_only: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[_common_pb2.Task, str]] = ..., trace_context: _Optional[str] = ..., session: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("resolved", "deltas", "prompt_logprobs", "finished", "prompt_logprobs_start")
@@ -219,14 +225,18 @@ class AddSchedulerResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RemoveSchedulerRequest(_message.Message):
-    __slots__ = ("address",)
+    __slots__ = ("address", "finish_outputs")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     address: str
-    def __init__(self, address: _Optional[str] = ...) -> None: ...
+    finish_outputs: bool
+    def __init__(self, address: _Optional[str] = ..., finish_outputs: bool = ...) -> None: ...
 
 class RemoveSchedulerResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("num_running",)
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    def __init__(self, num_running: _Optional[int] = ...) -> None: ...
 
 class DrainSchedulerRequest(_message.Message):
     __slots__ = ("address", "move_outputs")
@@ -267,13 +277,47 @@ class ListSchedulersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListSchedulersResponse(_message.Message):
-    __slots__ = ("schedulers",)
+    __slots__ = ("schedulers", "queue", "sources")
     SCHEDULERS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     schedulers: _containers.RepeatedCompositeFieldContainer[SchedulerInfo]
-    def __init__(self, schedulers: _Optional[_Iterable[_Union[SchedulerInfo, _Mapping]]] = ...) -> None: ...
+    queue: QueueInfo
+    sources: _containers.RepeatedCompositeFieldContainer[DiscoverySourceInfo]
+    def __init__(self, schedulers: _Optional[_Iterable[_Union[SchedulerInfo, _Mapping]]] = ..., queue: _Optional[_Union[QueueInfo, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[DiscoverySourceInfo, _Mapping]]] = ...) -> None: ...
+
+class QueueInfo(_message.Message):
+    __slots__ = ("num_outputs", "max_outputs", "num_bytes", "num_tenants", "longest_wait_ms", "num_refused", "retry_after_ms")
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TENANTS_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_MS_FIELD_NUMBER: _ClassVar[int]
+    num_outputs: int
+    max_outputs: int
+    num_bytes: int
+    num_tenants: int
+    longest_wait_ms: int
+    num_refused: int
+    retry_after_ms: int
+    def __init__(self, num_outputs: _Optional[int] = ..., max_outputs: _Optional[int] = ..., num_bytes: _Optional[int] = ..., num_tenants: _Optional[int] = ..., longest_wait_ms: _Optional[int] = ..., num_refused: _Optional[int] = ..., retry_after_ms: _Optional[int] = ...) -> None: ...
+
+class DiscoverySourceInfo(_message.Message):
+    __slots__ = ("source", "num_addresses", "error", "num_ignored")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    NUM_IGNORED_FIELD_NUMBER: _ClassVar[int]
+    source: str
+    num_addresses: int
+    error: str
+    num_ignored: int
+    def __init__(self, source: _Optional[str] = ..., num_addresses: _Optional[int] = ..., error: _Optional[str] = ..., num_ignored: _Optional[int] = ...) -> None: ...
 
 class SchedulerInfo(_message.Message):
-    __slots__ = ("address", "is_connected", "is_draining", "instance_id", "models", "num_running", "group", "epoch", "trust", "num_outputs", "queued_tokens", "num_routed", "routed_tokens", "routed_cached_tokens")
+    __slots__ = ("address", "is_connected", "is_draining", "instance_id", "models", "num_running", "group", "epoch", "trust", "num_outputs", "queued_tokens", "num_routed", "routed_tokens", "routed_cached_tokens", "max_outputs")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IS_CONNECTED_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +332,7 @@ class SchedulerInfo(_message.Message):
     NUM_ROUTED_FIELD_NUMBER: _ClassVar[int]
     ROUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROUTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     address: str
     is_connected: bool
     is_draining: bool
@@ -302,4 +347,5 @@ class SchedulerInfo(_message.Message):
     num_routed: int
     routed_tokens: int
     routed_cached_tokens: int
-    def __init__(self, address: _Optional[str] = ..., is_connected: bool = ..., is_draining: bool = ..., instance_id: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., num_running: _Optional[int] = ..., group: _Optional[str] = ..., epoch: _Optional[int] = ..., trust: _Optional[str] = ..., num_outputs: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., num_routed: _Optional[int] = ..., routed_tokens: _Optional[int] = ..., routed_cached_tokens: _Optional[int] = ...) -> None: ...
+    max_outputs: int
+    def __init__(self, address: _Optional[str] = ..., is_connected: bool = ..., is_draining: bool = ..., instance_id: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., num_running: _Optional[int] = ..., group: _Optional[str] = ..., epoch: _Optional[int] = ..., trust: _Optional[str] = ..., num_outputs: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., num_routed: _Optional[int] = ..., routed_tokens: _Optional[int] = ..., routed_cached_tokens: _Optional[int] = ..., max_outputs: _Optional[int] = ...) -> None: ...

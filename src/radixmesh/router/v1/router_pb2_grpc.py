@@ -281,14 +281,14 @@ class RouterAdminServiceServicer(object):
     """
 
     def AddScheduler(self, request, context):
-        """AddScheduler connects to a scheduler; a known address is a no-op.
+        """AddScheduler connects to a scheduler; a known address is a no-op, but for one that was removed: it is added again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoveScheduler(self, request, context):
-        """RemoveScheduler disconnects; its requests move to others, or wait for one.
+        """RemoveScheduler disconnects; its requests move to others, or wait for one. With finish_outputs they end there first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

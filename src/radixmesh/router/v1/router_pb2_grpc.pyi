@@ -122,9 +122,9 @@ class RouterAdminServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> RouterAdminServiceAsyncStub: ...
     AddScheduler: _grpc.UnaryUnaryMultiCallable[_router_pb2.AddSchedulerRequest, _router_pb2.AddSchedulerResponse]
-    """AddScheduler connects to a scheduler; a known address is a no-op."""
+    """AddScheduler connects to a scheduler; a known address is a no-op, but for one that was removed: it is added again."""
     RemoveScheduler: _grpc.UnaryUnaryMultiCallable[_router_pb2.RemoveSchedulerRequest, _router_pb2.RemoveSchedulerResponse]
-    """RemoveScheduler disconnects; its requests move to others, or wait for one."""
+    """RemoveScheduler disconnects; its requests move to others, or wait for one. With finish_outputs they end there first."""
     DrainScheduler: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainSchedulerRequest, _router_pb2.DrainSchedulerResponse]
     """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for."""
     MoveOutputs: _grpc.UnaryUnaryMultiCallable[_router_pb2.MoveOutputsRequest, _router_pb2.MoveOutputsResponse]
@@ -138,9 +138,9 @@ class RouterAdminServiceAsyncStub(RouterAdminServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     AddScheduler: _aio.UnaryUnaryMultiCallable[_router_pb2.AddSchedulerRequest, _router_pb2.AddSchedulerResponse]  # type: ignore[assignment]
-    """AddScheduler connects to a scheduler; a known address is a no-op."""
+    """AddScheduler connects to a scheduler; a known address is a no-op, but for one that was removed: it is added again."""
     RemoveScheduler: _aio.UnaryUnaryMultiCallable[_router_pb2.RemoveSchedulerRequest, _router_pb2.RemoveSchedulerResponse]  # type: ignore[assignment]
-    """RemoveScheduler disconnects; its requests move to others, or wait for one."""
+    """RemoveScheduler disconnects; its requests move to others, or wait for one. With finish_outputs they end there first."""
     DrainScheduler: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainSchedulerRequest, _router_pb2.DrainSchedulerResponse]  # type: ignore[assignment]
     """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for."""
     MoveOutputs: _aio.UnaryUnaryMultiCallable[_router_pb2.MoveOutputsRequest, _router_pb2.MoveOutputsResponse]  # type: ignore[assignment]
@@ -157,7 +157,7 @@ class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.AddSchedulerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.AddSchedulerResponse, _abc.Awaitable[_router_pb2.AddSchedulerResponse]]:
-        """AddScheduler connects to a scheduler; a known address is a no-op."""
+        """AddScheduler connects to a scheduler; a known address is a no-op, but for one that was removed: it is added again."""
 
     @_abc_1.abstractmethod
     def RemoveScheduler(
@@ -165,7 +165,7 @@ class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.RemoveSchedulerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.RemoveSchedulerResponse, _abc.Awaitable[_router_pb2.RemoveSchedulerResponse]]:
-        """RemoveScheduler disconnects; its requests move to others, or wait for one."""
+        """RemoveScheduler disconnects; its requests move to others, or wait for one. With finish_outputs they end there first."""
 
     @_abc_1.abstractmethod
     def DrainScheduler(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from radixmesh.daemons.router.requests.journal import Output, Request
+from radixmesh.daemons.runtime.sampling import sampling_to_proto, stop_to_proto
 from radixmesh.scheduler.v1 import scheduler_pb2
 
 
@@ -19,11 +22,12 @@ def submit_of(output: Output, handle: int, sequence: int, *, with_blob: bool = F
         attempt=output.attempt,
         sequence=sequence,
         model=resolved.model,
-        task=resolved.task,
+        task=int(resolved.task),  # type: ignore[arg-type]
         prompt_ids=resolved.prompt_ids,
         resumed_output_ids=output.ids.tobytes(),
-        sampling=resolved.sampling,
-        stop=resolved.stop,
+        sampling=sampling_to_proto(resolved.sampling),
+        # The detokenizer looks for stop strings.
+        stop=stop_to_proto(replace(resolved.stop, stop=())),
         logprobs_start=_logprobs_start(output),
         cache_salt=resolved.cache_salt,
         priority=resolved.priority,
@@ -38,7 +42,6 @@ def submit_of(output: Output, handle: int, sequence: int, *, with_blob: bool = F
     submit.sampling.seed = resolved.seeds[output.index]
     # Prompt logprobs are those of the prompt, whichever output computes it: output 0 does, until they are known.
     submit.sampling.prompt_logprobs = output.index == 0 and request.are_prompt_logprobs_due
-    del submit.stop.stop[:]
     return submit
 
 

@@ -1,0 +1,1 @@
+"""Replacement of a running cluster's processes, one after the other, while it serves."""

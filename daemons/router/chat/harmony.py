@@ -1,0 +1,47 @@
+"""GPT-OSS's harmony format: messages with a channel each, of reasoning, calls and the answer.
+
+<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json
+<|message|>{...}<|call|>   or   <|start|>assistant<|channel|>final<|message|>...<|return|>
+"""
+
+from __future__ import annotations
+
+import re
+
+from radixmesh.daemons.router.chat.call_reader import CallReader
+from radixmesh.daemons.router.chat.text_reader import Malformed, Reading
+
+_MESSAGE = "<|message|>"
+_BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
+_RECIPIENT = re.compile(r"to=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
+
+
+class HarmonyReader(CallReader):
+    """Reads reasoning and calls, since the channels hold both. Messages to anything but a function are content."""
+
+    triggers = ("<|start|>", "<|channel|>")
+
+    def read_start(self) -> Reading[None]:
+        # The prompt ends behind "assistant": a recipient may come before the channel.
+        if (yield from self.peek()) == " ":
+            yield from self.attempt("")
+
+    def calls(self, marker: str) -> Reading[None]:
+        """One message."""
+        text, _ = yield from self.until(_MESSAGE)
+        self.take(self._at + len(_MESSAGE))
+        head = marker + text
+        channel = _CHANNEL.search(head)
+        recipient = _RECIPIENT.search(head)
+        if channel is None:
+            raise Malformed
+        if recipient is not None:
+            self.begin_call(recipient.group(1).removeprefix("functions."))
+            sink = self.arguments
+        else:
+            self.drop_raw()
+            sink = self.reasoning if channel.group(1) == "analysis" else self.content
+        ending = yield from self.pass_until(_BODY_ENDS, sink)
+        if ending in ("<|end|>", "<|call|>", "<|return|>"):
+            self.take(self._at + len(ending))

@@ -1,0 +1,1 @@
+"""Addresses of schedulers from outside: files, DNS names, Docker, Kubernetes."""

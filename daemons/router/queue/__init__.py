@@ -1,0 +1,1 @@
+"""Outputs that wait in the router for a scheduler."""

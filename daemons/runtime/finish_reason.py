@@ -1,0 +1,19 @@
+"""Reasons for which outputs end."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class FinishReason(IntEnum):
+    """Values as in `radixmesh.common.v1.FinishReason`."""
+
+    STOP = 1
+    LENGTH = 2
+    ABORT = 3
+    ERROR = 4
+
+    @property
+    def label(self) -> str:
+        """In metrics and traces."""
+        return self.name.lower()

@@ -1,0 +1,53 @@
+"""The seam between a group and what carries its collectives: gloo between CPUs.
+
+A communicator belongs to one generation of a group. It is made connected, and is of no use once anything fails in it:
+the next generation makes another one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """A place where the ranks of a tensor-parallel group find each other. rank: of this one, in [0, size).
+
+    name: of the generation and the data-parallel rank, unlike any other at that address. host: the address of this
+    machine by which the others reach this rank.
+    """
+
+    address: tuple[str, int]
+    name: str
+    host: str
+    rank: int
+    size: int
+
+
+class Communicator(ABC):
+    """Collectives of one generation, called on one thread; close() comes on any."""
+
+    @property
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """False once a rank was lost or close() was called."""
+
+    @abstractmethod
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[size, *x.shape]: every rank's x, which are of one shape and dtype, in the order of the ranks.
+
+        Waits for a rank that is late, as long as it lives. Raises RankLost within 5 s of the death of a rank, or of the
+        moment from which it does nothing any more, and CollectiveAborted soon after close().
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends running collectives, and those to come, with CollectiveAborted. Idempotent; does not block."""
+
+
+Connect = Callable[[Meeting], Communicator]
+"""Meets the other ranks: blocks until all are there, a minute at most. Raises RankLost if they do not come."""

@@ -1,0 +1,126 @@
+"""Collectives between CPUs by gloo, through torch.distributed."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
+from radixmesh.daemons.worker.collectives.heartbeat import MISSED_ROUNDS, PERIOD_S, Heartbeat
+from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_log = get_logger(__name__)
+
+_CONNECT_S = 60.0
+# Far beyond what a scheduler takes to complete the broadcast of another that died: a last resort.
+_COLLECTIVE_S = 300.0
+# Time within which a waiting collective notices that it was aborted, or that a rank is lost.
+_POLL = timedelta(milliseconds=100)
+
+
+class GlooCommunicator(Communicator):
+    """A process group of its own. A dead rank's connections are closed by its machine, which gloo reports at once; a
+    rank that hangs is found out by its heartbeat."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._meeting = meeting
+        self._is_closed = False
+        self._failure = ""
+        self._work: dist.Work | None = None
+        try:
+            self._heartbeat = Heartbeat(_store(meeting), meeting.rank, meeting.size)
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
+            options._timeout = timedelta(seconds=_CONNECT_S)
+            self._process_group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
+                _store(meeting), meeting.rank, meeting.size, options
+            )
+            self._process_group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
+        except RuntimeError as error:
+            if hasattr(self, "_heartbeat"):
+                self._heartbeat.stop()
+            raise RankLost(f"the ranks of {meeting.name} did not meet: {_first_line(error)}") from error
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._is_closed and not self._failure and not self._heartbeat.lost
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._check()
+        x = x.contiguous()
+        gathered = torch.empty((self._meeting.size, *x.shape), dtype=x.dtype)
+        assert self._process_group is not None
+        try:
+            flat = gathered.view(self._meeting.size, -1), x.view(1, -1)
+            self._work = work = self._process_group._allgather_base(*flat)  # type: ignore[attr-defined]
+            self._await(work)
+        except RuntimeError as error:
+            # Whoever waits for this rank learns of it by the connections that close here.
+            self._process_group = None
+            raise self._lost(f"a connection failed: {_first_line(error)}") from error
+        self._work = None
+        return gathered
+
+    def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._heartbeat.stop()
+        # A process group waits for its running collectives when it goes: none of our threads may drop it before.
+        threading.Thread(target=self._outlive_work, name="group-leaves", daemon=True).start()
+
+    def _await(self, work: dist.Work) -> None:
+        rounds, polls = self._heartbeat.num_rounds, 0
+        while True:
+            try:
+                work.wait(_POLL)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # Raises what it failed of; it may have completed since.
+                    return
+            self._check()
+            # The heartbeat's own thread waits for the store, in rank 0, if that hangs.
+            rounds, polls = self._heartbeat.num_rounds, polls + 1 if rounds == self._heartbeat.num_rounds else 0
+            if polls * _POLL.total_seconds() > MISSED_ROUNDS * PERIOD_S:
+                raise self._lost("the group's store at rank 0 does not answer")
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise CollectiveAborted(f"{self._meeting.name} was left")
+        if self._failure or self._heartbeat.lost:
+            raise self._lost(self._failure or self._heartbeat.lost)
+
+    def _lost(self, why: str) -> RankLost:
+        if not self._failure:
+            self._failure = why
+            _log.warning("rank_lost", group=self._meeting.name, rank=self._meeting.rank, error=why)
+            self._heartbeat.stop()
+        return RankLost(f"{self._meeting.name}: {why}")
+
+    def _outlive_work(self) -> None:
+        while self._work is not None and not self._work.is_completed():
+            time.sleep(_POLL.total_seconds())
+
+
+def _store(meeting: Meeting) -> Store:
+    """A connection of its own: a call that waits holds up all others on the same one."""
+    host, port = meeting.address
+    timeout = timedelta(seconds=_CONNECT_S)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(meeting.name, store)  # type: ignore[attr-defined]
+
+
+def _first_line(error: RuntimeError) -> str:
+    # "[a source file] what happened. Advice."
+    return re.sub(r"^\[[^]]*\] ", "", str(error).splitlines()[0]).split(". ")[0][:300]

@@ -1,0 +1,163 @@
+"""Models divided among ranks, as threads of this process: logits, refusals, and the bits of a row."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.deepseek_folders import random_deepseek, save_deepseek
+from support.family_table import examples
+from support.fp8_folders import Form, write_fp8
+from support.model_folders import random_model, save_model
+from support.segments import Stream, scattered_pages
+from support.thread_group import ThreadGroup
+
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.cpu.determinism import common_tiles
+from radixmesh.daemons.worker.cpu.load import load_runner
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.tiles import RowTiles
+
+NUM_TOKENS = 40
+
+
+def load(folder: Path, **changes: object) -> CpuRunner:
+    values: dict[str, object] = {
+        "page_size": 4,
+        "num_pages": 32,
+        "threads": 1,
+        "is_deterministic": True,
+        "attention_backend": "paged_torch",
+        "dtype": "float32",
+        "max_total_len": None,
+        "embed_pooling": "mean",
+        **changes,
+    }
+    runner = load_runner(folder, **values)  # type: ignore[arg-type]
+    assert isinstance(runner, CpuRunner)
+    return runner
+
+
+def logits_of(runner: CpuRunner, cuts: list[int]) -> np.ndarray:
+    """Of one sequence, its prompt cut into chunks of these lengths."""
+    runner.clear()
+    ids = np.random.default_rng(0).integers(0, runner.vocab_size, NUM_TOKENS).astype(np.int32)
+    stream = Stream(0, ids.tolist(), scattered_pages(runner, [NUM_TOKENS])[0])
+    parts = []
+    for cut in cuts:
+        parts.append(runner.logits([stream.segment(cut, 4, samples=False)])[0])
+        stream.computed += cut
+    return np.concatenate(parts)
+
+
+def by_ranks(folder: Path, size: int, cuts: list[int], **changes: object) -> list[np.ndarray]:
+    """Logits on every rank."""
+
+    def rank(number: int) -> np.ndarray:
+        runner = load(folder, group=group.groups[number], **changes)
+        runner.formed()
+        return logits_of(runner, cuts)
+
+    with closing(ThreadGroup(size)) as group:
+        return group.run(rank)
+
+
+# Of these the ranks would need sums between heads, or pieces of tensors that slices do not name.
+REFUSED = {"Olmo2ForCausalLM", "GPTNeoXForCausalLM", "GptOssForCausalLM"}
+
+
+@pytest.mark.parametrize("architecture", sorted(examples()))
+def test_every_architecture_has_the_logits_of_one_rank(architecture: str, tmp_path: Path) -> None:
+    """Or says that it is not divided."""
+    folder = tmp_path / "model"
+    examples()[architecture]().save_pretrained(folder)
+    if architecture in REFUSED:
+        with pytest.raises(MeshError, match="--tp-size 1"):
+            by_ranks(folder, 2, [NUM_TOKENS], is_deterministic=False)
+        return
+    alone = logits_of(load(folder, is_deterministic=False), [NUM_TOKENS])
+    first, second = by_ranks(folder, 2, [NUM_TOKENS], is_deterministic=False)
+    assert np.array_equal(first, second)
+    assert np.abs(first - alone).max() < 1e-4 * max(1.0, np.abs(alone).max())
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [
+        ("llama", 2),
+        ("llama", 3),
+        ("llama", 4),
+        ("deepseek", 2),
+        pytest.param("deepseek", 4, marks=pytest.mark.full),
+    ],
+)
+def test_a_row_has_the_same_bits_in_every_chunk_and_on_every_rank(model: str, size: int, tmp_path: Path) -> None:
+    """Three ranks: uneven shares. Four ranks of llama: KV heads are on two ranks each."""
+    if model == "llama":
+        folder = save_model(random_model("llama"), tmp_path)
+    else:
+        folder = save_deepseek(random_deepseek("v3_groups"), tmp_path)
+    ranks = by_ranks(folder, size, [NUM_TOKENS])
+    assert all(np.array_equal(ranks[0], other) for other in ranks[1:])
+    again = by_ranks(folder, size, [1, 2, 7, 13, 17])
+    assert all(np.array_equal(ranks[0], other) for other in again)
+    alone = logits_of(load(folder), [NUM_TOKENS])
+    assert np.abs(ranks[0] - alone).max() < 1e-4 * max(1.0, np.abs(alone).max())
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("model", ["mixtral", "deepseek"])
+def test_experts_are_cut_in_both_layouts_of_a_checkpoint(model: str, is_fused: bool, tmp_path: Path) -> None:
+    if model == "mixtral":
+        folder = save_model(random_model("mixtral"), tmp_path, is_fused=is_fused)
+    else:
+        folder = save_deepseek(random_deepseek("v3_groups"), tmp_path, is_fused=is_fused)
+    alone = logits_of(load(folder, is_deterministic=False), [NUM_TOKENS])
+    for logits in by_ranks(folder, 2, [NUM_TOKENS], is_deterministic=False):
+        assert np.abs(logits - alone).max() < 1e-4 * max(1.0, np.abs(alone).max())
+
+
+def test_ranks_that_verified_other_tiles_agree_on_those_of_all(tmp_path: Path) -> None:
+    folder = save_model(random_model("llama"), tmp_path)
+
+    def rank(number: int) -> tuple[object, int]:
+        runner = load(folder, group=group.groups[number])
+        functions = [probe.function for probe in runner._model.row_probes()]
+        sizes = (4, 8, 32) if number else (2, 8, 32, 64)
+        runner._own_tiles = RowTiles(sizes, [functions[number]])
+        runner.formed()
+        assert runner._tiles.row_by_row == {functions[0], functions[1]}
+        by_row = [functions.index(function) for function in runner._tiles.row_by_row]
+        logits_of(runner, [NUM_TOKENS])
+        return runner._tiles.sizes, len(by_row)
+
+    with closing(ThreadGroup(2)) as group:
+        assert group.run(rank) == [((8, 32), 2)] * 2
+
+
+@pytest.mark.parametrize(("sizes", "agreed"), [(((2, 4), (8, 16)), (1,)), (((2, 4), None), None)])
+def test_ranks_without_common_tiles(sizes: tuple[object, object], agreed: object) -> None:
+    def rank(number: int) -> object:
+        return common_tiles(RowTiles(sizes[number]), [], group.groups[number]).sizes  # type: ignore[arg-type]
+
+    with closing(ThreadGroup(2)) as group:
+        assert group.run(rank) == [agreed] * 2
+
+
+def test_too_many_ranks_are_refused(tmp_path: Path) -> None:
+    folder = save_model(random_model("llama"), tmp_path)
+    with pytest.raises(MeshError, match="set a --tp-size of at most 4"):
+        by_ranks(folder, 5, [NUM_TOKENS])
+
+
+def test_blocks_of_fp8_bound_the_cuts(tmp_path: Path) -> None:
+    plain = save_model(
+        random_model("llama", hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=4),
+        tmp_path,
+    )
+    folder = write_fp8(plain, tmp_path / "fp8", Form.BLOCK)
+    alone = logits_of(load(folder, is_deterministic=False), [NUM_TOKENS])
+    for logits in by_ranks(folder, 2, [NUM_TOKENS], is_deterministic=False):
+        assert np.abs(logits - alone).max() < 1e-4 * max(1.0, np.abs(alone).max())
