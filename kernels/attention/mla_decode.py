@@ -20,7 +20,9 @@ _MOST_HEADS = 64
 
 def mla_head_blocks(num_heads: int) -> int:
     """Number of blocks of heads, each of at most 64: they read a token's latent once each."""
-    return next(blocks for blocks in range(1, num_heads + 1) if num_heads % blocks == 0 and num_heads // blocks <= _MOST_HEADS)
+    return next(
+        blocks for blocks in range(1, num_heads + 1) if num_heads % blocks == 0 and num_heads // blocks <= _MOST_HEADS
+    )
 
 
 def mla_decode_workspace(
