@@ -84,8 +84,8 @@ def mla_decode_config(heads: int, dtype: torch.dtype) -> SplitConfig:
     if dtype == torch.float32:
         return SplitConfig(heads=1, block_n=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=8)
     if heads > 16:
-        return SplitConfig(heads=1, block_n=32, num_warps=8, num_stages=3, programs_per_sm=1, min_tiles=4)
-    return SplitConfig(heads=1, block_n=32, num_warps=4, num_stages=3, programs_per_sm=2, min_tiles=4)
+        return SplitConfig(heads=1, block_n=32, num_warps=8, num_stages=5, programs_per_sm=1, min_tiles=4)
+    return SplitConfig(heads=1, block_n=32, num_warps=4, num_stages=5, programs_per_sm=2, min_tiles=4)
 
 
 def mla_decode(

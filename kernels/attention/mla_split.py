@@ -241,7 +241,7 @@ def _merge(
     lane = out_row * H + head_block * HEADS + row % HEADS
     highest = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    for part in range(0, num_parts):
+    for part in range(num_parts):
         # A program's second place holds the unit that it ended in, which is where the unit starts.
         place = 2 * (first + part) + tl.where(part == 0, 1, 0)
         lse = tl.load(lses_ptr + place * ROWS + row, cache_modifier=".cg")
