@@ -7,19 +7,16 @@ python bench/results_page.py [--check]
 
 from __future__ import annotations
 
-import json
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from results_files import read, table, wrapped
+from results_kernels import attention, gemm
+
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "gpu-results.md"
-_WIDTH = 150
-# As bench/gpu/attention.py has it.
-_ATTENTION_POOL_TOKENS = 1 << 21
 _WORKLOADS = {
     "single_stream": "one stream, 128 in, 256 out",
     "decode_256": "256 streams, 128 in, 512 out",
@@ -49,14 +46,14 @@ _STEPS = {
 
 def page() -> str:
     """The whole page, as the files of this checkout give it."""
-    dense = _read("h200-dense.json")
+    dense = read("h200-dense.json")
     versions = ", ".join(f"{name} {version}" for name, version in dense["versions"].items())
     head = [
         "# The GPU worker: results",
         "",
         "<!-- Written by bench/results_page.py from bench/results/h200-*.json: change those, then run it. -->",
         "",
-        _wrapped(
+        wrapped(
             f"One GPU ({dense['machine']}; {versions}), Llama-3.2-3B's shape with random weights in bf16, if not "
             f"said otherwise. `{dense['command']} --out FOLDER` measures it anew, "
             "file by file, and `bench/gpu/mesh.py --runs 3` the first table alone. The roofline is the least time that "
@@ -65,14 +62,14 @@ def page() -> str:
         "",
     ]
     parts: list[Callable[[Mapping[str, Any]], list[str]]] = [
-        *(_throughput, _logprobs, _whole_mesh, _steps, _drafts, _prompts, _where, _idle, _gemm, _attention),
+        *(_throughput, _logprobs, _whole_mesh, _steps, _drafts, _prompts, _where, _idle, gemm, attention),
         *(_numerics, _endurance, _notes),
     ]
     return "\n".join(head + [line for part in parts for line in (*part(dense), "")]).rstrip() + "\n"
 
 
 def _throughput(dense: Mapping[str, Any]) -> list[str]:
-    others = _read("h200-other-engines.json")
+    others = read("h200-other-engines.json")
     rows = [
         [
             text,
@@ -91,16 +88,16 @@ def _throughput(dense: Mapping[str, Any]) -> list[str]:
     ]
     return [
         *("## Tokens a second through scheduler and worker", ""),
-        *_table([*titles, *others["out_tok_s"]], rows),
+        *table([*titles, *others["out_tok_s"]], rows),
         "",
-        _wrapped(
+        wrapped(
             "A replay sends the same plans to the worker with no scheduler and no wire. A worker's first run takes one "
             "stream 60 ms longer, because an idle GPU is at 345 MHz. 256 streams run at the power limit of 700 W: the "
             "clock falls from 1,980 to some 1,600 MHz, and a step takes 6-9% longer than in a burst of 40. The columns "
             f"of other engines: {others['note']}."
         ),
         "",
-        *_table(["variant, workload", "tokens/s", "of the roofline"], more),
+        *table(["variant, workload", "tokens/s", "of the roofline"], more),
     ]
 
 
@@ -111,17 +108,17 @@ def _other_runs(dense: Mapping[str, Any]) -> Iterable[tuple[str, Mapping[str, An
 
 
 def _logprobs(_: Mapping[str, Any]) -> list[str]:
-    got = _read("h200-logprobs.json")
+    got = read("h200-logprobs.json")
     rows = [[f"{got['asking'][name]}", f"{tok_s:,.0f}"] for name, tok_s in got["out_tok_s"].items()]
     return [
         *("## Logprobs", ""),
-        _wrapped(
+        wrapped(
             f"{got['requests']} streams, of which some ask for {got['alternatives']} alternatives of every token "
             f"(`{got['command']}`). {got['asking']['some']} of them leave {got['ratio']['some']:.1%} of the tokens a "
             f"second, all of them {got['ratio']['all']:.1%}."
         ),
         "",
-        *_table(["streams that ask", "tokens/s"], rows),
+        *table(["streams that ask", "tokens/s"], rows),
     ]
 
 
@@ -132,14 +129,14 @@ def _whole_mesh(dense: Mapping[str, Any]) -> list[str]:
     cores = ", ".join(f"{name} {value:g}" for name, value in mesh["cores"].items())
     return [
         *("## The whole mesh", ""),
-        _wrapped(
+        wrapped(
             f"All five daemons and {mesh['streams']} streaming text clients (`{mesh['command']}`): "
             f"{mesh['out_tok_s']:,.0f} tokens/s. Time to first token p50 {ttft['p50']:.0f} ms, p99 {ttft['p99']:.0f} "
             f"ms (all prompts come at once); inter-token latency p50 {itl['p50']:.1f} ms, p99 {itl['p99']:.1f} ms; "
             f"{mesh['coalescing']} tokens a message. Cores busy: {cores}."
         ),
         "",
-        _wrapped(
+        wrapped(
             f"From start to serving, without weights from disk: {start['warm kernel caches']:.0f} s with warm kernel "
             f"caches, {compiled_s:.0f} s where the project's own GEMMs are compiled too."
         ),
@@ -158,12 +155,12 @@ def _steps(dense: Mapping[str, Any]) -> list[str]:
         *("## A decode step of the worker alone", ""),
         "Milliseconds at context 384, in brackets the share of the roofline in bf16, by number of rows:",
         "",
-        *_table(["", *map(str, sizes)], rows),
+        *table(["", *map(str, sizes)], rows),
     ]
 
 
 def _drafts(_: Mapping[str, Any]) -> list[str]:
-    got = _read("h200-verify.json")
+    got = read("h200-verify.json")
     steps, shape = got["steps"], got["shape"]
     positions = sorted({step["positions"] for step in steps})
     cells = {(step["rows"], step["context"], step["positions"]): step for step in steps}
@@ -174,13 +171,13 @@ def _drafts(_: Mapping[str, Any]) -> list[str]:
         rows.append([f"{num_rows}", f"{context:,}", plain, *(f"{c['ms']:.2f} ({c['ratio']:.2f})" for c in of_case)])
     return [
         *("## Steps that verify drafts", ""),
-        _wrapped(
+        wrapped(
             f"{shape}, milliseconds a step by positions of a row (its last token and the drafts), in brackets over a "
             f"plain step (`{got['command']}`). A row whose drafts are all accepted yields as many tokens as it has "
             "positions."
         ),
         "",
-        *_table(["rows", "context", "plain", *(f"{count} positions" for count in positions)], rows),
+        *table(["rows", "context", "plain", *(f"{count} positions" for count in positions)], rows),
     ]
 
 
@@ -202,7 +199,7 @@ def _prompts(dense: Mapping[str, Any]) -> list[str]:
         *("## Prompts", ""),
         "Milliseconds of a step with one prompt, by its tokens, and of one with 256 decodes beside a chunk of 128:",
         "",
-        *_table(["", *(f"{length:,}" for length in lengths), "256 + 128"], rows),
+        *table(["", *(f"{length:,}" for length in lengths), "256 + 128"], rows),
     ]
 
 
@@ -219,7 +216,7 @@ def _where(dense: Mapping[str, Any]) -> list[str]:
         *("## Where the time goes", ""),
         f"Traces of the workloads' own runs, prompts included (`{dense['where']['command']}`):",
         "",
-        *_table(["", "one stream", "256 streams", "shared prefixes"], rows),
+        *table(["", "one stream", "256 streams", "shared prefixes"], rows),
     ]
 
 
@@ -233,78 +230,7 @@ def _idle(dense: Mapping[str, Any]) -> list[str]:
         *("## GPU idle in steady decode through the mesh", ""),
         f"Share of the time in which no kernel runs, while traced (`{dense['idle']['command']}`):",
         "",
-        *_table(["pipeline depth", *(f"{size} row{'s' * (size != '1')}" for size in sizes)], rows),
-    ]
-
-
-def _gemm(_: Mapping[str, Any]) -> list[str]:
-    jobs = _read("h200-products90.json")["jobs"]
-    timed = sorted((job for name, job in jobs.items() if name.startswith("time_")), key=lambda job: job["rows"])
-    rows = [
-        ["cuBLASLt's, tuned", *(f"{job['layer_us']['library']:.1f}" for job in timed)],
-        ["the project's own", *(f"{job['layer_us']['streamed']:.1f}" for job in timed)],
-    ]
-    gemv = _read("h200-gemv.json")["step"]
-    tuned = ", ".join(
-        f"{step['rows']} rows {step['torch_ms']:.2f} -> {step['best_ms']:.2f} ms"
-        for step in _read("h200-products.json")["steps"]
-        if step["rows"] in (8, 64, 128, 256)
-    )
-    return [
-        *("## GEMMs", ""),
-        "Microseconds a layer of a decode step at context 384, all 28 layers in a burst, by number of rows:",
-        "",
-        *_table(["", *(str(job["rows"]) for job in timed)], rows),
-        "",
-        _wrapped(
-            f"One row: the GEMV kernels take {gemv['ours_pdl_ms']:.2f} ms for all matrices of a step "
-            f"({gemv['ours_pdl_tb_s']:.1f} TB/s, {gemv['ours_tb_s']:.1f} without PDL), torch's take "
-            f"{gemv['torch_ms']:.2f} ms. The fastest of cuBLASLt's algorithms against its first: {tuned}."
-        ),
-    ]
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    # Rows beyond the pool share pages, which the L2 cache serves: no figure of memory.
-    is_shared = row["case"]["batch"] * row["case"]["context"] > _ATTENTION_POOL_TOKENS
-    return "-" if is_shared else f"{row['us']:.0f} us, {row['tb_s']:.1f} TB/s"
-
-
-def _attention(_: Mapping[str, Any]) -> list[str]:
-    decode = [
-        row
-        for row in _read("h200-decode-attention.json")["defaults"]
-        if row["kind"] == "decode" and (row["case"]["lengths"], row["case"]["page_size"]) == ("uniform", 1)
-    ]
-    contexts = sorted({row["case"]["context"] for row in decode})
-    batches = sorted({row["case"]["batch"] for row in decode})
-    by_case = {(row["case"]["batch"], row["case"]["context"]): row for row in decode}
-    rows = [[str(batch), *(_cell(by_case[batch, context]) for context in contexts)] for batch in batches]
-    others = _read("h200-attention.json")["defaults"]
-    shared = [
-        [f"{case['groups']} x {case['rows']}", f"{case['prefix']:,}", f"{row['us']:.0f}", f"{row['plain_us']:,.0f}"]
-        for row in others
-        if row["kind"] == "shared" and (case := row["case"])
-    ]
-    extend = [
-        [
-            f"{case['chunks']} x {case['chunk_len']:,}",
-            f"{case['context']:,}",
-            f"{row['us']:,.0f}",
-            f"{row['tflop_s']:.0f}",
-        ]
-        for row in others
-        if row["kind"] == "extend" and (case := row["case"])["page_size"] == 1
-    ]
-    return [
-        *("## Attention", ""),
-        "Decode, one layer, by rows and context:",
-        "",
-        *_table(["rows", *(f"{context:,}" for context in contexts)], rows),
-        *("", "Decode of groups that share a prefix, one layer:", ""),
-        *_table(["groups x rows", "shared tokens", "us", "us if each row reads the prefix"], shared),
-        *("", "Extend, one layer:", ""),
-        *_table(["chunks x tokens", "context", "us", "TFLOP/s"], extend),
+        *table(["pipeline depth", *(f"{size} row{'s' * (size != '1')}" for size in sizes)], rows),
     ]
 
 
@@ -328,12 +254,12 @@ def _numerics(dense: Mapping[str, Any]) -> list[str]:
         *("## Numerics", ""),
         f"Random weights, 256 tokens, against float32 (`{dense['numerics']['command']}`):",
         "",
-        *_table(["", "error of logits, of their norm", "same argmax"], rows),
+        *table(["", "error of logits, of their norm", "same argmax"], rows),
     ]
 
 
 def _endurance(_: Mapping[str, Any]) -> list[str]:
-    soak = _read("h200-soak.json")
+    soak = read("h200-soak.json")
     requests, kills = soak["requests"], soak["kills"]
     by_service = {name: [kill for kill in kills if kill["service"] == name] for name in ("scheduler", "worker")}
     rows = [
@@ -343,7 +269,7 @@ def _endurance(_: Mapping[str, Any]) -> list[str]:
     quiet = " and ".join(f"{entry['ms_per_step']:.2f}" for entry in soak["quiet"])
     return [
         *("## Endurance", ""),
-        _wrapped(
+        wrapped(
             f"{soak['minutes']:.0f} minutes of the whole mesh under mixed random load with cancelled requests "
             f"(`{soak['command']}`, commit {soak['commit']}): {requests['begun']:,} requests, {requests['tokens']:,} "
             f"tokens, {soak['lost']} lost, {len(soak['problems'])} problems, {len(soak['logs']['errors'])} errors in "
@@ -351,7 +277,7 @@ def _endurance(_: Mapping[str, Any]) -> list[str]:
             f"{soak['at_rest']['free_pages_after_flush']:,} pages were free."
         ),
         "",
-        *_table(["killed (-9)", "times", "healthy after s", "longest pause of a stream s", "tokens adopted"], rows),
+        *table(["killed (-9)", "times", "healthy after s", "longest pause of a stream s", "tokens adopted"], rows),
     ]
 
 
@@ -364,21 +290,8 @@ def _range(kills: Sequence[Mapping[str, Any]], key: str) -> str:
 def _notes(dense: Mapping[str, Any]) -> list[str]:
     lines = ["## Notes of the files", "", 'In the words of their time ("products" are GEMMs):', ""]
     for name in ("h200-dense.json", "h200-products90.json", "h200-decode-attention.json"):
-        lines += [_wrapped(f"- {name}: {note}", "  ") for note in _read(name)["notes"]]
+        lines += [wrapped(f"- {name}: {note}", "  ") for note in read(name)["notes"]]
     return lines
-
-
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    return lines + [f"| {' | '.join(row)} |" for row in rows]
-
-
-def _wrapped(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-
-
-def _read(name: str) -> dict[str, Any]:
-    return dict(json.loads((RESULTS / name).read_text(encoding="utf-8")))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ def _step_cost(report: Run) -> str:
             ]
         )
     head = (
-        "running, tree, cache, p50 ms, p99 ms, plan us, encode, write, read, process, TokenBatch, steps, yardstick us"
+        "running, tree, cache, p50 ms, p99 ms, plan us, encode, write, read, process, TokenBatch, steps, calibration us"
     )
     return _table(head, rows)
 

@@ -154,7 +154,8 @@ def _pytest(arguments: list[str], report: Path) -> int:
 
 def _start(arguments: list[str], report: Path, output: object, claims: str = "") -> subprocess.Popen[str]:
     """claims: folder in which conftest.py notes the process that runs a file; empty = all files are run."""
-    command = [sys.executable, "-m", "pytest", "-m", "not full", "-p", "no:cacheprovider", *arguments]
+    options = ("-m", "not full", "-p", "no:cacheprovider", "--durations=20")
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
     stream = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
     return subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, REPORT: str(report), CLAIMS: claims}, text=True, **stream

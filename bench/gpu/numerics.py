@@ -101,9 +101,9 @@ def main() -> None:
             )
             torch.cuda.empty_cache()
             row: dict[str, object] = {"shape": shape, "transformers_bf16": _error(rounded, exact)}
-            lanes = {attention: replace(_SETTINGS, attention_backend=attention) for attention in args.attention}
-            lanes |= {name: replace(_SETTINGS, quantization=name) for name in args.quantization}
-            for name, settings in lanes.items():
+            runs = {attention: replace(_SETTINGS, attention_backend=attention) for attention in args.attention}
+            runs |= {name: replace(_SETTINGS, quantization=name) for name in args.quantization}
+            for name, settings in runs.items():
                 for chunk_len, logits in _ours(folder, ids, settings, (args.tokens, 100, 64, 1)):
                     what = "one_row" if chunk_len == 1 else f"chunks_of_{chunk_len}"
                     row[f"{name}_{what}"] = _error(logits, exact[: len(logits)])

@@ -97,7 +97,10 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     reply = await stub.GetCapabilities(worker_pb2.GetCapabilitiesRequest(), timeout=timeout_s)
     what = reply.capabilities
-    rank = f", rank {what.rank} of {what.world_size}" if what.world_size > 1 else ""
+    rank = ""
+    if what.world_size > 1:
+        generation = f"generation {what.group_generation}" if what.group_generation else "in no group"
+        rank = f", {_place_of(what)}, {generation}"
     figures: dict[str, int | str] = {
         "kind": "worker",
         "backend": what.backend,
@@ -105,9 +108,21 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
         "pages": what.num_pages,
         "rank": what.rank,
         "world_size": what.world_size,
+        "tp_rank": what.layout.tp_rank,
+        "tp_size": what.layout.tp_size or 1,
+        "dp_rank": what.layout.dp_rank,
+        "dp_size": what.layout.dp_size or 1,
+        "group_generation": what.group_generation,
     }
     load = f"{what.backend}, {what.num_slots} slots, {what.num_pages} pages{rank}"
     return _Answer(reply.highest_epoch, load, figures)
+
+
+def _place_of(what: worker_pb2.Capabilities) -> str:
+    """The rank, and its place in each kind of parallelism that there is."""
+    kinds = (("tp", what.layout.tp_rank, what.layout.tp_size), ("dp", what.layout.dp_rank, what.layout.dp_size))
+    places = " ".join(f"{kind} {rank}/{size}" for kind, rank, size in kinds if size > 1)
+    return f"rank {what.rank} of {what.world_size}" + (f" ({places})" if places else "")
 
 
 async def _ask_router(channel: grpc.aio.Channel, timeout_s: float, access: Access) -> _Answer:

@@ -21,6 +21,8 @@ from radixmesh.cli.model_source import ModelSourceError, find_model_folder, serv
 from radixmesh.cli.terminal import Terminal
 
 _COMPOSE_FILE = Path(__file__).parent / "serve.yml"
+_RANKS_FILE = Path(__file__).parent / "serve_ranks.yml"
+_MOST_RANKS = 8
 _EXIT_USAGE = 2
 
 
@@ -63,6 +65,7 @@ def _set_environment(options: argparse.Namespace, folder: Path, worker: Sequence
         RADIXMESH_SERVE_FOLDER=str(folder),
         RADIXMESH_SERVE_WORKER=_command("worker", worker),
         RADIXMESH_SERVE_ROUTER=_command("router", router),
+        RADIXMESH_SERVE_WORKERS=",".join(f"{name}:50051" for name in _rank_services(options.tp)),
         RADIXMESH_SERVE_PORT=str(options.port),
         RADIXMESH_SERVE_GRPC_PORT=str(options.grpc_port),
     )
@@ -92,7 +95,13 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="requests that set no sampling get OpenAI's defaults, not those of the folder's generation_config.json",
     )
-    parser.add_argument("--tp", type=int, default=1, metavar="N", help="GPUs of one model; only 1 is supported yet")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help=f"processes that hold the model together (tensor parallelism), 1 to {_MOST_RANKS}; with --gpu cpu so far",
+    )
     parser.add_argument("--api-keys-file", type=Path, help="keys that clients must send: docs/security.md")
     parser.add_argument("-p", "--project", help="name of this cluster (default radixmesh-serve)")
     parser.add_argument("--run-folder", type=Path, help="where its state goes (default .radixmesh/<project>)")
@@ -103,13 +112,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _worker_flags(options: argparse.Namespace, folder: Path, name: str, model: CheckedModel) -> list[str]:
-    if options.tp != 1:
-        raise ModelCheckError(f"--tp {options.tp}: one model on several GPUs is not supported yet; leave it at 1")
+    if not 1 <= options.tp <= _MOST_RANKS:
+        raise ModelCheckError(f"--tp {options.tp}: choose 1 to {_MOST_RANKS} processes on one machine")
     if options.gpu == "cuda" and model.is_cpu_only:
         raise ModelCheckError(f"--gpu cuda: {model.architecture} runs on a CPU only; leave it out")
     gpus = count_gpus() if options.gpu != "cpu" and not model.is_cpu_only else 0
     if options.gpu == "cuda" and gpus == 0:
         raise ModelCheckError("--gpu cuda: the driver shows no NVIDIA GPU here; leave it out, or say --gpu cpu")
+    if gpus and options.tp > 1:
+        raise ModelCheckError(f"--tp {options.tp}: GPUs do not share a model yet; say --gpu cpu, or leave it at 1")
     flags = ["--model", str(folder), "--served-model-name", name, "--backend", "cuda" if gpus else "cpu"]
     if options.no_generation_config:
         flags.append("--no-generation-config")
@@ -120,6 +131,7 @@ def _worker_flags(options: argparse.Namespace, folder: Path, name: str, model: C
         "--dtype": dtype,
         "--max-total-len": options.max_total_len,
         "--mem-fraction": options.mem_fraction if gpus else None,
+        "--tp-size": options.tp if options.tp > 1 else None,
     }
     return flags + [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
@@ -133,11 +145,20 @@ def _router_flags(options: argparse.Namespace, names: Sequence[str]) -> list[str
 
 def _up_arguments(options: argparse.Namespace) -> list[str]:
     arguments = ["-f", str(_COMPOSE_FILE)]
+    if options.tp > 1:
+        arguments += ["-f", str(_RANKS_FILE)]
+        for name in _rank_services(_MOST_RANKS)[options.tp :]:
+            arguments += ["--scale", f"{name}=0"]
     for flag, value in (("-p", options.project), ("--run-folder", options.run_folder)):
         arguments += [flag, str(value)] if value is not None else []
     return arguments + [
         flag for flag in ("--raw-logs", "--no-color", "--detach") if getattr(options, flag[2:].replace("-", "_"))
     ]
+
+
+def _rank_services(num_ranks: int) -> list[str]:
+    """Services of the compose files, in the order of the ranks."""
+    return ["worker", *(f"worker-rank-{rank}" for rank in range(1, num_ranks))]
 
 
 def _greeting(port: int, name: str) -> str:

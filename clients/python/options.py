@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
     frequency_penalty: float | None
     presence_penalty: float | None
     logit_bias: Mapping[int, float] | None
-    seed: int | None  # Drawn by the router if left out.
+    seed: int | None  # Chosen by the router if left out.
     logprobs: int | None  # Alternatives per output token; 0 = the token's own logprob only; left out = none.
     prompt_logprobs: bool
     prompt_logprobs_start: (

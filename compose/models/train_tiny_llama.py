@@ -8,7 +8,7 @@ What it memorises and how is in tiny_training.py.
 Measured on texts of over 200 tokens, with damage at a random place: positions shifted by one break 96% of recitations,
 a 16-token page of keys and values from another request 64%, a zeroed page 46%. Verse is redundant: where every page
 must count, compare log-probabilities with the oracle as well. (Two pages that trade places, as whole, change nothing:
-keys carry their rotation.)
+keys carry RoPE.)
 """
 
 from tiny_training import BOS_ID, EOS_ID, MAX_TOTAL_LEN, VOCAB_SIZE, make_tiny_model

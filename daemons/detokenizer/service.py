@@ -1,4 +1,4 @@
-"""The gRPC edge of the detokenizer: one table and one outbox per stream."""
+"""The gRPC server of the detokenizer: one table and one outbox per stream."""
 
 from __future__ import annotations
 

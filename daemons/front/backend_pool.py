@@ -1,4 +1,4 @@
-"""The routers behind one door: which of them serve, and how many connections each has."""
+"""The routers behind one listener: which of them serve, and how many connections each has."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class FrontSettings(CommonSettings):
     connect_wait_s: float = setting(10.0, "seconds that a connection waits for a router that serves")
     connections: int = setting(
         16_384,
-        "connections of clients at once, at both doors together; further ones are closed at once; at most what the "
+        "connections of clients at once, at both listeners together; further ones are closed at once; at most what the "
         "limit of open files allows, which is raised as far as it may be",
     )
     probe_s: float = setting(1.0, "seconds between two questions to a router whether it serves")
@@ -28,11 +28,11 @@ class FrontSettings(CommonSettings):
         CommonSettings.__post_init__(self)
         if not self.grpc_front and not self.http_front:
             raise ValueError("--grpc-front or --http-front (RADIXMESH_GRPC_FRONT, RADIXMESH_HTTP_FRONT) is needed")
-        for door, routers, name in (
+        for listener, routers, name in (
             (self.grpc_front, self.grpc_routers, "grpc"),
             (self.http_front, self.http_routers, "http"),
         ):
-            if door and not routers:
+            if listener and not routers:
                 raise ValueError(f"--{name}-front needs --{name}-routers: nobody would take its connections")
         for name in ("connect_wait_s", "probe_s", "connections"):
             if getattr(self, name) <= 0:

@@ -7,7 +7,7 @@ import asyncio
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.front.backend_pool import BackendPool, Probe
 from radixmesh.daemons.front.config import FrontSettings
-from radixmesh.daemons.front.door import Door
+from radixmesh.daemons.front.listener import Listener
 from radixmesh.daemons.front.probes import grpc_probe, http_probe
 from radixmesh.daemons.front.room import Room, places_within_files
 from radixmesh.daemons.runtime.errors import MeshError
@@ -24,13 +24,13 @@ _NO_PLACE = MeshError(ErrorReason.ERROR_REASON_OVERLOADED, "no place for a conne
 
 
 class FrontDaemon(Daemon):
-    """A door for each protocol, each with routers of its own: one router may serve gRPC and not yet HTTP."""
+    """A listener for each protocol, each with routers of its own: one router may serve gRPC and not yet HTTP."""
 
     def __init__(self, runtime: Runtime, settings: FrontSettings) -> None:
         self._settings = settings
         self._runtime = runtime
         self._room = Room(places_within_files(settings.connections), lambda: runtime.metrics.count_error(_NO_PLACE))
-        self._doors: list[Door] = []
+        self._listeners: list[Listener] = []
         self._pools: list[BackendPool] = []
         self._watching: list[asyncio.Task[None]] = []
 
@@ -42,25 +42,25 @@ class FrontDaemon(Daemon):
             await self._open(settings.http_front, settings.http_routers, http_probe(settings.tls))
 
     async def drain(self) -> None:
-        for door in self._doors:
-            door.shut()
-        while any(door.num_connections for door in self._doors):  # noqa: ASYNC110 - connections end in callbacks.
+        for listener in self._listeners:
+            listener.shut()
+        while any(listener.num_connections for listener in self._listeners):  # noqa: ASYNC110 - connections end in callbacks.
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
         for task in self._watching:
             task.cancel()
-        for door in self._doors:
-            door.close()
+        for listener in self._listeners:
+            listener.close()
         for pool in self._pools:
             pool.close()
 
     async def _open(self, address: str, routers: tuple[str, ...], probe: Probe) -> None:
         pool = BackendPool(probe, self._settings.probe_s)
-        door = Door(pool, self._settings.connect_wait_s, self._room)
+        listener = Listener(pool, self._settings.connect_wait_s, self._room)
         watch = NameWatch(routers, pool, look_up)
         watch.start()
         self._pools.append(pool)
-        self._doors.append(door)
+        self._listeners.append(listener)
         self._watching.append(self._runtime.spawn(watch.run(), f"routers of {address}"))
-        log.info("door_opened", address=await door.open(address))
+        log.info("listening", address=await listener.open(address))

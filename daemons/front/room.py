@@ -10,7 +10,7 @@ _OTHER_FILES = 128
 
 
 class Room:
-    """Places for connections, shared by all doors. on_refused: told of each connection for which there was none."""
+    """Places for connections, shared by all listeners. on_refused: told of each connection for which there was none."""
 
     def __init__(self, num_places: int, on_refused: Callable[[], object] = lambda: None) -> None:
         self._on_refused = on_refused

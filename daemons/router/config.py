@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from radixmesh.daemons.router.chat.formats import AUTO, REASONING_PARSERS, TOOL_PARSERS
 from radixmesh.daemons.router.discovery.sources import FORMS, make_sources
 from radixmesh.daemons.router.placement.policies import POLICIES
 from radixmesh.daemons.router.queue.tenants import TenantShares
@@ -107,6 +108,11 @@ class RouterSettings(CommonSettings):
         "bytes of all HTTP request bodies that are read at once; more gets 503; by default an eighth of the memory "
         "that the process may have, 128 MiB at most",
     )
+    http_responses_bytes: int = setting(
+        _BODIES_BYTES // 4,
+        "bytes of conversations kept for previous_response_id of /v1/responses, an eighth of them at most of one; the "
+        "least recently used are forgotten; 0: none are kept",
+    )
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
     http_min_body_rate: int = setting(8_192, "least bytes a second of an HTTP request body, after its first 5 s")
     http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
@@ -126,6 +132,12 @@ class RouterSettings(CommonSettings):
         "what becomes of a request whose max_tokens is more than the context has room for behind its prompt: cut, or "
         "refuse",
     )
+    tool_call_parser: str = setting(
+        AUTO, f"how a model writes tool calls: {', '.join(TOOL_PARSERS)}; auto: by its chat template"
+    )
+    reasoning_parser: str = setting(
+        AUTO, f"how a model writes its reasoning: {', '.join(REASONING_PARSERS)}; auto: by its chat template"
+    )
     http_cors_origins: tuple[str, ...] = setting(
         (), "origins whose web pages may use the HTTP port: https://host, or * for all; none by default"
     )
@@ -133,6 +145,12 @@ class RouterSettings(CommonSettings):
     def __post_init__(self) -> None:
         CommonSettings.__post_init__(self)
         ModelAliases.parse(self.model_aliases)
+        for name, given, known in (
+            ("tool-call-parser", self.tool_call_parser, TOOL_PARSERS),
+            ("reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            if given not in known:
+                raise ValueError(f"--{name} is {given!r}: choose one of {', '.join(known)}")
         make_sources(self.discover)
         TenantShares.parse(self.tenant_weights, self.tenant_max_outputs)
         for name in ("tenant_max_queue", "scheduler_max_outputs"):
@@ -159,6 +177,8 @@ class RouterSettings(CommonSettings):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
+        if self.http_responses_bytes < 0:
+            raise ValueError(f"--http-responses-bytes must be >= 0, not {self.http_responses_bytes}")
         if self.http_body_bytes > self.http_bodies_bytes * 3 // 4:
             raise ValueError(
                 f"--http-body-bytes {self.http_body_bytes} is more than three quarters of --http-bodies-bytes "

@@ -24,8 +24,8 @@ log = get_logger(__name__)
 
 _DRAIN_POLL_S = 0.05
 _HTTP_STOP_S = 3.0
-# Proxies ask for /health once a second, as a rule, and send new connections until then.
-_HTTP_LINGER_S = 1.5
+# Proxies ask for /health once a second, as a rule, and send new connections until they have heard the answer.
+_HTTP_LINGER_S = 2.5
 
 
 def guard_of(settings: RouterSettings) -> KeyGuard:
@@ -80,7 +80,7 @@ class RouterDaemon(Daemon):
         self._runtime.server.retire()
         if self._http is not None:
             self._http.begin_retiring()
-            if self._http.num_connections:
+            if self._http.may_be_asked:
                 await asyncio.sleep(_HTTP_LINGER_S)
             self._http.retire()
         # Streams and connections end in code that knows no waiting.

@@ -29,6 +29,7 @@ from radixmesh.daemons.router.requests.resume import check_resume, rebuild
 from radixmesh.daemons.router.requests.sessions import bind_session
 from radixmesh.daemons.router.requests.tenancy import bind_priority, bind_tenant
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
+from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.request_ids import check_request_id
 from radixmesh.daemons.runtime.rpc.caller import current_caller
@@ -205,6 +206,10 @@ class Router:
     async def decode(self, request: tokenizer_pb2.DecodeRequest) -> Sequence[str]:
         """Texts of whole id arrays."""
         return await self._maker.decode(request)
+
+    async def model_identity(self, name: str) -> ServedIdentity:
+        """The model of that name, "" = the first, waited for as open() does. Raises MeshError."""
+        return await self._maker.model_identity(name)
 
     async def vocabulary(self) -> tokenizer_pb2.GetVocabularyResponse:
         """The vocabulary that tokenizers have."""

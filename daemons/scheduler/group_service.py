@@ -1,4 +1,4 @@
-"""The gRPC edge towards the workers: a RankTransport over a channel of its own."""
+"""gRPC towards the workers: a RankTransport over a channel of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler at the gRPC edge: validate, convert, delegate."""
+"""The gRPC server of the scheduler: validate, convert, delegate."""
 
 from __future__ import annotations
 

@@ -40,6 +40,7 @@ class ChatTemplate:
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         environment = self._environment = _new_environment()
+        self.source = sources.get("tool_use") or sources.get("default") or next(iter(sources.values()), "")
         self._special_tokens = dict(special_tokens)
         try:
             self._templates = {name: environment.from_string(source) for name, source in sources.items()}

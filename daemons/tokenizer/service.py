@@ -1,4 +1,4 @@
-"""The gRPC edge of the tokenizer."""
+"""The gRPC server of the tokenizer."""
 
 from __future__ import annotations
 
@@ -127,6 +127,7 @@ def _describe(codec: TextCodec, grammar_format: str) -> tokenizer_pb2.GetVocabul
         has_chat_template=not codec.template.is_empty,
         tokens=vocabulary.tokens,
         token_bytes=token_bytes(vocabulary),
+        chat_template=codec.template.source,
     )
 
 

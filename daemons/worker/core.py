@@ -344,6 +344,9 @@ class WorkerCore:
             log.warning("plan_refused", epoch=epoch, step=answer.step_id, error=str(answer.refusal))
         if answer.died is not None:
             self._fail(answer.died, answer.step_id)
+        if answer.lost is not None and holder is not None:
+            # The scheduler may not see that rank as lost: it forms the group again.
+            holder.fail(MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, f"a rank is lost: {answer.lost}"))
         self._count_in_flight()
         self._answered_one.set()
 

@@ -1,4 +1,4 @@
-"""The gRPC edge of the worker."""
+"""The gRPC server of the worker."""
 
 from __future__ import annotations
 

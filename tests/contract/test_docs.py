@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import importlib.util
 import io
 import re
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import docs_pages
+from support.bench_modules import bench_imports
 from support.docs_commands import COMMANDS, SNIPPETS, NotHere
 from support.docs_pages import ROOT, name_of
 
@@ -199,8 +199,7 @@ def test_no_command_hides_in_a_block_of_another_kind(page: Path) -> None:
 
 
 def test_the_results_page_is_current() -> None:
-    spec = importlib.util.spec_from_file_location("results_page", ROOT / "bench" / "results_page.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert (ROOT / "docs" / "gpu-results.md").read_text() == script.page(), "run: python bench/results_page.py"
+    with bench_imports():
+        import results_page
+    page = (ROOT / "docs" / "gpu-results.md").read_text()
+    assert page == results_page.page(), "run: python bench/results_page.py"

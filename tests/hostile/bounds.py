@@ -67,6 +67,11 @@ BOUNDS: dict[str, Bound] = {
         ebnf=(1 << 20, WIRE),
         structural_tag=(1 << 20, WIRE),
     ),
+    **_rows(
+        "common.v1.Thought",
+        begin=(64, f"{D}runtime.guided.source:MAX_TAG_BYTES"),
+        end=(64, f"{D}runtime.guided.source:MAX_TAG_BYTES"),
+    ),
     **_rows("common.v1.Blob", hash=SUBMIT, data=SUBMIT),
     **_rows("common.v1.EmbeddingSpan", blob_hash=SUBMIT),
     # Clients.

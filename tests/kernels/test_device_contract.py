@@ -11,7 +11,7 @@ from support.runner_contract import MAX_TOTAL_LEN, MODEL, NUM_PAGES, PAGE_SIZE, 
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
-    reason="the runner on the host draws under Triton's interpreter; tests/gpu/test_device_contract.py is for the GPU",
+    reason="a runner on the host samples by Triton's interpreter; tests/gpu/test_device_contract.py is for the GPU",
 )
 
 

@@ -33,6 +33,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetCapabilities(self, request, context):
         what = worker_pb2.Capabilities(backend="cpu", num_slots=8, num_pages=100, rank=1, world_size=2)
+        what.layout.MergeFrom(worker_pb2.RankLayout(tp_rank=1, tp_size=2, dp_size=1))
+        what.group_generation = 3
         return worker_pb2.GetCapabilitiesResponse(highest_epoch=6, capabilities=what)
 
 
@@ -67,7 +69,7 @@ async def test_every_kind_of_daemon_is_recognised_by_its_services():
     load = "group serving, 3 running 2 waiting, pages 60 free 30 cached of 100, 1 quarantined"
     assert scheduler == ("serving", 7, load)
     worker = await report_of(worker_pb2_grpc.add_WorkerServiceServicer_to_server, Worker())
-    assert worker == ("serving", 6, "cpu, 8 slots, 100 pages, rank 1 of 2")
+    assert worker == ("serving", 6, "cpu, 8 slots, 100 pages, rank 1 of 2 (tp 1/2), generation 3")
     router = await report_of(router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdmin())
     assert router == ("serving", None, "5 running, schedulers 1 of 2 connected")
     assert await report_of() == ("serving", None, "")

@@ -16,6 +16,7 @@ import pytest_asyncio
 from radixmesh.daemons.cluster.errors import RollAbortedError, RollRefusedError, UnknownServiceError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.processes.process_status import ProcessState
+from radixmesh.daemons.cluster.roll.roller import RollEvent
 
 REPOSITORY = Path(__file__).parents[2]
 FAKE_DAEMON = Path(__file__).with_name("fake_daemon.py")
@@ -66,7 +67,7 @@ async def test_dependencies_come_first_one_replica_after_the_other_as_the_file_s
     most_away = 0
     events: list[tuple[str, str]] = []
 
-    def on_event(event: tuple[str, str, float]) -> None:
+    def on_event(event: RollEvent) -> None:
         nonlocal most_away
         events.append(event[:2])
         away = [status for status in cluster.processes if status.state is not ProcessState.HEALTHY]
@@ -121,6 +122,19 @@ async def test_what_cannot_be_rolled_is_refused_before_anything_is_done(cluster:
     with pytest.raises(RollRefusedError, match="not healthy: worker-2"):
         await cluster.prepare_roll().run()
     assert cluster.pids["worker-1"] == before["worker-1"]
+
+
+async def test_one_that_dies_meanwhile_is_waited_for(cluster: LocalCluster) -> None:
+    was_whole: list[bool] = []
+
+    def on_event(event: RollEvent) -> None:
+        if event[:2] == ("worker-1", "ready"):
+            cluster.kill("router")
+        if event[:2] == ("worker-2", "leaving"):
+            was_whole.append(all(status.state is ProcessState.HEALTHY for status in cluster.processes))
+
+    assert len(await cluster.prepare_roll(["worker"], on_event=on_event).run()) == 2
+    assert was_whole == [True]
 
 
 async def radixmesh(cwd: Path, *arguments: str) -> tuple[int, str]:

@@ -66,6 +66,18 @@ def test_data_parallel_ranks_have_groups_of_their_own() -> None:
     assert sums == [11, 11, 1100, 1100]
 
 
+def test_former_generations_leave_nothing() -> None:
+    members = formed([RankLayout(tp_size=2, tp_rank=rank) for rank in range(2)])
+    store = members[0]._store
+    assert store is not None
+    num_keys = store.num_keys()
+    for generation in range(2, 8):
+        form(members, generation)
+        assert on_all(members, lambda member: int(member.group.all_reduce(torch.tensor([1])))) == [2, 2]
+    # A heartbeat of the generation before may come late.
+    assert store.num_keys() <= num_keys + 2
+
+
 def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than a rank may be silent: it lives, and has not got its plan yet."""
     monkeypatch.setattr(heartbeat, "MISSED_ROUNDS", 3)

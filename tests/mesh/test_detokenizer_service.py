@@ -446,7 +446,7 @@ async def test_a_drain_does_not_wait_long_for_outputs_that_go_on(folder: Path) -
 def test_a_detokenizer_killed_at_any_moment_loses_nothing(
     folder: Path, text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """Two daemons; the stream moves to the other one at drawn moments, by Open with what the client has."""
+    """Two daemons; the stream moves to the other one at random moments, by Open with what the client has."""
     ids = ids_of(text)
     full = TOKENIZER.decode(ids)
     end = next((e for e in range(1, len(full) + 1) if full[:e].endswith(tuple(stops))), None) if stops else None

@@ -18,7 +18,7 @@ from radixmesh.client import AsyncClient
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.front.backend_pool import BackendPool
-from radixmesh.daemons.front.door import Door
+from radixmesh.daemons.front.listener import Listener
 from radixmesh.daemons.front.room import Room, places_within_files
 
 pytestmark = pytest.mark.timeout(240)
@@ -56,7 +56,7 @@ class EchoServer:
 @asynccontextmanager
 async def front(
     *names: str, wait_s: float = 5.0, room: Room | None = None
-) -> AsyncIterator[tuple[Door, BackendPool, list[EchoServer], int]]:
+) -> AsyncIterator[tuple[Listener, BackendPool, list[EchoServer], int]]:
     servers = [EchoServer(name) for name in names]
     for server in servers:
         await server.start()
@@ -67,12 +67,12 @@ async def front(
     pool = BackendPool(probe, 0.02)
     for server in servers:
         pool.add(server.address)
-    door = Door(pool, wait_s, room)
-    port = int((await door.open("127.0.0.1:0")).rpartition(":")[2])
+    listener = Listener(pool, wait_s, room)
+    port = int((await listener.open("127.0.0.1:0")).rpartition(":")[2])
     try:
-        yield door, pool, servers, port
+        yield listener, pool, servers, port
     finally:
-        door.close()
+        listener.close()
         pool.close()
         for server in servers:
             server.stop()
@@ -134,8 +134,8 @@ async def converse_with_greeters() -> None:
     server = await asyncio.start_server(greet, "127.0.0.1", 0)
     pool = BackendPool(serves, 0.02)
     pool.add(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
-    door = Door(pool, 5.0)
-    port = int((await door.open("127.0.0.1:0")).rpartition(":")[2])
+    listener = Listener(pool, 5.0)
+    port = int((await listener.open("127.0.0.1:0")).rpartition(":")[2])
 
     async def converse() -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -144,22 +144,22 @@ async def converse_with_greeters() -> None:
 
     async with asyncio.timeout(20):
         assert await asyncio.gather(*(converse() for _ in range(100))) == [b"settings\nhello\n"] * 100
-    door.close()
+    listener.close()
     pool.close()
     server.close()
 
 
 async def test_without_any_router_the_connection_ends_in_time() -> None:
-    async with front("a", wait_s=0.2) as (door, pool, servers, port):
+    async with front("a", wait_s=0.2) as (listener, pool, servers, port):
         servers[0].is_serving = False
         await until(lambda: not pool.backends[0].is_serving)
         async with asyncio.timeout(5):
             assert (await ask(port))[0] == b""
-        await until(lambda: door.num_connections == 0)
+        await until(lambda: listener.num_connections == 0)
 
 
 async def test_big_answers_and_ends_of_file_go_through() -> None:
-    async with front("a") as (door, pool, _servers, port):
+    async with front("a") as (listener, pool, _servers, port):
         await until(lambda: pool.backends[0].is_serving)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         line = b"x" * 60_000 + b"\n"
@@ -175,7 +175,7 @@ async def test_big_answers_and_ends_of_file_go_through() -> None:
         received = await reader.read()
         await writing
         assert received == (b"a " + line) * 100 + b"bye\n"
-        await until(lambda: door.num_connections == 0)
+        await until(lambda: listener.num_connections == 0)
 
 
 async def test_routers_behind_a_front_are_replaced_under_streams() -> None:
@@ -207,7 +207,7 @@ async def keep_reciting(client: AsyncClient, jobs: list[Job], rounds: int) -> No
 async def test_connections_beyond_the_bound_are_closed_and_counted() -> None:
     refused: list[int] = []
     room = Room(2, lambda: refused.append(1))
-    async with front("a", room=room) as (door, pool, _servers, port):
+    async with front("a", room=room) as (listener, pool, _servers, port):
         await until(lambda: all(backend.is_serving for backend in pool.backends))
         held = [await ask(port) for _ in range(2)]
         assert [answer for answer, _, _ in held] == [b"a hello\n"] * 2
@@ -215,9 +215,9 @@ async def test_connections_beyond_the_bound_are_closed_and_counted() -> None:
             reader, _ = await asyncio.open_connection("127.0.0.1", port)
             async with asyncio.timeout(60):
                 assert await reader.read() == b"", "closed at once, before a byte"
-        assert len(refused) == room.num_refused == 3 and door.num_connections == 2
+        assert len(refused) == room.num_refused == 3 and listener.num_connections == 2
         held[0][1].close()
-        await until(lambda: door.num_connections == 1, 60)
+        await until(lambda: listener.num_connections == 1, 60)
         assert (await ask(port))[0] == b"a hello\n"
 
 

@@ -11,6 +11,8 @@ import pytest
 from support.containers import free_port
 from support.router_mesh import RouterMesh, oracle_ids, router_mesh
 
+from radixmesh.daemons.router.daemon import RouterDaemon
+
 PROMPT = [5, 6, 7, 8]
 DEADLINE_S = 60.0
 
@@ -120,4 +122,23 @@ async def test_no_connection_is_taken_in_the_end() -> None:
         assert not draining.done()
         mesh.fakes[0].step_s = 0.0
         assert (await first.answer())[0] == 200
+        await asyncio.wait_for(draining, DEADLINE_S)
+
+
+@pytest.mark.timeout(180)
+async def test_a_proxy_that_has_just_asked_for_health_may_still_send_a_client() -> None:
+    """Nobody is connected when the drain begins."""
+    async with asyncio.timeout(DEADLINE_S * 2), http_mesh() as (mesh, connections):
+        port = connections[0]._writer.get_extra_info("peername")[1]
+        for connection in connections:
+            connection._writer.close()
+        daemon = mesh.routers[0].daemon
+        assert isinstance(daemon, RouterDaemon) and daemon._http is not None
+        while daemon._http.num_connections:
+            await asyncio.sleep(0.01)
+        draining = await told_to_end(mesh)
+        late = Connection(*await asyncio.open_connection("127.0.0.1", port))
+        late.ask(5, 5)
+        status, fields, _ = await late.answer()
+        assert (status, fields["connection"]) == (200, "close")
         await asyncio.wait_for(draining, DEADLINE_S)

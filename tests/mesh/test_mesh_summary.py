@@ -20,7 +20,9 @@ async def test_many_readers_cost_one_answer_and_learn_no_names() -> None:
     async with router_mesh() as mesh, mesh.client() as client:
         router, now = mesh.router(), [100.0]
         nothing: object = None
-        context = HttpContext(router=router, tables=nothing, body=nothing, metrics=Metrics(), progress=Progress())  # type: ignore[arg-type]
+        context = HttpContext(
+            router=router, tables=nothing, chats=nothing, body=nothing, metrics=Metrics(), progress=Progress()
+        )  # type: ignore[arg-type]
         endpoint = MeshEndpoint(context, lambda: now[0])
         mesh.fakes[0].is_paused = True
 

@@ -87,10 +87,10 @@ async def test_a_request_is_one_trace_through_all_daemons(mesh: Mesh, collector:
         assert spans[name].attributes["radixmesh.cached_len"] == cached == prompt_len - 1, name
 
 
-@pytest.mark.parametrize("edge", ["http", "grpc"])
-async def test_a_clients_trace_is_continued_or_left_alone(mesh: Mesh, collector: Collector, edge: str) -> None:
+@pytest.mark.parametrize("server", ["http", "grpc"])
+async def test_a_clients_trace_is_continued_or_left_alone(mesh: Mesh, collector: Collector, server: str) -> None:
     async def ask(context: str) -> None:
-        if edge == "http":
+        if server == "http":
             async with httpx.AsyncClient(base_url=f"http://{http_address(mesh)}", timeout=30) as http:
                 body = {"model": "tiny-llama", "prompt": LONG.prompt, "max_tokens": 2}
                 answer = await http.post("/v1/completions", json=body, headers={"traceparent": context})
@@ -103,7 +103,7 @@ async def test_a_clients_trace_is_continued_or_left_alone(mesh: Mesh, collector:
             messages = [m async for m in stub.Generate(request, metadata=(("traceparent", context),))]
             assert messages[0].resolved.trace_context[3:35] in ("", context[3:35])
 
-    trace, span = ("a" if edge == "http" else "b") * 32, "c" * 16
+    trace, span = ("a" if server == "http" else "b") * 32, "c" * 16
     await ask(f"00-{trace[:-1]}0-{span}-00")  # Not sampled, by the client's own wish.
     await ask(f"00-{trace}-{span}-01")
     spans = await collector.trace_with(lambda seen: seen.trace == trace, set(TREE))

@@ -36,7 +36,7 @@ async def test_text_ids_and_chat_give_what_the_scheduler_and_a_full_decode_give(
         await mesh.settle()
 
 
-async def test_outputs_have_seeds_of_their_own_and_the_drawn_seed_is_told() -> None:
+async def test_outputs_have_seeds_of_their_own_and_the_chosen_seed_is_told() -> None:
     async with router_mesh() as mesh, mesh.client() as client:
         stream = client.generate(PROMPT, n=3, max_tokens=30)
         ids: dict[int, list[int]] = {0: [], 1: [], 2: []}

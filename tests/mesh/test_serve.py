@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -33,6 +34,46 @@ def test_a_folder_is_served_under_both_names_until_interrupted(tmp_path: Path) -
             assert by_name["choices"][0]["text"] == by_alias["choices"][0]["text"] != ""
             assert by_alias["model"] == "mine"
             assert client.post("/v1/completions", json={**body, "model": "other"}).status_code == 404
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        output.close()
+
+
+def test_two_processes_hold_a_model(tmp_path: Path) -> None:
+    """--tp 2 on a CPU: the text of one, and a status that shows both ranks in a group."""
+    port, grpc_port = _free_ports(2)
+    run = [*(sys.executable, "-m", "radixmesh.cli")]
+    command = [
+        *run,
+        "serve",
+        str(TINY),
+        "--gpu",
+        "cpu",
+        "--tp",
+        "2",
+        "--port",
+        str(port),
+        "--grpc-port",
+        str(grpc_port),
+    ]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    output = (tmp_path / "output").open("w+")
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=output, stderr=output, env=environment)
+    try:
+        _wait_for(output.name, f"served at http://127.0.0.1:{port}/v1", process)
+        item = min(json.loads((TINY / "recitations.json").read_text()), key=lambda item: len(item["expected_ids"]))
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            body = {"prompt": item["prompt_ids"], "max_tokens": len(item["expected_ids"]), "temperature": 0}
+            answer = client.post("/v1/completions", json={**body, "model": "tiny-llama"}).json()
+            assert answer["choices"][0]["text"] == item["expected"]
+        shown = subprocess.run(
+            [*run, "status"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        for rank in range(2):
+            assert f"rank {rank} of 2 (tp {rank}/2), generation 1" in shown.stdout, shown.stdout
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     finally:

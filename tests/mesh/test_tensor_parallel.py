@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -15,9 +15,14 @@ from support.serve_client import Seen, ServeClient, serve_client
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.rank_layout import RankLayout
+from radixmesh.daemons.runtime.steps.step import StepPlan
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.group.group_stream import GroupStream
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
+from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
+from radixmesh.daemons.worker.collectives.member import CollectiveMember
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 
 MODELS = Path(__file__).parents[2] / "compose" / "models"
@@ -178,8 +183,27 @@ async def test_an_output_resumes_at_every_cut(model: str, tp_size: int) -> None:
                 assert seen.tokens == first.tokens[cut:] and seen.logprobs == first.logprobs[cut:]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-async def test_a_rank_that_goes_while_texts_are_recited(rank: int) -> None:
+async def go(ranks: Ranks, rank: int) -> None:
+    await ranks.restart(rank)
+
+
+async def lose_a_write(ranks: Ranks, rank: int) -> None:
+    """The stream to one rank breaks: the others may have a plan that it lacks, and wait for it in a collective."""
+    holder = ranks.workers[rank].daemon.core.holder
+    if holder is not None:
+        holder.close()
+        holder.fail(RuntimeError("cut"))
+
+
+async def seem_lost(ranks: Ranks, rank: int) -> None:
+    """The other rank takes it for hung, as after a long pause of its process."""
+    member = ranks.workers[1 - rank].daemon.core.member
+    assert isinstance(member, CollectiveMember) and isinstance(member.group.communicator, GlooCommunicator)
+    member.group.communicator._heartbeat.lost = f"rank {rank} has been silent"
+
+
+@pytest.mark.parametrize(("mishap", "rank"), [(go, 0), (go, 1), (lose_a_write, 1), (seem_lost, 0), (seem_lost, 1)])
+async def test_a_mishap_while_texts_are_recited(mishap: Callable[[Ranks, int], Awaitable[None]], rank: int) -> None:
     chosen = texts("tiny-llama", 6)
     async with (
         ranks_of("tiny-llama", 2) as ranks,
@@ -188,8 +212,40 @@ async def test_a_rank_that_goes_while_texts_are_recited(rank: int) -> None:
     ):
         reciting = asyncio.ensure_future(recited(client, chosen))
         await client.until(lambda: any(len(seen.tokens) > 5 for seen in client.seen.values()), TIMEOUT_S)
-        await ranks.restart(rank)
+        await mishap(ranks, rank)
         await reciting
         core = ranks.workers[1 - rank].daemon.core
-        assert core.ledger.group_generation > 1, "the survivor kept its weights and joined again"
+        assert mishap is lose_a_write or core.ledger.group_generation > 1, "the survivor has joined again"
         await recited(client, chosen)
+
+
+async def test_a_scheduler_that_dies_between_two_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits in a collective for rank 1, which has not got the plan: the next scheduler sends it."""
+    (text,) = texts("tiny-llama", 1)
+    is_dead, send, num_sent = asyncio.Event(), GroupStream.send, 0
+
+    async def send_to_one(self: GroupStream, plan: StepPlan) -> None:
+        nonlocal num_sent
+        num_sent += 1
+        if num_sent < 12:
+            return await send(self, plan)
+        await self.rank_streams[0].send(encode_plan(plan, self._completed_step, 1, self._slots_per_rank))
+        is_dead.set()
+        await asyncio.Event().wait()
+
+    async with ranks_of("tiny-llama", 2) as ranks:
+        monkeypatch.setattr(GroupStream, "send", send_to_one)
+        async with scheduler_on(ranks, "one") as daemon, serve_client(daemon.address) as client:
+            await client.submit(text.prompt, max_tokens=len(text.expected))
+            async with asyncio.timeout(TIMEOUT_S):
+                await is_dead.wait()
+            seen = client.seen[1].tokens
+        monkeypatch.undo()
+        ledgers = [ranks.workers[rank].daemon.core.ledger for rank in (0, 1)]
+        assert ledgers[0].last_received_step == ledgers[1].last_received_step + 1
+        async with scheduler_on(ranks, "two") as daemon, serve_client(daemon.address, "b") as client:
+            handle = await client.submit(text.prompt, max_tokens=len(text.expected), resumed=seen)
+            (output,) = await client.over(handle, timeout_s=TIMEOUT_S)
+            assert seen + output.tokens == text.expected
+            assert daemon.daemon.loop.planner.counters.adopted_tokens > 0
+        assert [ledger.group_generation for ledger in ledgers] == [1, 1], "the KV was good: nobody formed a new group"

@@ -92,36 +92,36 @@ class ChaosHour:
             self._submit()
 
     def _submit(self) -> None:
-        draw, world = self.random, self.world
-        text = draw.choice(self.texts)
-        prompt = text[: draw.randrange(1, 61)] + [draw.randrange(2, VOCAB_SIZE) for _ in range(draw.randrange(1, 30))]
-        deadline = world.now + draw.uniform(-1.0, 20.0) if draw.random() < 0.05 else None
+        rng, world = self.random, self.world
+        text = rng.choice(self.texts)
+        prompt = text[: rng.randrange(1, 61)] + [rng.randrange(2, VOCAB_SIZE) for _ in range(rng.randrange(1, 30))]
+        deadline = world.now + rng.uniform(-1.0, 20.0) if rng.random() < 0.05 else None
         world.submit(
             prompt,
-            tenant=draw.choice("ab"),
-            priority=draw.choice((0, 0, 0, 1)),
-            cache_salt=draw.choice(("", "", "", "s")),
+            tenant=rng.choice("ab"),
+            priority=rng.choice((0, 0, 0, 1)),
+            cache_salt=rng.choice(("", "", "", "s")),
             deadline_s=deadline,
-            sampling=Sampling(temperature=draw.choice((0.0, 1.0)), seed=draw.randrange(1000)),
+            sampling=Sampling(temperature=rng.choice((0.0, 1.0)), seed=rng.randrange(1000)),
             stop=Stop(
-                max_tokens=draw.randrange(1, 80),
-                min_tokens=draw.choice((0, 0, 1)),
-                stop_ids=(draw.randrange(2, VOCAB_SIZE),) if draw.random() < 0.1 else (),
-                ignore_eos=draw.random() < 0.3,
+                max_tokens=rng.randrange(1, 80),
+                min_tokens=rng.choice((0, 0, 1)),
+                stop_ids=(rng.randrange(2, VOCAB_SIZE),) if rng.random() < 0.1 else (),
+                ignore_eos=rng.random() < 0.3,
             ),
         )
 
     def _meddle(self) -> None:
         """Somebody gives up; now and then the lookahead changes, or an operator empties the cache."""
-        draw, world = self.random, self.world
+        rng, world = self.random, self.world
         share = self.config.abort_rate * self.config.arrivals_s * STEP_US / 1e6
-        if world.records and draw.random() < share:
-            record = draw.choice(list(world.records.values()))
+        if world.records and rng.random() < share:
+            record = rng.choice(list(world.records.values()))
             world.planner.abort(record.submission.key.request_id)
             world.collect()
-        if draw.random() < 0.01:
-            self._depth = draw.randrange(4)
-        if draw.random() < 0.001:
+        if rng.random() < 0.01:
+            self._depth = rng.randrange(4)
+        if rng.random() < 0.001:
             world.planner.flush.wish()
 
     # -- steps and what befalls them

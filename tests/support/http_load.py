@@ -69,7 +69,7 @@ class HttpLoad:
     async def _ask(self, client: httpx.AsyncClient, job: Job) -> str:
         """The error after which to ask again; empty for an answer, or one that no asking again helps."""
         options = dict(job.options)
-        body = {"model": "tiny-llama", "prompt": job.prompt, "stream": True, "max_tokens": 400, **options}
+        body = {"model": "tiny-llama", "prompt": job.prompt, "stream": True, "max_tokens": 2000, **options}
         async with client.stream("POST", "/v1/completions", json=body) as response:
             if response.status_code in _RETRYABLE:
                 return f"status {response.status_code}"

@@ -152,7 +152,7 @@ def simulated_jobs(num: int, *, num_tokens: int = 300, seed: int = 5) -> list[Jo
 
 
 def simulated_alphabet() -> Alphabet:
-    """The ids that a simulated worker draws with the tiny model's folder."""
+    """The ids that a simulated worker samples with the tiny model's folder."""
     identity = read_model_identity(MODEL)
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     special = [id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special]

@@ -24,7 +24,7 @@ class Reference:
 
 
 class Oracle:
-    """transformers' logits, float32 on the CPU, and the project's sampler where a draw is asked for."""
+    """transformers' logits, float32 on the CPU, and the project's sampler where a token is asked for."""
 
     def __init__(self, model: str = "tiny-llama") -> None:
         self._model = AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
@@ -40,8 +40,8 @@ class Oracle:
                 out = self._model(input_ids=fed, past_key_values=past, use_cache=True)
             past, row = out.past_key_values, out.logits[0, -1]
             position = len(prompt_ids) + len(ids)
-            drawn = SampleInput(sampling=sampling, position=position, prompt_ids=prompt, output_ids=as_ints(ids))
-            (token,) = sample_tokens(row.numpy()[None], [drawn])
+            wanted = SampleInput(sampling=sampling, position=position, prompt_ids=prompt, output_ids=as_ints(ids))
+            (token,) = sample_tokens(row.numpy()[None], [wanted])
             logprobs.append(float(torch.log_softmax(row, -1)[token]))
             ids.append(token)
             fed = torch.tensor([[token]])

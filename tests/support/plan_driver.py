@@ -1,4 +1,4 @@
-"""Sends one script of plans to any executor: chunked prefills beside decodes, with many ways to draw."""
+"""Sends one script of plans to any executor: chunked prefills beside decodes, with many ways to sample."""
 
 from __future__ import annotations
 

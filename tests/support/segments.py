@@ -33,7 +33,7 @@ class Stream:
         return len(self.ids) - self.computed
 
     def segment(self, length: int, page_size: int, *, samples: bool = True) -> Segment:
-        """The next `length` tokens; draws one if they reach the last."""
+        """The next `length` tokens; samples one if they reach the last."""
         end = self.computed + length
         sample = None
         if samples and end == len(self.ids):

@@ -92,7 +92,7 @@ def test_weights_are_narrowed_before_they_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"), [(["--tp", "2"], "several GPUs"), (["--gpu", "cuda"], "no NVIDIA GPU here")]
+    ("flags", "message"), [(["--tp", "9"], "choose 1 to 8"), (["--gpu", "cuda"], "no NVIDIA GPU here")]
 )
 def test_what_this_machine_cannot_do_is_usage(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

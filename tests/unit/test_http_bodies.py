@@ -134,9 +134,12 @@ def test_constraints_among_sampling_params_are_refused_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}, "any"])
-def test_a_call_that_has_to_be_made_is_refused(choice: object) -> None:
-    error = refused(ChatRequest, {"messages": [USER], "tool_choice": choice})
-    assert (error.reason_name, error.metadata["field"]) == ("UNSUPPORTED", "tool_choice")
+def test_a_call_that_has_to_be_made_needs_its_tool(choice: object) -> None:
+    for tools in ({}, {"tools": [{"type": "function", "function": {"name": "another"}}]}):
+        error = refused(ChatRequest, {"messages": [USER], "tool_choice": choice, **tools})
+        assert (error.reason_name, error.metadata["field"]) == ("INVALID_ARGUMENT", "tool_choice")
+        if not isinstance(choice, dict):
+            break
 
 
 def test_what_asks_for_nothing_is_no_constraint() -> None:
@@ -147,7 +150,7 @@ def test_what_asks_for_nothing_is_no_constraint() -> None:
     }  # fmt: skip
     body = parse(json.dumps({"prompt": "x", **nothing}).encode(), CompletionRequest)
     assert body.ignored_headers() == {"x-radixmesh-ignored-fields": "metadata, user, new"}
-    assert refused(ChatRequest, {"messages": [USER], "parallel_tool_calls": False}).reason_name == "UNSUPPORTED"
+    assert not parse(json.dumps({"messages": [USER], "parallel_tool_calls": False}).encode(), ChatRequest).ignored
 
 
 def test_tool_choice_none_shows_no_tools_and_arguments_are_objects() -> None:

@@ -45,7 +45,7 @@ class Link(PeerLink[str, str]):
         assert frame == "hello"
         return "it"
 
-    def _next_frame(self) -> str | None:
+    def next_frame(self) -> str | None:
         if not self.news:
             return None
         first = self.news.pop(0)

@@ -126,9 +126,9 @@ def test_losses_that_come_whenever_they_like_fail_nobody() -> None:
     num_deaths = 0
     for seed in range(5):
         # Replays are short against the time between losses, or nobody could tell a fatal request from bad luck.
-        world, draw = make_world(max_tokens_per_step=512, chunk_tokens=64), random.Random(seed)
+        world, rng = make_world(max_tokens_per_step=512, chunk_tokens=64), random.Random(seed)
         records = submit_many(world, 12, max_tokens=150)
-        num_deaths += run_dying(world, 1, lambda _, draw=draw: draw.random() < 0.03)
+        num_deaths += run_dying(world, 1, lambda _, rng=rng: rng.random() < 0.03)
         assert all(r.finished is not None and r.finished.error is None for r in records)
         assert all(r.tokens == world.expected(r.submission) for r in records)
     assert num_deaths > 20

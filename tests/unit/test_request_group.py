@@ -39,7 +39,8 @@ class Streams:
     def __init__(self) -> None:
         self.opened: list[Stream] = []
 
-    def open(self, message: router_pb2.GenerateRequest) -> Stream:
+    def open(self, message: router_pb2.GenerateRequest, *, while_draining: bool) -> Stream:
+        assert while_draining, "the group was let in: a drain that begins refuses none of its requests"
         self.opened.append(Stream())
         return self.opened[-1]
 

@@ -12,6 +12,7 @@ from support.bench_modules import BENCH, bench_imports
 
 with bench_imports("gpu"):
     import dense
+    import results_files
     import results_page
 
 
@@ -27,7 +28,7 @@ def test_a_rerun_of_all_commands_writes_all_that_the_page_reads(
     names = {command.name for job in dense.JOBS.values() for command in job}
     assert {path.stem for path in out.iterdir()} <= names
     (results / "h200-dense.json").write_text(json.dumps(dense.document(out)))
-    monkeypatch.setattr(results_page, "RESULTS", results)
+    monkeypatch.setattr(results_files, "RESULTS", results)
     after = results_page.page()
     # Only older commits' figures and the notes on them are not written anew.
     gone = set(before.splitlines()) - set(after.splitlines())

@@ -39,24 +39,24 @@ def _input(sampling: Sampling, position: int = 0, suppressed: tuple[int, ...] = 
 def test_draws_follow_the_distribution(varied: str, sampling: Sampling) -> None:
     logits = np.array([1.0, 0.3, -0.7, 2.1, 0.0, 1.4, -1.5, 0.9, 0.2, -0.1, 1.1, -2.0], np.float32)
     num_draws = 8000
-    drawn = [
+    sampled = [
         _sample(logits, _with_seed(sampling, 5 if varied == "position" else i), i if varied == "position" else 11)
         for i in range(num_draws)
     ]
     probabilities = _reference(logits, sampling)
-    counts = np.bincount(drawn, minlength=len(logits))
+    counts = np.bincount(sampled, minlength=len(logits))
     assert counts[probabilities == 0].sum() == 0
     expected = probabilities[probabilities > 0] * num_draws
     chi_square = float(((counts[probabilities > 0] - expected) ** 2 / expected).sum())
-    # The 1 - 1e-4 quantile by Wilson and Hilferty; the draws are fixed, so this cannot flicker.
+    # The 1 - 1e-4 quantile by Wilson and Hilferty; the samples are fixed, so this cannot flicker.
     freedom = len(expected) - 1
     assert chi_square < freedom * (1 - 2 / (9 * freedom) + 3.719 * (2 / (9 * freedom)) ** 0.5) ** 3
 
 
 def test_draws_at_neighbouring_positions_are_independent() -> None:
     logits = np.zeros(4, np.float32)
-    drawn = np.array([_sample(logits, Sampling(seed=3), i) for i in range(8000)])
-    pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
+    sampled = np.array([_sample(logits, Sampling(seed=3), i) for i in range(8000)])
+    pairs = np.bincount(sampled[:-1] * 4 + sampled[1:], minlength=16)
     chi_square = float(((pairs - 7999 / 16) ** 2 / (7999 / 16)).sum())
     assert chi_square < 44.3  # 15 degrees of freedom, 1 - 1e-4
 
@@ -106,7 +106,7 @@ def test_removing_losers_keeps_the_winner(seed: int, removed: set[int]) -> None:
     assert _sample(row, Sampling(seed=seed), suppressed=tuple(removed - {winner})) == winner
 
 
-def test_suppressed_ids_are_never_drawn() -> None:
+def test_suppressed_ids_are_never_sampled() -> None:
     row = np.array([9.0, 1.0, 1.0], np.float32)
     assert {_sample(row, Sampling(seed=s), suppressed=(0,)) for s in range(50)} == {1, 2}
     assert _sample(row, Sampling(temperature=0.0), suppressed=(0, 1)) == 2
@@ -128,9 +128,9 @@ def test_suppressed_ids_are_never_drawn() -> None:
 def test_broken_logits_give_a_defined_token(
     row: list[float], suppressed: tuple[int, ...], allowed: set[int], temperature: float
 ) -> None:
-    drawn = {_sample(row, Sampling(temperature=temperature, seed=s), suppressed=suppressed) for s in range(40)}
-    assert drawn == (allowed if temperature else {min(drawn)})
-    assert drawn <= allowed
+    sampled = {_sample(row, Sampling(temperature=temperature, seed=s), suppressed=suppressed) for s in range(40)}
+    assert sampled == (allowed if temperature else {min(sampled)})
+    assert sampled <= allowed
 
 
 def test_log_softmax_equals_that_of_torch() -> None:

@@ -12,6 +12,7 @@ from radixmesh.daemons.runtime.arrays import as_ints, pack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.result_codec import (
+    pinned_from_proto,
     records_from_proto,
     records_to_proto,
     refusal_from_proto,
@@ -242,10 +243,11 @@ def test_records_survive_both_ways_through_bytes(rows, data):
         weights_versions=columns[5],
         ids=data.draw(_ints(min_size=total, max_size=total)),
     )
-    message = records_to_proto(records, is_last=True, namespaces=("", "a"), pinned_pages=as_ints([3]))
+    message = records_to_proto(records, is_last=True, namespaces=("", "a"), pinned={"t": as_ints([3, 9])})
     message = worker_pb2.SnapshotCacheResponse.FromString(message.SerializeToString())
     assert _plain(records_from_proto(message)) == _plain(records)
     assert (list(message.namespaces), message.is_last) == (["", "a"], True)
+    assert pinned_from_proto(message) == ((3, 9), {"t": (3, 9)})
 
 
 def _break(**changes):

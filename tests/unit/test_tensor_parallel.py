@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.deepseek_folders import random_deepseek, save_deepseek
 from support.family_table import examples
 from support.fp8_folders import Form, write_fp8
@@ -144,6 +147,53 @@ def test_ranks_without_common_tiles(sizes: tuple[object, object], agreed: object
 
     with closing(ThreadGroup(2)) as group:
         assert group.run(rank) == [agreed] * 2
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    num_kv_heads=st.sampled_from((1, 2, 3)),
+    group=st.sampled_from((1, 2, 4)),
+    mlp_size=st.integers(8, 50),
+    vocab_size=st.integers(60, 130),
+    is_tied=st.booleans(),
+    num_ranks=st.integers(2, 4),
+    cuts=st.sampled_from(([NUM_TOKENS], [13, 27], [1, 38, 1])),
+)
+def test_any_sizes_over_any_number_of_ranks(
+    num_kv_heads: int, group: int, mlp_size: int, vocab_size: int, is_tied: bool, num_ranks: int, cuts: list[int]
+) -> None:
+    changes = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_kv_heads * group,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": 8,
+        "intermediate_size": mlp_size,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": is_tied,
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = save_model(random_model("llama", **changes), Path(name))
+        if num_ranks > num_kv_heads * group:
+            with pytest.raises(MeshError, match="--tp-size of at most"):
+                by_ranks(folder, num_ranks, cuts, is_deterministic=False)
+            return
+        try:
+            ranks = by_ranks(folder, num_ranks, cuts, is_deterministic=False)
+        except MeshError as error:
+            # Ranks share a KV head unevenly: one of them would have no query head.
+            assert "--tp-size of at most" in str(error) and num_ranks > num_kv_heads
+            return
+        alone = logits_of(load(folder, is_deterministic=False), cuts)
+    assert all(np.array_equal(ranks[0], other) for other in ranks[1:])
+    assert np.abs(ranks[0] - alone).max() < 1e-4 * max(1.0, np.abs(alone).max())
+
+
+@given(st.lists(st.sets(st.sampled_from((2, 4, 8, 16, 32, 64, 128)), min_size=1), min_size=2, max_size=4))
+def test_common_tiles_are_verified_on_every_rank(sizes: list[set[int]]) -> None:
+    with closing(ThreadGroup(len(sizes))) as group:
+        agreed = group.run(lambda rank: common_tiles(RowTiles(tuple(sizes[rank])), [], group.groups[rank]).sizes)
+    common = set.intersection(*sizes)
+    assert agreed == [tuple(sorted(common)) or (1,)] * len(sizes)
 
 
 def test_too_many_ranks_are_refused(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ def test_parts_give_the_ids_of_the_whole(split: tuple[str, ...], nfc: bool) -> N
     tokenizer = tokenizer_of(split, nfc=nfc)
     cutter = cutter_of(tokenizer)
     assert cutter is not None
-    draw, num_parts = random.Random(7), 0
+    rng, num_parts = random.Random(7), 0
     for _ in range(1500):
-        text = "".join(draw.choices(PIECES, k=draw.randint(1, 25)))
+        text = "".join(rng.choices(PIECES, k=rng.randint(1, 25)))
         parts = list(cutter.parts(text, 1))
         assert "".join(parts) == text
         num_parts += len(parts)

@@ -14,9 +14,9 @@ from radixmesh.daemons.router.placement.tree_summary import Run, largest_subtree
 TREES = st.lists(st.tuples(st.integers(0, 2**16), st.integers(1, 50)), max_size=60)
 
 
-def make_runs(drawn: list[tuple[int, int]]) -> dict[int, Run]:
+def make_runs(picks: list[tuple[int, int]]) -> dict[int, Run]:
     runs: dict[int, Run] = {}
-    for number, (pick, num_tokens) in enumerate(drawn, 1):
+    for number, (pick, num_tokens) in enumerate(picks, 1):
         parent = pick % number
         start = runs[parent].start + runs[parent].num_tokens if parent else 0
         runs[number] = Run(parent, start, num_tokens)
@@ -24,8 +24,8 @@ def make_runs(drawn: list[tuple[int, int]]) -> dict[int, Run]:
 
 
 @given(TREES, st.integers(1, 80))
-def test_the_largest_subtrees_with_their_parents_first(drawn: list[tuple[int, int]], max_nodes: int) -> None:
-    runs = make_runs(drawn)
+def test_the_largest_subtrees_with_their_parents_first(picks: list[tuple[int, int]], max_nodes: int) -> None:
+    runs = make_runs(picks)
 
     def below(number: int) -> int:
         children = (child for child, run in runs.items() if run.parent == number)

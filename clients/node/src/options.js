@@ -22,7 +22,7 @@ import { InvalidRequestError } from "./errors.js";
  * @property {number} [frequencyPenalty]
  * @property {number} [presencePenalty]
  * @property {Record<number, number> | Map<number, number>} [logitBias]
- * @property {number | bigint | string} [seed] 64 bits: a bigint or decimal string beyond 2^53; drawn by the router if left out
+ * @property {number | bigint | string} [seed] 64 bits: a bigint or decimal string beyond 2^53; chosen by the router if left out
  * @property {number} [logprobs] alternatives per output token; 0 = the token's own logprob only; left out = none
  * @property {boolean} [promptLogprobs]
  * @property {number} [promptLogprobsStart] the first prompt position that is told, from 1; what is before may come from the cache

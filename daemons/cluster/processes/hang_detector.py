@@ -23,7 +23,7 @@ class ProbeAnswer(enum.Enum):
     DRAINING = "draining"
     """It answers that it finishes what it has and then leaves."""
     REFUSED = "refused"
-    """Nothing listens at its address: not there yet, or it has closed its door to finish what it has."""
+    """Nothing listens at its address: not there yet, or it has closed its listener to finish what it has."""
     SILENT = "silent"
     """The connection is taken and no answer comes: stopped or wedged."""
 
@@ -40,7 +40,7 @@ class Verdict(enum.Enum):
 class HangDetector:
     """Judges one run of a process; a new run gets a new detector.
 
-    Silence counts against a process at once; draining and a closed door only after the time it has for stopping.
+    Silence counts against a process at once; draining and a closed listener only after the time it has for stopping.
     NOT_SERVING before it ever served is loading and counts never; later it counts unless `excused`, which the caller
     says while something the process depends on is itself not healthy: then it is not the one to blame, and killing it
     would only spread the damage. Time in which it waited for a CPU counts never: on a loaded machine everybody is slow

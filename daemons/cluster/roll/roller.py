@@ -18,6 +18,7 @@ _SETTLE_S = 2.0
 # Ends of a process in a row before it has served, after which the roll gives up.
 _MOST_ENDS = 3
 _LAST_LINES = 5
+_POLL_S = 0.02
 
 
 class RollEvent(NamedTuple):
@@ -72,8 +73,7 @@ class Roller:
         Raises RollRefusedError if something is not healthy to begin with, RollAbortedError if a new process does not
         serve in time: it says what was replaced and what serves.
         """
-        unwell = [status.name for status in self._cluster.processes if status.state is not ProcessState.HEALTHY]
-        if unwell:
+        if unwell := self._unwell():
             raise RollRefusedError(f"not healthy: {', '.join(unwell)}; a roll starts from a cluster that serves")
         tried: set[str] = set()
         for step in self._steps:
@@ -83,6 +83,7 @@ class Roller:
                 if self._is_trying and spec.service not in tried and is_tried(spec):
                     await self._try(spec)
                 tried.add(spec.service)
+            await self._wait_until_all_serve()
             await self._replace(step)
             if not all(is_alone(spec, self._others()) for spec in step.specs) and step is not self._steps[-1]:
                 await asyncio.sleep(_SETTLE_S)
@@ -102,6 +103,18 @@ class Roller:
                 f"the new {spec.name} does not serve: {problem}\nthe old one was left as it is; {self._told()}"
             )
         self._on_event(RollEvent(spec.name, "tried", time.monotonic() - started))
+
+    async def _wait_until_all_serve(self) -> None:
+        """Waits until processes that have died meanwhile serve again: only then may the next one leave."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._ready_s):
+                while self._unwell():  # noqa: ASYNC110 - supervisors tell of changes by their state only.
+                    await asyncio.sleep(_POLL_S)
+        if unwell := self._unwell():
+            raise RollAbortedError(f"not healthy: {', '.join(unwell)}; {self._told()}")
+
+    def _unwell(self) -> list[str]:
+        return [status.name for status in self._cluster.processes if status.state is not ProcessState.HEALTHY]
 
     async def _replace(self, step: RollStep) -> None:
         supervisors = [self._cluster.supervisor(spec.service, spec.replica) for spec in step.specs]
@@ -142,7 +155,7 @@ class Roller:
                         return ""
                     if status.state is ProcessState.ENDED or status.restarts - before >= _MOST_ENDS:
                         break
-                    await asyncio.sleep(0.02)
+                    await asyncio.sleep(_POLL_S)
         status = supervisor.status
         why = supervisor.gave_up or f"{status.state.value} {status.detail}".rstrip()
         return "\n  ".join((why, *supervisor.recent_lines[-_LAST_LINES:]))

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from radixmesh.daemons.router.chat.call_reader import CallIds, CallReader, call_ids
 from radixmesh.daemons.router.chat.harmony import HarmonyReader
-from radixmesh.daemons.router.chat.json_calls import DeepSeekCalls, HermesCalls, KimiCalls, LlamaCalls, MistralCalls
+from radixmesh.daemons.router.chat.json_calls import (
+    DeepSeekCalls,
+    HermesCalls,
+    KimiCalls,
+    ListCalls,
+    LlamaCalls,
+    MistralCalls,
+)
 from radixmesh.daemons.router.chat.parts import ChatParser, PlainParser, ToolMode, ToolUse
 from radixmesh.daemons.router.chat.pythonic_calls import PythonicCalls
 from radixmesh.daemons.router.chat.thoughts import ThoughtParser, ThoughtTags
@@ -28,6 +35,18 @@ _CALLS: Mapping[str, CallFormat] = {
     "kimi_k2": KimiCalls,
     **dict.fromkeys(("openai", "gpt_oss", "gpt-oss"), HarmonyReader),
 }
+# Every marker that may be a special token.
+_MARKERS: Mapping[CallFormat, str] = {
+    HermesCalls: "<tool_call></tool_call>",
+    LlamaCalls: "<|python_tag|>",
+    PythonicCalls: "<|python_start|><|python_end|>",
+    MistralCalls: "[TOOL_CALLS][CALL_ID][ARGS]",
+    DeepSeekCalls: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜><｜tool▁sep｜><｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    QwenCoderCalls: "<tool_call><function=</function></tool_call><parameter=</parameter>",
+    GlmCalls: "<tool_call></tool_call><arg_key></arg_key><arg_value></arg_value>",
+    KimiCalls: "<|tool_calls_section_begin|><|tool_call_begin|><|tool_call_argument_begin|><|tool_call_end|>",
+    HarmonyReader: "<|start|><|channel|><|constrain|><|message|><|end|><|call|>",
+}
 _THINK = ThoughtTags()
 _ALWAYS = ThoughtTags(is_always=True)
 _THOUGHTS: Mapping[str, ThoughtTags] = {
@@ -45,7 +64,8 @@ REASONING_PARSERS = (AUTO, NONE, *_THOUGHTS, "gpt_oss", "gpt-oss", "openai_gptos
 _TEMPLATES_OF_CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gpt_oss", ("<|channel|>", "<|message|>")),
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
-    ("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
+    ("deepseek_v31", ("<｜tool▁calls▁begin｜>",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("glm45", ("<arg_key>",)),
     ("qwen3_coder", ("<function=", "<parameter=")),
@@ -65,8 +85,9 @@ _TEMPLATES_OF_THOUGHTS: tuple[tuple[str, str], ...] = (
 
 
 class ChatFormat(NamedTuple):
-    """The way a model writes calls and reasoning. calls: a name of TOOL_PARSERS; "" = none known. thought: None = it
-    does not reason, or all in harmony's channels."""
+    """The markup of calls and reasoning that a model writes.
+
+    calls: a name of TOOL_PARSERS; "" = none known. thought: None = it does not reason, or in harmony's channels."""
 
     calls: str = ""
     thought: ThoughtTags | None = None
@@ -86,16 +107,30 @@ class ChatFormat(NamedTuple):
         """True where answers have to be read, with or without tools."""
         return self.is_harmony or self.thought is not None
 
-    def parser(self, use: ToolUse, prompt: str, *, request_id: str, index: int) -> ChatParser:
-        """The parser of one output. prompt: its end will do, 64 characters."""
+    @property
+    def markers(self) -> str:
+        """Texts that hold the markup of calls and thoughts: where one is a special token, text has to show those."""
+        make = _CALLS.get(self.calls)
+        texts = [_MARKERS[make]] if make is not None else []
+        if self.thought is not None:
+            texts += [self.thought.begin, self.thought.end]
+        return "".join(texts)
+
+    def parser(self, use: ToolUse, prompt: str, *, request_id: str, index: int, is_list: bool = False) -> ChatParser:
+        """The parser of one output. prompt: its end will do, 64 characters. is_list: calls come as a JSON list."""
         ids = call_ids(request_id, index)
         has_tools = bool(use.tools) and use.mode is not ToolMode.NONE
+        if is_list:
+            inner: ChatParser = ListCalls(use, ids)
+            return inner if self.thought is None else self._behind_thought(inner, prompt)
         if self.is_harmony:
             return HarmonyReader(use if has_tools else ToolUse(), ids)
         make = _CALLS.get(self.calls)
-        inner: ChatParser = make(use, ids) if has_tools and make is not None else PlainParser()
-        if self.thought is None:
-            return inner
+        inner = make(use, ids) if has_tools and make is not None else PlainParser()
+        return inner if self.thought is None else self._behind_thought(inner, prompt)
+
+    def _behind_thought(self, inner: ChatParser, prompt: str) -> ChatParser:
+        assert self.thought is not None
         return ThoughtParser(self.thought, inner, is_open=self.thought.is_open_after(prompt))
 
 

@@ -13,8 +13,11 @@ from radixmesh.daemons.router.chat.text_reader import Malformed, Reading
 
 _MESSAGE = "<|message|>"
 _BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-_RECIPIENT = re.compile(r"to=([^\s<]+)")
-_CHANNEL = re.compile(r"<\|channel\|>\s*([a-z]+)")
+_TO = r"(?:\s+to=(?P<{}>[^\s<]+))?"
+_HEAD = re.compile(
+    rf"(?:<\|start\|>\s*\w+)?{_TO.format('early')}\s*<\|channel\|>\s*(?P<channel>[a-z]+){_TO.format('late')}"
+    r"\s*(?:<\|constrain\|>)?\s*\w*\s*"
+)
 
 
 class HarmonyReader(CallReader):
@@ -31,17 +34,16 @@ class HarmonyReader(CallReader):
         """One message."""
         text, _ = yield from self.until(_MESSAGE)
         self.take(self._at + len(_MESSAGE))
-        head = marker + text
-        channel = _CHANNEL.search(head)
-        recipient = _RECIPIENT.search(head)
-        if channel is None:
+        head = _HEAD.fullmatch(marker + text)
+        if head is None:
             raise Malformed
+        recipient = head["early"] or head["late"]
         if recipient is not None:
-            self.begin_call(recipient.group(1).removeprefix("functions."))
+            self.begin_call(recipient.removeprefix("functions."))
             sink = self.arguments
         else:
             self.drop_raw()
-            sink = self.reasoning if channel.group(1) == "analysis" else self.content
+            sink = self.reasoning if head["channel"] == "analysis" else self.content
         ending = yield from self.pass_until(_BODY_ENDS, sink)
         if ending in ("<|end|>", "<|call|>", "<|return|>"):
             self.take(self._at + len(ending))

@@ -135,6 +135,8 @@ class DeepSeekCalls(SectionCalls):
         name, marker = yield from self.until("<｜tool▁sep｜>")
         self.take(self._at + len(marker))
         if (yield from self.blanks()) != "{":
+            if name.strip() != "function":
+                raise Malformed
             name, _ = yield from self.until("\n", "```", "{")
             yield from self.end_marker("```json")
         return name.strip(), ""

@@ -142,11 +142,14 @@ class ToolMode(Enum):
 
 
 class Tool(NamedTuple):
-    """A function that the model may call. parameters: its JSON schema as JSON text. strict: arguments must match it."""
+    """A function that the model may call. parameters: its JSON schema as JSON text. strict: arguments must match it.
+
+    guided: the schema as a grammar follows it; "" where none is needed."""
 
     name: str
     parameters: str = '{"type": "object"}'
     strict: bool = False
+    guided: str = ""
 
 
 class ToolUse(NamedTuple):

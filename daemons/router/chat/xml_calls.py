@@ -11,6 +11,8 @@ from typing import ClassVar
 from radixmesh.daemons.router.chat.call_reader import CallReader
 from radixmesh.daemons.router.chat.text_reader import MAX_HELD, Malformed, Reading
 
+# One of several strings: blanks around it are none of it.
+_CHOICE = frozenset(("choice",))
 _LITERALS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -143,6 +145,8 @@ def _text(text: str) -> str:
 def _value(text: str, kinds: frozenset[str] | None) -> str:
     """A value that is no plain string: JSON as it stands, and a string where it is none."""
     stripped = text.strip()
+    if kinds is _CHOICE:
+        return _text(stripped)
     literal = _LITERALS.get(stripped, stripped)
     try:
         value = json.loads(literal)
@@ -175,6 +179,8 @@ def _kinds(schema: str) -> Mapping[str, frozenset[str] | None]:
 def _kinds_of(schema: object) -> frozenset[str] | None:
     if not isinstance(schema, dict):
         return None
+    if isinstance(schema.get("enum"), list) and all(isinstance(value, str) for value in schema["enum"]):
+        return _CHOICE
     kind = schema.get("type")
     if isinstance(kind, str):
         return frozenset((kind,))

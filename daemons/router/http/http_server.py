@@ -7,6 +7,7 @@ from functools import partial
 from starlette.types import ASGIApp
 
 from radixmesh.daemons.router.config import RouterSettings
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlans
 from radixmesh.daemons.router.http.answers.tokens import TokenTables
 from radixmesh.daemons.router.http.app import make_app
 from radixmesh.daemons.router.http.bodies.body import BodyReader
@@ -22,6 +23,7 @@ from radixmesh.daemons.router.http.server.session_header import SessionHeader
 from radixmesh.daemons.router.http.server.tls import FollowedContext
 from radixmesh.daemons.router.http.server.trace_header import TraceHeader
 from radixmesh.daemons.router.http.server.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
+from radixmesh.daemons.router.http.translated.response_store import ResponseStore
 from radixmesh.daemons.router.peers.grpc_peers import flush_cache
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.addresses import split_host_port
@@ -39,9 +41,11 @@ def make_http_server(
 
     Raises MeshError INVALID_ARGUMENT for other text, and for a file of TLS that cannot be used.
     """
+    tables = TokenTables(router)
     context = HttpContext(
         router=router,
-        tables=TokenTables(router),
+        tables=tables,
+        chats=ChatPlans(router, tables, settings.tool_call_parser, settings.reasoning_parser),
         body=BodyReader(
             max_bytes=settings.http_body_bytes,
             timeout_s=settings.http_body_s,
@@ -51,6 +55,7 @@ def make_http_server(
         ),
         metrics=runtime.metrics,
         progress=runtime.progress,
+        responses=ResponseStore(settings.http_responses_bytes),
         flush_cache=partial(flush_cache, tls=settings.tls),
     )
     app: ASGIApp = JsonOnly(BodyPace(make_app(context, hidden=_hidden(settings)), settings.http_min_body_rate))

@@ -7,6 +7,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
+from radixmesh.common.v1 import common_pb2
+from radixmesh.daemons.router.chat.thoughts import ThoughtTags
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.guided.source import GrammarSource, grammar_to_proto
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -17,6 +19,16 @@ MAX_LIVE_BYTES = 256 << 20
 _MAX_KEPT_BYTES = 32 << 20
 
 Compile = Callable[[tokenizer_pb2.CompileGrammarRequest], Awaitable[tokenizer_pb2.CompileGrammarResponse]]
+
+
+def settle_thought(grammar: common_pb2.Grammar, prompt: str) -> None:
+    """Decides by the prompt's end whether a thought comes first: `is_open`, or none where the prompt closed it."""
+    thought = grammar.thought
+    tags = ThoughtTags(thought.begin, thought.end, is_always=thought.is_always)
+    if tags.is_open_after(prompt):
+        thought.is_open = True
+    elif not tags.may_open_after(prompt):
+        grammar.ClearField("thought")
 
 
 class CompiledGrammar:

@@ -12,7 +12,7 @@ from radixmesh.daemons.router.peers.scheduler_pool import SchedulerPool
 from radixmesh.daemons.router.peers.served_models import ServedModel
 from radixmesh.daemons.router.peers.tokenizer_pool import TokenizerPool
 from radixmesh.daemons.router.requests.delivery import Delivery
-from radixmesh.daemons.router.requests.grammars import Grammars
+from radixmesh.daemons.router.requests.grammars import Grammars, settle_thought
 from radixmesh.daemons.router.requests.journal import Journal, Output, OutputState, Request, journal_size
 from radixmesh.daemons.router.requests.logprob_track import LogprobTrack
 from radixmesh.daemons.router.requests.request_times import RequestTimes
@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 
 # A model that nobody has announced may be served by a scheduler that is still to be reached.
 _UNKNOWN_MODEL_WAIT_S = 5.0
+# Of a prompt: more than a thought's tag and the blanks behind it.
+_TAIL_CHARS = 256
 # A year: no request lives longer, and what is left of it fits every clock and field on its way.
 _MAX_DEADLINE_MS = 365 * 24 * 3600 * 1000
 
@@ -86,6 +88,11 @@ class RequestMaker:
         """The vocabulary of some tokenizer. Raises MeshError."""
         return await self._tokenizers.vocabulary()
 
+    async def model_identity(self, name: str) -> ServedIdentity:
+        """The model of that name, "" = the first, waited for as fresh() does. Raises UNKNOWN_MODEL, NO_REPLICA."""
+        check_names(model=name)
+        return (await self._schedulers.find_model(name, self._model_wait_s())).identity
+
     async def fresh(self, message: router_pb2.GenerateRequest, request_id: str, delivery: Delivery) -> Request:
         """A request that begins. Raises MeshError."""
         deadline, ttft_deadline = self._deadlines_of(message)
@@ -95,12 +102,14 @@ class RequestMaker:
         self._journal.require_room(journal_size(message.ByteSize(), draft.n))
         if message.model or message.WhichOneof("input") == "prompt_ids":
             # A wrong name is told before a tokenizer works for nothing.
-            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), until)
+            await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s()), until)
         prompt_ids = message.prompt_ids
         fingerprint = ""
         if message.WhichOneof("input") != "prompt_ids":
-            prompt_ids, fingerprint = await self._in_time(self._encode(message), until)
-        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s(message)), until)
+            prompt_ids, fingerprint, tail = await self._in_time(self._encode(message), until)
+            if message.grammar.HasField("thought"):
+                settle_thought(message.grammar, tail)
+        model = await self._in_time(self._schedulers.find_model(message.model, self._model_wait_s()), until)
         _check_fingerprint(fingerprint, model.identity)
         resolved = resolve(
             message,
@@ -154,8 +163,8 @@ class RequestMaker:
             request.prompt_logprobs = _prompt_track(request)
         return request
 
-    async def _encode(self, message: router_pb2.GenerateRequest) -> tuple[bytes, str]:
-        """Prompt ids of a text or chat, and the fingerprint of the vocabulary they belong to."""
+    async def _encode(self, message: router_pb2.GenerateRequest) -> tuple[bytes, str, str]:
+        """Prompt ids of a text or chat, the fingerprint of the vocabulary they belong to, and the prompt's end."""
         if message.WhichOneof("input") == "chat":
             item = tokenizer_pb2.EncodeItem(chat=message.chat)
         else:
@@ -168,7 +177,8 @@ class RequestMaker:
             raise MeshError(ErrorReason.ERROR_REASON_INTERNAL, "the tokenizer answered another number of items")
         if encoded.items[0].HasField("error"):
             raise MeshError.from_proto(encoded.items[0].error)
-        return encoded.items[0].ids, encoded.tokenizer_fingerprint
+        tail = (encoded.items[0].rendered or message.text)[-_TAIL_CHARS:]
+        return encoded.items[0].ids, encoded.tokenizer_fingerprint, tail
 
     async def _encode_request(self, request: tokenizer_pb2.EncodeRequest) -> tokenizer_pb2.EncodeResponse:
         since_s, parent = self._clock(), current_context()
@@ -236,7 +246,7 @@ class RequestMaker:
         if deadline is not None and deadline <= self._clock():
             raise _too_late()
 
-    def _model_wait_s(self, message: router_pb2.GenerateRequest) -> float:
+    def _model_wait_s(self) -> float:
         # Without a name any scheduler will do, and one that restarts is worth waiting for.
         return _UNKNOWN_MODEL_WAIT_S if self._schedulers.models() else self._scheduler_wait_s
 

@@ -71,7 +71,7 @@ def resolve(
     default_request_len: int = 0,
     refuses_cut: bool = False,
 ) -> ResolvedRequest:
-    """The request for one model. A seed is drawn where none is given. Raises MeshError naming the field.
+    """The request for one model. A seed is chosen where none is given. Raises MeshError naming the field.
 
     prompt_ids: little-endian int32 bytes. max_tokens and min_tokens are cut to what the context holds.
     refuses_cut: max_tokens beyond that raises INVALID_ARGUMENT instead.

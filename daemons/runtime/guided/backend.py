@@ -20,7 +20,10 @@ from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 MaskWords = npt.NDArray[np.int32]
 """A bit a token, [ceil(vocab_size / 32)]: bit i of word w is id 32 w + i; 1 = the token may follow."""
 
-_MODULES = {"xgrammar": "radixmesh.daemons.runtime.guided.xgrammar_backend"}
+_MODULES = {
+    "xgrammar": "radixmesh.daemons.runtime.guided.xgrammar_backend",
+    "llguidance": "radixmesh.daemons.runtime.guided.llguidance_backend",
+}
 BACKENDS = tuple(_MODULES)
 
 
@@ -45,6 +48,28 @@ class GuidedVocabulary:
             if eos < len(texts):
                 texts[eos] = b""
         return cls(texts, tuple(vocabulary.identity.eos_ids), vocabulary.vocab_size)
+
+
+class GreedyTokens:
+    """Texts as tokens, the longest first: mostly as the model's own tokenizer cuts them, and always their bytes."""
+
+    def __init__(self, vocabulary: GuidedVocabulary) -> None:
+        self._ids = {text: token for token, text in enumerate(vocabulary.token_bytes) if text}
+        self._longest = max(map(len, self._ids))
+
+    def encode(self, text: bytes) -> list[int]:
+        """Bytes that no token stands for are left out."""
+        ids, start = [], 0
+        while start < len(text):
+            for end in range(min(len(text), start + self._longest), start, -1):
+                token = self._ids.get(text[start:end])
+                if token is not None:
+                    ids.append(token)
+                    start = end
+                    break
+            else:
+                start += 1
+        return ids
 
 
 class GrammarMatcher(ABC):
@@ -87,6 +112,8 @@ class GrammarBackend(ABC):
     """A library with a vocabulary. format: name and version of its artefacts, e.g. "xgrammar/0.2.8"."""
 
     format: str
+    tokens: GreedyTokens
+    """The vocabulary, for texts that a grammar forces."""
 
     @abstractmethod
     def compile(self, source: GrammarSource) -> bytes:

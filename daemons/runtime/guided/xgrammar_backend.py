@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 
@@ -12,6 +13,7 @@ from radixmesh.daemons.runtime.guided.backend import (
     CompiledGrammar,
     GrammarBackend,
     GrammarMatcher,
+    GreedyTokens,
     GuidedVocabulary,
     MaskWords,
     installed_format,
@@ -37,6 +39,7 @@ class XGrammarBackend(GrammarBackend):
 
     def __init__(self, vocabulary: GuidedVocabulary) -> None:
         self._eos_ids = list(vocabulary.eos_ids)
+        self.tokens = GreedyTokens(vocabulary)
         self._info = xgrammar.TokenizerInfo(
             list(vocabulary.token_bytes),
             xgrammar.VocabType.RAW,
@@ -77,6 +80,8 @@ class XGrammarBackend(GrammarBackend):
 
     def _compile(self, source: GrammarSource) -> xgrammar.CompiledGrammar:
         compiler, text = self._compiler, source.text
+        if source.thought is not None:
+            return compiler.compile_structural_tag(_behind_thought(source))
         if source.form is GrammarForm.JSON_SCHEMA:
             schema = followable(text)
             # strict_mode would close objects that say nothing of further properties: the schema's author decides.
@@ -121,7 +126,41 @@ class _Matcher(GrammarMatcher):
         return bool(self._matcher.is_terminated())
 
     def forced_text(self) -> bytes:
-        return self._matcher.find_jump_forward_string().encode()
+        try:
+            return self._matcher.find_jump_forward_string().encode()
+        except UnicodeDecodeError as error:  # It begins within a character.
+            return error.object
+
+
+def _behind_thought(source: GrammarSource) -> str:
+    """The constraint as a structural tag, with the thought and some blanks before it."""
+    assert source.thought is not None
+    begin, end, is_open = source.thought
+    thought: object = {"type": "tag", "begin": "" if is_open else begin, "content": {"type": "any_text"}, "end": end}
+    thought = {"type": "sequence", "elements": [thought, {"type": "regex", "pattern": r"[ \n]{0,4}"}]}
+    if not is_open:
+        thought = {"type": "optional", "content": thought}
+    elements = [thought, _as_format(source)]
+    return json.dumps({"type": "structural_tag", "format": {"type": "sequence", "elements": elements}})
+
+
+def _as_format(source: GrammarSource) -> object:
+    if source.form is GrammarForm.JSON_SCHEMA:
+        return _json_format(json.loads(followable(source.text)))
+    if source.form is GrammarForm.ANY_JSON:
+        return _json_format(True)
+    if source.form is GrammarForm.REGEX:
+        return {"type": "regex", "pattern": source.text}
+    if source.form is GrammarForm.EBNF:
+        return {"type": "grammar", "grammar": source.text}
+    tag = json.loads(source.text)
+    if not isinstance(tag, dict) or "format" not in tag:
+        raise invalid_grammar("the structural_tag has no format, which it needs behind a thought: set it", "")
+    return tag["format"]
+
+
+def _json_format(schema: object) -> object:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
 
 
 class _Warnings:

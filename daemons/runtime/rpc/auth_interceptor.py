@@ -1,4 +1,4 @@
-"""API keys at the gRPC edge: a call is refused before its handler, or any byte of its request, is looked at."""
+"""API keys at gRPC servers: a call is refused before its handler, or any byte of its request, is looked at."""
 
 from __future__ import annotations
 

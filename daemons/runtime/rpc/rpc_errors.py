@@ -1,4 +1,4 @@
-"""Errors at the grpc edge: MeshError to status + ErrorInfo on servers, and back on clients.
+"""Errors at the border to gRPC: MeshError to status + ErrorInfo on servers, and back on clients.
 
 The interceptor takes over deserialisation, so that bytes which are no message become a typed INVALID_ARGUMENT (grpc's
 own answer is INTERNAL), and it closes a handler's generator when its call ends, so that `finally` blocks run at once.

@@ -1,4 +1,4 @@
-"""The files that TLS works with: who this process is, and whom it believes. No grpc, so that every edge can use it."""
+"""The files that TLS works with: who this process is, and whom it believes. No grpc, for every server."""
 
 from __future__ import annotations
 

@@ -79,15 +79,7 @@ class Planner:
         )
         self._retraction = Retraction(self.queue, self._decode_reserve, self.counters, self._finish)
         self._reader = ResultReader(self._finish, self._retraction.leave, self._observer, self.grammars.missed)
-        self._preemption: Preemption | None = None
-        if settings.queue_settings().may_preempt:
-            self._preemption = Preemption(
-                self.queue,
-                self._retraction,
-                self.counters,
-                max_times=settings.max_preemptions,
-                across_tenants=settings.priority_across_tenants,
-            )
+        self._preemption = Preemption.of(settings, self.queue, self._retraction, self.counters)
 
     @property
     def state(self) -> EpochState | None:
@@ -154,9 +146,7 @@ class Planner:
         owner: int | None = None,
     ) -> AbortOutcome:
         """Ends live requests. tenant None: of any tenant. owner: those of that stream, None = of any router."""
-        found = self.submissions.find(request_id, index, below_attempt, tenant)
-        if owner is not None:
-            found = [sequence for sequence in found if sequence.owner == owner]
+        found = self.submissions.find(request_id, index, below_attempt, tenant, owner)
         for sequence in found:
             # Whoever submitted it need not be who aborts it: the finish says why.
             self._finish(sequence, SequenceEnd(FinishReason.ABORT), aborted_error(request_id, below_attempt))
@@ -169,7 +159,7 @@ class Planner:
 
     def abort_owner(self, owner: int) -> int:
         """Ends the requests of a stream that is gone; returns how many there were."""
-        sequences = [sequence for sequence in self.submissions.live() if sequence.owner == owner]
+        sequences = self.submissions.of_owner(owner)
         for sequence in sequences:
             self._finish(sequence, SequenceEnd(FinishReason.ABORT))
         return len(sequences)

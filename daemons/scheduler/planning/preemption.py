@@ -12,6 +12,7 @@ from radixmesh.daemons.scheduler.planning.counters import PlannerCounters
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.planning.prefill import Prefill
 from radixmesh.daemons.scheduler.planning.retraction import Retraction
+from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.queue.queue import WaitingQueue, sub_queue_key
 from radixmesh.daemons.scheduler.sequence import Sequence
 
@@ -35,6 +36,16 @@ class Preemption:
         self._counters = counters
         self._max_times = max_times
         self._across_tenants = across_tenants
+
+    @classmethod
+    def of(
+        cls, settings: PlannerSettings, queue: WaitingQueue, retraction: Retraction, counters: PlannerCounters
+    ) -> Preemption | None:
+        """None where the settings' policy preempts nobody."""
+        if not settings.queue_settings().may_preempt:
+            return None
+        across = settings.priority_across_tenants
+        return cls(queue, retraction, counters, max_times=settings.max_preemptions, across_tenants=across)
 
     def make_room(self, state: EpochState, draft: PlanDraft, prefill: Prefill) -> None:
         """Before chunks are added: retracts lower ones, lowest and youngest first, until the next request has room.

@@ -127,21 +127,37 @@ class Submissions:
     def was_aborted(self, submission: Submission) -> bool:
         """True if this is an attempt of a request that was aborted: of a router that has not heard of it.
 
-        Whoever uses the id for another request begins with attempt 0, and draws another seed.
+        Whoever uses the id for another request begins with attempt 0, and chooses another seed.
         """
         self._forget_aborted()
         aborted = self._aborted.get(submission.key)
         return submission.attempt > 0 and aborted is not None and aborted.seed == _seed_of(submission)
 
-    def find(self, request_id: str, index: int | None, below_attempt: int | None, tenant: str | None) -> list[Sequence]:
-        """Live requests that an abort names, in order of index."""
+    def of_owner(self, owner: int) -> list[Sequence]:
+        """Live requests of a stream."""
+        return [sequence for sequence in self.live() if sequence.owner == owner]
+
+    def find(
+        self,
+        request_id: str,
+        index: int | None,
+        below_attempt: int | None,
+        tenant: str | None,
+        owner: int | None = None,
+    ) -> list[Sequence]:
+        """Live requests that an abort names, in order of index. owner: those of that stream, None = of any."""
         keys = [
             key
             for key in self._by_id.get(request_id, ())
             if index in (None, key.index) and tenant in (None, key.tenant)
         ]
         found = [self._live[key] for key in sorted(keys, key=lambda key: (key.tenant, key.index))]
-        return [r for r in found if below_attempt is None or r.submission.attempt < below_attempt]
+        return [
+            sequence
+            for sequence in found
+            if owner in (None, sequence.owner)
+            and (below_attempt is None or sequence.submission.attempt < below_attempt)
+        ]
 
     def has_ended(self, request_id: str, index: int | None, tenant: str | None) -> bool:
         """True if such an output is remembered to have ended. tenant None: of any, where index is None too."""

@@ -41,7 +41,7 @@ def check_submission(submission: Submission, group: GroupInfo) -> None:
 def make_sequence(submission: Submission, group: GroupInfo, arrival: int) -> Sequence:
     """A request from a checked submission: every bound that depends on the group filled in."""
     sampling = submission.sampling
-    if sampling.seed is None:  # Greedy: nothing is drawn, but the contract wants a seed.
+    if sampling.seed is None:  # Greedy: nothing is sampled, but the contract wants a seed.
         submission = replace(submission, sampling=replace(sampling, seed=0))
     sequence = Sequence(
         submission=submission,

@@ -1,7 +1,7 @@
 """The process that compiles grammars: `python -m ... MODEL_FOLDER BACKEND SOCKET_FD MEMORY_BYTES TIMEOUT_S`.
 
-Frames over a socket: a head (length of the payload, one letter), then the payload. To it: "J", the form's name, a
-newline and the source. From it: "R" once it is ready (the format), then for each job "A" with the artefact or "X" with
+Frames over a socket: a head (length of the payload, one letter), then the payload. To it: "J" and a
+GrammarSource as bytes. From it: "R" once it is ready (the format), then for each job "A" with the artefact or "X" with
 a common.v1.Error.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
-from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, invalid_grammar
+from radixmesh.daemons.runtime.guided.source import GrammarSource, invalid_grammar
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
 HEAD = struct.Struct("<Ic")
@@ -43,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _compiled(backend: GrammarBackend, job: bytes) -> tuple[bytes, bytes]:
-    form, _, text = job.decode().partition("\n")
+    source = GrammarSource.of_bytes(job)
+    form = source.form.value
     try:
-        return b"A", backend.compile(GrammarSource(GrammarForm(form), text))
+        return b"A", backend.compile(source)
     except MeshError as error:
         return b"X", error.to_proto().SerializeToString()
     except MemoryError:

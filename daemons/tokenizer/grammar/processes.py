@@ -56,7 +56,7 @@ class CompilerProcess:
 
     async def compile(self, source: GrammarSource) -> bytes:
         """The artefact. Raises MeshError INVALID_GRAMMAR, CompilerProcessEnded."""
-        payload = f"{source.form.value}\n{source.text}".encode()
+        payload = source.to_bytes()
         try:
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(self._link, HEAD.pack(len(payload), b"J"))

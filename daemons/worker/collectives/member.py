@@ -82,7 +82,17 @@ class CollectiveMember:
     def _meet(self, meeting: Meeting) -> Communicator:
         if self._listener is not None and self._store is None:
             self._open_store(self._listener)
+        if self._store is not None:
+            self._forget_others(self._store, meeting.name.partition("/")[0])
         return self._connect(meeting)
+
+    def _forget_others(self, store: TCPStore, generation: str) -> None:
+        """Deletes all that former generations wrote: groups may be formed as often as ranks die."""
+        if not hasattr(store, "list_keys"):  # Older versions of torch; a few KiB a generation stay.
+            return
+        for key in store.list_keys():
+            if not key.startswith(f"{generation}/"):
+                store.delete_key(key)
 
     def _open_store(self, listener: socket.socket) -> None:
         """Rank 0's, on the socket that it has listened on from the start."""

@@ -13,7 +13,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.result_codec import records_to_proto, refusal_to_proto, result_to_proto
 from radixmesh.daemons.runtime.steps.step import PageRecords, Refusal, StepResult
 from radixmesh.daemons.runtime.steps.step_codec import plan_from_proto
-from radixmesh.daemons.worker.group_member import CollectiveAborted
+from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces, TracedChunk
@@ -27,13 +27,15 @@ _NAMES_A_MESSAGE = 16_384
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """Outcome of a plan: a result, a refusal, or neither (its epoch had ended). `died`: why the step died."""
+    """Outcome of a plan: a result, a refusal, or neither (its epoch had ended). `died`: why the step died. `lost`: the
+    rank without which it could not be computed."""
 
     step_id: int
     response: worker_pb2.ExecuteResponse | None = None
     result: StepResult | None = None
     refusal: MeshError | None = None
     died: BaseException | None = None
+    lost: RankLost | None = None
 
 
 class PlanRunner:
@@ -90,8 +92,8 @@ class PlanRunner:
         except MeshError as error:
             self._is_epoch_over = True
             return StepHandle.of(Answer(step_id=step_id, response=_refusal(epoch, step_id, error), refusal=error))
-        except CollectiveAborted:
-            return StepHandle.of(self._aborted(step_id))
+        except CollectiveAborted as error:
+            return StepHandle.of(self._aborted(step_id, error))
         except Exception as error:
             if self._has_one_died():
                 self._is_epoch_over = True
@@ -109,8 +111,8 @@ class PlanRunner:
             return Answer(step_id=step_id)
         try:
             result = step.result()
-        except CollectiveAborted:
-            return self._aborted(step_id)
+        except CollectiveAborted as error:
+            return self._aborted(step_id, error)
         except Exception as error:
             return self._died(plan, error)
         for chunk in traced:
@@ -150,10 +152,10 @@ class PlanRunner:
                 return True
         return False
 
-    def _aborted(self, step_id: int) -> Answer:
-        # Its scheduler was fenced out, or knows: nobody waits for an answer.
+    def _aborted(self, step_id: int, error: CollectiveAborted) -> Answer:
+        # If the group was left, its scheduler was fenced out, or knows: nobody waits for an answer.
         self._is_epoch_over = True
-        return Answer(step_id=step_id)
+        return Answer(step_id=step_id, lost=error if isinstance(error, RankLost) else None)
 
     def _died(self, plan: worker_pb2.StepPlan, error: Exception) -> Answer:
         self._is_epoch_over = True

@@ -1,4 +1,4 @@
-"""Faults on demand, at the edge of the Execute stream: what a scheduler must survive, at a step of one's choice.
+"""Faults on demand, at the border of the Execute stream: what a scheduler must survive, at a step of one's choice.
 
 A fault is written `kind@STEP`, `kind@STEP:MS`, `kind%PROBABILITY` or `kind%PROBABILITY:MS`. At a step: once a process.
 With a probability: sampled anew for every step.

@@ -12,11 +12,15 @@ from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 
 class TokenTable:
-    """By id: bytes, and a spelling that is text for every token ("bytes:\\xe5" for a part of a character)."""
+    """By id: bytes, and a spelling that is text for every token ("bytes:\\xe5" for a part of a character).
 
-    def __init__(self, data: Sequence[bytes], special_ids: Sequence[int]) -> None:
+    template: the chat template; "" = none."""
+
+    def __init__(self, data: Sequence[bytes], special_ids: Sequence[int], template: str = "") -> None:
         self._data = data
         self._special_ids = frozenset(special_ids)
+        self._special_texts = [text for text in map(self.spelling, self._special_ids) if text]
+        self.template = template
 
     def data(self, token: int) -> bytes:
         """Bytes of a token inside a text; b"" for ids that the model has and its tokenizer does not."""
@@ -28,6 +32,10 @@ class TokenTable:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def has_special_in(self, text: str) -> bool:
+        """True if a special token's spelling is part of the text."""
+        return any(special in text for special in self._special_texts)
 
     def is_special(self, token: int) -> bool:
         return token in self._special_ids
@@ -63,4 +71,4 @@ class TokenTables:
             message = "the tokenizer does not tell what its tokens stand for: update it, or leave logprobs out"
             raise MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, {"feature": "logprobs"})
         special_ids = unpack_ints(vocabulary.special_ids, "special_ids").tolist()
-        return TokenTable(tuple(vocabulary.token_bytes), special_ids)
+        return TokenTable(tuple(vocabulary.token_bytes), special_ids, vocabulary.chat_template)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from radixmesh.daemons.router.chat.parts import ChatParser, ChatPart, join
 from radixmesh.daemons.router.http.answers.answer import run_whole
+from radixmesh.daemons.router.http.answers.chat_choices import delta_of, finish_reason, message_of
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedOutput, LogprobRun, raise_failure
 from radixmesh.daemons.router.http.answers.logprobs import chat_logprobs
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter, event, event_around
 from radixmesh.daemons.router.http.answers.tokens import TokenTable
-from radixmesh.daemons.router.http.answers.usage import FINISH_REASONS, UsageSum, stop_reason, usage_of
+from radixmesh.daemons.router.http.answers.usage import UsageSum, stop_reason, usage_of
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
@@ -34,15 +38,25 @@ class ChatEndpoint:
         body, (message,) = await self._context.body.read(request, ChatRequest)
         generate = cast("router_pb2.GenerateRequest", message)
         request_id = generate.request_id = new_id("chatcmpl", body.request_id)
+        plan = await self._context.chats.plan(
+            generate,
+            body.tool_use,
+            separates=body.separate_reasoning is not False,
+            keeps_reasoning=body.include_reasoning is not False,
+        )
+        body = replace(body, ignored=(*body.ignored, *plan.ignored))
         headers = {**body.ignored_headers(), "x-request-id": request_id}
         if body.stream:
-            writer = ChatEvents(self._context, request_id, body)
+            writer = ChatEvents(self._context, request_id, body, plan)
             return EventStream(self._context, [generate], writer, headers)
         (answer,) = await run_whole(self._context, request, [generate])
         table = await self._context.tables.of(answer.resolved.model_identity) if body.logprobs else None
         whole = {
             **_head(request_id, "chat.completion", answer.resolved.model),
-            "choices": [_choice(index, output, table) for index, output in enumerate(answer.outputs)],
+            "choices": [
+                _choice(output, plan.parser(answer.resolved, index), plan, index, table)
+                for index, output in enumerate(answer.outputs)
+            ],
             "usage": usage_of((0, output.ending) for output in answer.outputs).to_json(),
         }
         return JSONResponse(whole, headers=headers)
@@ -51,8 +65,11 @@ class ChatEndpoint:
 class ChatEvents(EventWriter):
     """chat.completion.chunk events: the role first, then content, then why each choice ended, then usage if wanted."""
 
-    def __init__(self, context: HttpContext, request_id: str, body: ChatRequest) -> None:
+    def __init__(self, context: HttpContext, request_id: str, body: ChatRequest, plan: ChatPlan) -> None:
         self._context = context
+        self._plan = plan
+        # Per index; none where all text is content.
+        self._parsers: list[ChatParser] = []
         self._request_id = request_id
         self._has_logprobs = bool(body.logprobs)
         self._includes_usage = body.includes_usage
@@ -67,6 +84,8 @@ class ChatEvents(EventWriter):
         if self._has_logprobs:
             self._table = await self._context.tables.of(resolved.model_identity)
         self._head = _head(self._request_id, "chat.completion.chunk", resolved.model)
+        if not self._plan.is_plain:
+            self._parsers = [self._plan.parser(resolved, index) for index in range(self._num_outputs)]
         mark = f"{self._request_id} content"
         self._around = [event_around(self._chunk(i, {"content": mark}), mark) for i in range(self._num_outputs)]
 
@@ -77,9 +96,13 @@ class ChatEvents(EventWriter):
     def write(self, place: int, update: Update) -> bytes:
         events: list[bytes] = []
         for delta in update.deltas:
+            logprobs = None
             if self._table is not None and delta.ids:
                 run = LogprobRun.of(delta.logprobs)
                 logprobs = chat_logprobs(unpack_ints(delta.ids, "ids").tolist(), run, self._table)
+            if self._parsers:
+                events += self._parsed(delta.index, self._parsers[delta.index].feed(delta.text), logprobs)
+            elif logprobs is not None:
                 events.append(event(self._chunk(delta.index, {"content": delta.text}, logprobs=logprobs)))
             elif delta.text:
                 before, after = self._around[delta.index]
@@ -87,8 +110,18 @@ class ChatEvents(EventWriter):
         for finished in update.finished:
             raise_failure(finished)
             self._usage.add(place, finished)
+            if self._parsers:
+                events += self._parsed(finished.index, self._parsers[finished.index].finish())
             events.append(event(self._chunk(finished.index, {}, finished=finished)))
         return b"".join(events)
+
+    def _parsed(self, index: int, parts: list[ChatPart], logprobs: dict[str, object] | None = None) -> list[bytes]:
+        """One chunk a part; logprobs are with the first, as some tokens are markup and show in none."""
+        deltas = [delta_of(part) for part in self._plan.shown(parts)]
+        if logprobs is not None and not deltas:
+            deltas = [{"content": ""}]
+        first = [event(self._chunk(index, delta, logprobs=logprobs)) for delta in deltas[:1]]
+        return first + [event(self._chunk(index, delta)) for delta in deltas[1:]]
 
     def end(self) -> bytes:
         if not self._includes_usage:
@@ -98,14 +131,15 @@ class ChatEvents(EventWriter):
     def _chunk(
         self,
         index: int,
-        delta: dict[str, str],
+        delta: Mapping[str, object],
         *,
         logprobs: dict[str, object] | None = None,
         finished: Finished | None = None,
     ) -> dict[str, object]:
         choice: dict[str, object] = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         if finished is not None:
-            choice["finish_reason"] = FINISH_REASONS[finished.reason]
+            num_calls = self._parsers[index].num_calls if self._parsers else 0
+            choice["finish_reason"] = finish_reason(finished, num_calls)
             choice["stop_reason"] = stop_reason(finished)
         chunk: dict[str, object] = {**self._head, "choices": [choice]}
         if self._includes_usage:
@@ -117,12 +151,15 @@ def _head(request_id: str, kind: str, model: str) -> dict[str, object]:
     return {"id": request_id, "object": kind, "created": int(time.time()), "model": model}
 
 
-def _choice(index: int, output: CollectedOutput, table: TokenTable | None) -> dict[str, object]:
+def _choice(
+    output: CollectedOutput, parser: ChatParser, plan: ChatPlan, index: int, table: TokenTable | None
+) -> dict[str, object]:
     ids: Sequence[int] = output.ids
+    message = join(plan.shown([*parser.feed(output.text), *parser.finish()]))
     return {
         "index": index,
-        "message": {"role": "assistant", "content": output.text},
+        "message": message_of(message),
         "logprobs": chat_logprobs(ids, output.logprobs, table) if table is not None else None,
-        "finish_reason": FINISH_REASONS[output.ending.reason],
+        "finish_reason": finish_reason(output.ending, parser.num_calls),
         "stop_reason": stop_reason(output.ending),
     }

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
+from radixmesh.daemons.router.chat.parts import ToolMode, ToolUse
 from radixmesh.daemons.router.http.bodies.body import Contexts
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, read_fields
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
@@ -15,6 +16,7 @@ from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.router.http.endpoints.chat_input import read_chat
 from radixmesh.daemons.router.http.endpoints.client_names import names_of
 from radixmesh.daemons.router.http.endpoints.options import GenerationOptions, Name, Uint32
+from radixmesh.daemons.router.http.endpoints.tool_fields import pack_use, read_tools, unpack_use
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
 
@@ -25,10 +27,11 @@ _NAMES = names_of("/v1/chat/completions")
 class ChatRequest(GenerationOptions):
     """OpenAI's fields, and: add_generation_prompt, continue_final_message, chat_template_kwargs.
 
-    reasoning_effort is an argument of the template, which may know it. chat: made of the messages, and never kept.
+    reasoning_effort and enable_thinking are arguments of the template, which may know them. chat: made of the messages,
+    and never kept. packed_use: the tools and their choice, as tool_fields.py packs them.
     """
 
-    OWN_FIELDS: ClassVar[frozenset[str]] = GenerationOptions.OWN_FIELDS | {"chat"}
+    OWN_FIELDS: ClassVar[frozenset[str]] = GenerationOptions.OWN_FIELDS | {"chat", "packed_use"}
     BULK: ClassVar[frozenset[str]] = frozenset(("chat",))
 
     messages: MaybeRaw
@@ -38,12 +41,22 @@ class ChatRequest(GenerationOptions):
     top_logprobs: Uint32 | None = None
     tools: MaybeRaw = None
     tool_choice: MaybeRaw = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    include_reasoning: bool | None = None
+    enable_thinking: bool | None = None
     reasoning_effort: Name | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: MaybeRaw = None
     chat: tokenizer_pb2.ChatInput | None = None
+    packed_use: list[object] | None = None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The tools and how they may be called."""
+        return ToolUse() if self.packed_use is None else unpack_use(self.packed_use)
 
     def settled(self) -> Self:
         # Without arguments: a dataclass with slots is made anew, and `super()` would look at the former class.
@@ -52,14 +65,16 @@ class ChatRequest(GenerationOptions):
         if self.add_special_tokens:
             message = "add_special_tokens is not offered for chats: the template writes what is special"
             raise unsupported("add_special_tokens", message)
+        use = read_tools(self.tools, self.tool_choice, self.parallel_tool_calls)
         # "none": the model is not to call any, so it is shown none.
-        tools = self.tools if _choice(self.tool_choice) == "auto" else None
+        tools = self.tools if use.mode is not ToolMode.NONE else None
         chat, unread = read_chat(self.messages, tools, self._template_args())
         if self.add_generation_prompt is not None:
             chat.add_generation_prompt = self.add_generation_prompt
         if self.continue_final_message is not None:
             chat.continue_final_message = self.continue_final_message
-        return replace(settled, chat=chat, ignored=(*settled.ignored, *unread))
+        packed = pack_use(use) if use.tools else None
+        return replace(settled, chat=chat, packed_use=packed, ignored=(*settled.ignored, *unread))
 
     @classmethod
     def message_type(cls) -> type[router_pb2.GenerateRequest]:
@@ -84,19 +99,14 @@ class ChatRequest(GenerationOptions):
         return None
 
     def _template_args(self) -> Bytes | None:
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
+        own: dict[str, object] = {}
+        if self.reasoning_effort is not None:
+            own["reasoning_effort"] = self.reasoning_effort
+        thinks = False if self.reasoning_effort == "none" else self.enable_thinking
+        if thinks is not None:
+            # Qwen's and GLM's name, and DeepSeek's.
+            own |= {"enable_thinking": thinks, "thinking": thinks}
         given = self.chat_template_kwargs
-        effort = {"reasoning_effort": msgspec.Raw(msgspec.json.encode(self.reasoning_effort))}
-        return msgspec.json.encode({**effort, **(read_fields(given, "chat_template_kwargs") if given else {})})
-
-
-def _choice(raw: Bytes | None) -> str:
-    """auto or none. Raises UNSUPPORTED for a call that has to be made."""
-    value = None if raw is None else bytes(raw)
-    if value in (None, b'"auto"'):
-        return "auto"
-    if value == b'"none"':
-        return "none"
-    message = "tool_choice that requires a call is not offered yet: send auto or none, or leave it out"
-    raise unsupported("tool_choice", message)
+        if not own:
+            return given
+        return msgspec.json.encode({**own, **(read_fields(given, "chat_template_kwargs") if given else {})})

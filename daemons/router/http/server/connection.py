@@ -4,6 +4,7 @@ takes for that, and on how long it reads nothing."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,7 +29,7 @@ _PIECE_BYTES = 16 << 10
 _LINGER_S = 2.0
 _LINGER_BYTES = 1 << 20
 # Of a connection without a request, once its server has retired.
-_RETIRED_IDLE_S = 1.0
+_RETIRED_IDLE_S = 2.0
 
 
 def _takes_nothing(data: bytes) -> bool:
@@ -56,13 +57,14 @@ class ConnectionHandle:
 class ConnectionLimits:
     """Of all connections of one server. head_s: from the first byte of a head to its end. idle_s: without a byte of a
     request. stall_s: without reading a byte of what is ready. waiting: connections without a request, oldest first.
-    is_retiring: the next answer on each connection is its last."""
+    is_retiring: the next answer on each connection is its last. last_made: monotonic seconds of the latest one."""
 
     head_s: float
     idle_s: float
     stall_s: float
     max_connections: int
     is_retiring: bool = False
+    last_made: float = float("-inf")
     waiting: dict[BoundedProtocol, None] = field(default_factory=dict)
 
 
@@ -75,6 +77,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(_WRITE_HIGH, _WRITE_LOW)
+        self.limits.last_made = time.monotonic()
         self._head = HeadLimits()
         self._timer: asyncio.TimerHandle | None = None
         self._is_in_head = False

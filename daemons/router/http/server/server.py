@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -19,6 +20,7 @@ from radixmesh.daemons.runtime.addresses import split_host_port
 
 _BACKLOG = 4096
 _CLOSE_GRACE_S = 1
+_RECENT_S = 5.0
 
 
 class HttpServer:
@@ -63,6 +65,11 @@ class HttpServer:
     def num_connections(self) -> int:
         """Clients that are connected."""
         return len(self._server.server_state.connections)
+
+    @property
+    def may_be_asked(self) -> bool:
+        """A client is connected, or one was lately: a proxy that asks for /health counts."""
+        return bool(self.num_connections) or time.monotonic() - self._limits.last_made < _RECENT_S
 
     def begin_retiring(self) -> None:
         """From now on the next answer on each connection is its last ("Connection: close")."""

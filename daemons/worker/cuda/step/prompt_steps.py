@@ -29,7 +29,7 @@ from radixmesh.kernels.rope_kv import KvTarget
 # A graph's grids have room for so many chunks at least; a larger one has for chunks of `_LEAST_CHUNK` rows each.
 _LEAST_CHUNKS = 16
 _LEAST_CHUNK = 16
-# Rows of captured steps: products are computed in tiles of 64 rows and more.
+# Rows of captured steps: GEMMs are computed in tiles of 64 rows and more.
 _ROWS = (16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896)
 _MOST_ROWS = 1024
 # Prompts that are launched kernel by kernel once before anybody asks: kernels are chosen by the longest chunk, and

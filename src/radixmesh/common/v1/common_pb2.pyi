@@ -246,18 +246,32 @@ class StopParams(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_ids: _Optional[bytes] = ..., ignore_eos: bool = ..., include_stop: bool = ..., skip_special_tokens: bool = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("json_schema", "regex", "ebnf", "structural_tag", "any_json")
+    __slots__ = ("json_schema", "regex", "ebnf", "structural_tag", "any_json", "thought")
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
     EBNF_FIELD_NUMBER: _ClassVar[int]
     STRUCTURAL_TAG_FIELD_NUMBER: _ClassVar[int]
     ANY_JSON_FIELD_NUMBER: _ClassVar[int]
+    THOUGHT_FIELD_NUMBER: _ClassVar[int]
     json_schema: str
     regex: str
     ebnf: str
     structural_tag: str
     any_json: bool
-    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ..., any_json: bool = ...) -> None: ...
+    thought: Thought
+    def __init__(self, json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., ebnf: _Optional[str] = ..., structural_tag: _Optional[str] = ..., any_json: bool = ..., thought: _Optional[_Union[Thought, _Mapping]] = ...) -> None: ...
+
+class Thought(_message.Message):
+    __slots__ = ("begin", "end", "is_open", "is_always")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    IS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    IS_ALWAYS_FIELD_NUMBER: _ClassVar[int]
+    begin: str
+    end: str
+    is_open: bool
+    is_always: bool
+    def __init__(self, begin: _Optional[str] = ..., end: _Optional[str] = ..., is_open: bool = ..., is_always: bool = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "output_tokens", "cached_tokens")

@@ -108,15 +108,17 @@ class GetVocabularyRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetVocabularyResponse(_message.Message):
-    __slots__ = ("model", "special_ids", "has_chat_template", "tokens", "token_bytes")
+    __slots__ = ("model", "special_ids", "has_chat_template", "tokens", "token_bytes", "chat_template")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_IDS_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     model: _common_pb2.ModelIdentity
     special_ids: bytes
     has_chat_template: bool
     tokens: _containers.RepeatedScalarFieldContainer[str]
     token_bytes: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, model: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., special_ids: _Optional[bytes] = ..., has_chat_template: bool = ..., tokens: _Optional[_Iterable[str]] = ..., token_bytes: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    chat_template: str
+    def __init__(self, model: _Optional[_Union[_common_pb2.ModelIdentity, _Mapping]] = ..., special_ids: _Optional[bytes] = ..., has_chat_template: bool = ..., tokens: _Optional[_Iterable[str]] = ..., token_bytes: _Optional[_Iterable[bytes]] = ..., chat_template: _Optional[str] = ...) -> None: ...

@@ -18,7 +18,7 @@ _PAUSE_S = 0.05
 _LOG_EVERY_S = 60.0
 
 
-class Door:
+class Listener:
     """open(), then close(). wait_s: how long a connection waits for a router that serves. room: None = no bound."""
 
     def __init__(self, pool: BackendPool, wait_s: float, room: Room | None = None) -> None:

@@ -1,0 +1,231 @@
+"""Tool calls and reasoning through every daemon: guided calls are valid whatever the model, killed and resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from support.http import http_client, openai_client
+from support.mesh import Mesh, running_mesh
+
+pytest.importorskip("xgrammar")
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+NAME = "tiny-llama"
+USER = [{"role": "user", "content": "Turn, please"}]
+FOLDER = Path(__file__).parents[2] / "compose" / "models" / NAME
+# A template whose texts say how calls are written; it takes tools and their answers.
+TEMPLATE = (
+    "{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "<|assistant|>{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>{% endif %}{% endif %}"
+)
+
+
+def tool(name: str, properties: dict[str, Any], **more: object) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+TOOLS = [
+    tool("turn", {"side": {"enum": ["left", "right"]}, "steps": {"enum": [1, 2, 3]}}),
+    tool("halt", {"now": {"type": "boolean"}}),
+]
+LONG = [tool("recite", {"text": {"type": "string", "pattern": "^[a-f]{60}$"}})]
+ASK: dict[str, Any] = {"model": NAME, "messages": USER, "tools": TOOLS, "max_tokens": 300}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
+    folder = tmp_path_factory.mktemp("models") / NAME
+    shutil.copytree(FOLDER, folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    async with running_mesh("cpu", model=NAME, folder=folder) as mesh:
+        yield mesh
+        assert mesh.bugs == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sdk(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
+    async with openai_client(mesh) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
+    async with http_client(mesh) as client:
+        yield client
+
+
+def check(name: str, arguments: str) -> None:
+    value = json.loads(arguments)
+    if name == "turn":
+        assert value["side"] in ("left", "right") and value["steps"] in (1, 2, 3) and len(value) == 2
+    else:
+        assert name == "halt" and isinstance(value["now"], bool) and len(value) == 1
+
+
+async def streamed(sdk: AsyncOpenAI, **ask: Any) -> tuple[list[tuple[str, str, str]], str, str]:
+    """(id, name, arguments) of each call, content, and why it ended; checks the order of its chunks."""
+    calls: list[list[str]] = []
+    content, ending = "", ""
+    async for chunk in await sdk.chat.completions.create(**ask, stream=True):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        ending = choice.finish_reason or ending
+        for part in choice.delta.tool_calls or []:
+            assert part.function is not None
+            if part.index == len(calls):
+                assert part.id and part.type == "function" and part.function.name and not part.function.arguments
+                calls.append([part.id, part.function.name, ""])
+            else:
+                assert part.index == len(calls) - 1 and part.id is None and part.function.name is None
+                calls[-1][2] += part.function.arguments or ""
+    return [(call[0], call[1], call[2]) for call in calls], content, ending
+
+
+async def test_required_calls_are_valid_and_streamed_as_they_are_whole(sdk: AsyncOpenAI) -> None:
+    for seed in range(3):
+        ask = {**ASK, "tool_choice": "required", "seed": seed, "n": 1, "parallel_tool_calls": seed > 0}
+        request_id = {"extra_body": {"request_id": f"required-{seed}"}}
+        whole = (await sdk.chat.completions.create(**ask, **request_id)).choices[0]
+        # This model may go on calling until its context is full.
+        ending = whole.finish_reason
+        assert ending == "tool_calls" or (ending == "length" and seed > 0)
+        assert not whole.message.content
+        calls = [(call.id, call.function.name, call.function.arguments) for call in whole.message.tool_calls or []]
+        assert calls and (seed > 0 or len(calls) == 1)
+        for _, name, arguments in calls if ending == "tool_calls" else calls[:-1]:
+            check(name, arguments)
+        assert (await streamed(sdk, **ask, **request_id))[::2] == (calls, ending)
+
+
+async def test_a_named_call_and_several_outputs(sdk: AsyncOpenAI) -> None:
+    choice = {"type": "function", "function": {"name": "halt"}}
+    answer = await sdk.chat.completions.create(**ASK, tool_choice=choice, n=3, seed=2, temperature=1.5)  # type: ignore[call-overload]
+    ids = set()
+    for one in answer.choices:
+        (call,) = one.message.tool_calls
+        assert call.function.name == "halt" and one.finish_reason == "tool_calls"
+        check("halt", call.function.arguments)
+        ids.add(call.id)
+    assert len(ids) == 3
+
+
+async def test_auto_and_none_are_text(sdk: AsyncOpenAI) -> None:
+    for choice in ("auto", "none"):
+        answer = await sdk.chat.completions.create(**{**ASK, "max_tokens": 20}, tool_choice=choice, temperature=0)
+        assert answer.choices[0].finish_reason in ("stop", "length") and not answer.choices[0].message.tool_calls
+        assert answer.choices[0].message.content
+        assert (await streamed(sdk, **{**ASK, "max_tokens": 20}, tool_choice=choice, temperature=0))[1]
+
+
+async def test_a_call_that_is_cut_off_ends_by_its_length(sdk: AsyncOpenAI) -> None:
+    ask = {**ASK, "tools": LONG, "tool_choice": "required", "max_tokens": 40, "seed": 1, "logprobs": True}
+    calls, _, ending = await streamed(sdk, **ask)
+    assert ending == "length" and calls[0][1] == "recite" and calls[0][2].startswith("{")
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(calls[0][2])
+
+
+async def test_reasoning_comes_apart(http: httpx.AsyncClient) -> None:
+    """The template opens the thought; this model never closes it."""
+    ask = {"model": NAME, "messages": USER, "max_tokens": 12, "temperature": 0}
+    thinks = (await http.post("/v1/chat/completions", json={**ask, "enable_thinking": True})).json()["choices"][0]
+    assert thinks["message"]["content"] == "" and thinks["message"]["reasoning_content"]
+    for fields in ({"include_reasoning": False}, {"separate_reasoning": False}):
+        answer = await http.post("/v1/chat/completions", json={**ask, "enable_thinking": True, **fields})
+        message = answer.json()["choices"][0]["message"]
+        assert "reasoning_content" not in message and bool(message["content"]) == ("separate_reasoning" in fields)
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for fields in (off, {"reasoning_effort": "none"}, {}):
+        message = (await http.post("/v1/chat/completions", json={**ask, **fields})).json()["choices"][0]["message"]
+        assert message["content"] and "reasoning_content" not in message
+    async with http.stream(
+        "POST", "/v1/chat/completions", json={**ask, "enable_thinking": True, "stream": True}
+    ) as got:
+        lines = [line[6:] async for line in got.aiter_lines() if line.startswith("data: {")]
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thinks["message"]["reasoning_content"]
+
+
+async def test_a_constraint_waits_for_the_end_of_the_thought(http: httpx.AsyncClient) -> None:
+    ask = {"model": NAME, "messages": USER, "max_tokens": 30, "seed": 1, "regex": "[0-9]{3}"}
+    closed = (await http.post("/v1/chat/completions", json={**ask, "enable_thinking": False})).json()["choices"][0]
+    assert closed["message"]["content"].isdecimal() and closed["finish_reason"] == "stop"
+    opened = (await http.post("/v1/chat/completions", json={**ask, "enable_thinking": True})).json()["choices"][0]
+    assert opened["finish_reason"] == "length" and not opened["message"]["reasoning_content"].isdecimal(), opened
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"tool_choice": {"type": "function", "function": {"name": "fly"}}}, "INVALID_ARGUMENT", "tool_choice"),
+        ({"tool_choice": "required", "regex": "a"}, "INVALID_ARGUMENT", "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "INVALID_ARGUMENT", "tool_choice"),
+        (
+            {"tools": [tool("f", {"x": {"not": {}}}, strict=True)]},
+            "INVALID_GRAMMAR",
+            "tools.0.function.parameters",
+        ),
+    ],
+)
+async def test_errors_name_the_field(http: httpx.AsyncClient, fields: dict[str, Any], code: str, param: str) -> None:
+    answer = await http.post("/v1/chat/completions", json={**ASK, **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and (error["code"], error["param"]) == (code, param), error
+
+
+async def test_kills_change_no_byte_of_a_streamed_call(mesh: Mesh) -> None:
+    """Every daemon dies once while calls are streamed; a router's clients ask again, under the same name and seed."""
+    async with openai_client(mesh) as sdk:
+        asks = [
+            {
+                **ASK,
+                "tools": LONG,
+                "tool_choice": "required",
+                "parallel_tool_calls": False,
+                "seed": seed,
+                "max_tokens": 700,
+            }
+            | {"extra_body": {"request_id": f"recite-{seed}"}}
+            for seed in range(3)
+        ]
+        expected = [await streamed(sdk, **ask) for ask in asks]
+        for calls, _, ending in expected:
+            assert ending == "tool_calls", (ending, calls)
+            assert len(json.loads(calls[0][2])["text"]) == 60
+        for service in ("tokenizer", "detokenizer", "scheduler", "worker", "router"):
+            running = [asyncio.create_task(retried(sdk, ask, service == "router")) for ask in asks]
+            begun = asyncio.create_task(first_arguments(sdk, {**asks[0], "extra_body": {}}))
+            await asyncio.wait({begun}, timeout=60)
+            assert mesh.cluster.kill(service)
+            async with asyncio.timeout(120):
+                assert await asyncio.gather(*running) == expected, service
+            begun.cancel()
+            await mesh.cluster.wait_healthy(60)
+
+
+async def first_arguments(sdk: AsyncOpenAI, ask: dict[str, Any]) -> None:
+    """Returns once a call is being streamed."""
+    async for chunk in await sdk.chat.completions.create(**ask, stream=True):
+        if chunk.choices[0].delta.tool_calls:
+            return
+
+
+async def retried(sdk: AsyncOpenAI, ask: dict[str, Any], may_break: bool) -> object:
+    while True:
+        try:
+            return await streamed(sdk, **ask)
+        except (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError):
+            assert may_break
+            await asyncio.sleep(0.1)

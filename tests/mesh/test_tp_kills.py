@@ -1,0 +1,50 @@
+"""kill -9 and SIGSTOP of ranks that hold a model together on CPUs, and of their scheduler, under open streams."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+from support.fault_injection import kill_once
+from support.jobs import recitations
+from support.mesh import running_mesh
+from support.stream_load import StreamLoad
+
+NUM_STREAMS = 6
+SEED = 18
+
+
+async def kill_under_load(plan: list[tuple[str, signal.Signals]], model: str = "tiny-llama") -> None:
+    """plan: services of compose/tp2.yml and signals, in order. No stream fails, and every token is the one expected."""
+    pick = random.Random(SEED)
+    async with running_mesh("tp2", model=model, services={"worker-rank-1": {"cpu_threads": 1}}) as mesh:
+        jobs = recitations(model, with_sampled=False)
+        # Long enough to be there when a daemon dies.
+        jobs = sorted(jobs, key=lambda job: len(job.answers[0].ids))[-2 * NUM_STREAMS :]
+        async with StreamLoad(mesh.client, jobs, num_streams=NUM_STREAMS) as load:
+            await load.all_progressed(0.0)
+            for service, number in plan:
+                kill = await kill_once(mesh, load, service, number, pick)
+                assert load.failures == [], (kill, load.failures[:3])
+                print(kill)
+        assert load.failures == [] and load.num_completed >= NUM_STREAMS
+        assert mesh.bugs == []
+        state = await mesh.scheduler_state()
+        assert state.num_page_violations == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_no_stream_notices_a_dead_rank_or_scheduler() -> None:
+    await kill_under_load([("worker-rank-1", signal.SIGKILL), ("scheduler", signal.SIGKILL)])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["sigkill", "sigstop"])
+async def test_three_kills_of_each(number: signal.Signals, model: str) -> None:
+    plan = [(service, number) for service in ("worker", "worker-rank-1", "scheduler") for _ in range(3)]
+    random.Random(SEED).shuffle(plan)
+    await kill_under_load(plan, model)

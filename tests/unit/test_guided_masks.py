@@ -1,0 +1,116 @@
+"""Masks of every backend against a naive matcher that tries each token: equal at each step, whatever came before."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.grammars import allowed_ids
+from support.regex_oracle import Bytes, NaiveMatcher, OneOf, Or, Repeat, Then, Tree, as_ebnf, as_regex
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import BACKENDS, GrammarBackend, GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+
+# Single bytes, pieces that cross the borders of letters and of characters, ids that stand for nothing, two ends.
+LETTERS = 'ab0- "{é'
+PIECES = ("aa", "ab", "ba", "abab", "0-", "--", "a0", ' "', '{"', "éa", "aé", "éé", "a b", "bb0")
+TEXTS = (
+    [bytes([byte]) for byte in range(256)] + [piece.encode() for piece in PIECES] + [b"\xa9a", b"a\xc3", b"", b"", b""]
+)
+VOCABULARY = GuidedVocabulary(TEXTS, (len(TEXTS) - 2, len(TEXTS) - 1), len(TEXTS) + 7)
+NUM_WORDS = -(-VOCABULARY.vocab_size // 32)
+
+
+@cache
+def backend(name: str) -> GrammarBackend:
+    pytest.importorskip(name)
+    return load_backend(name, VOCABULARY)
+
+
+_leaves = st.one_of(
+    st.text(st.sampled_from(LETTERS), min_size=1, max_size=4).map(lambda text: Bytes(text.encode())),
+    st.sets(st.sampled_from('ab0- "{'), min_size=1).map(lambda letters: OneOf(frozenset(map(ord, letters)))),
+)
+
+
+def _larger(inner: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    return st.one_of(
+        st.tuples(inner, inner).map(lambda pair: Then(*pair)),
+        st.frozensets(inner, min_size=2, max_size=3).map(Or),
+        st.tuples(inner, st.integers(0, 2), st.integers(0, 2)).map(lambda x: Repeat(x[0], x[1], max(1, x[1] + x[2]))),
+        st.tuples(inner, st.integers(0, 2)).map(lambda x: Repeat(x[0], x[1], None)),
+    )
+
+
+trees = st.recursive(_leaves, _larger, max_leaves=6)
+
+
+@pytest.mark.parametrize("form", [GrammarForm.REGEX, GrammarForm.EBNF])
+@pytest.mark.parametrize("name", BACKENDS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(tree=trees, seed=st.integers(0, 1000))
+def test_masks_are_those_of_the_naive_matcher(name: str, form: GrammarForm, tree: Tree, seed: int) -> None:
+    text = as_regex(tree) if form is GrammarForm.REGEX else f"root ::= {as_ebnf(tree)}"
+    try:
+        compiled = backend(name).compile(GrammarSource(form, text))
+    except MeshError as error:
+        # The library's reader of EBNF has no repeated repetitions.
+        assert name == "llguidance" and form is GrammarForm.EBNF and "Expected value" in error.message, text
+        return
+    matcher, naive = backend(name).load(compiled).matcher(), NaiveMatcher(tree, VOCABULARY)
+    rng, words, num_accepted = random.Random(seed), np.zeros(NUM_WORDS, np.int32), 0
+    for _ in range(12):
+        assert matcher.is_over == naive.is_over
+        if not naive.is_over:
+            words[:] = -1
+            matcher.fill(words)
+            allowed = naive.allowed()
+            filled, forced = set(allowed_ids(words)), matcher.forced_text()
+            assert filled <= allowed and naive.forced_text().startswith(forced), text
+            # llguidance leaves the longest token of a forced text alone, and its EBNF is cut into lexemes first.
+            if name == "xgrammar" or not (forced or form is GrammarForm.EBNF):
+                assert filled == allowed, text
+            if not filled:
+                break
+        forbidden = rng.choice(sorted(set(range(VOCABULARY.vocab_size)) - naive.allowed()))
+        assert not matcher.accept(forbidden), text
+        if num_accepted and rng.random() < 0.3:
+            back = rng.randint(1, num_accepted)
+            matcher.rollback(back)
+            naive.rollback(back)
+            num_accepted -= back
+        elif not naive.is_over:
+            token = rng.choice(sorted(filled))
+            assert matcher.accept(token) and naive.accept(token), text
+            num_accepted += 1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_artefacts_are_read_back_and_others_refused(name: str) -> None:
+    source = GrammarSource(GrammarForm.REGEX, "a{2,3}b")
+    artefact = backend(name).compile(source)
+    assert backend(name).compile(source) == artefact and artefact.startswith(f"{backend(name).format}\n".encode())
+    assert backend(name).format.startswith(f"{name}/")
+    for wrong in (b"", b"other/1\n{}", backend(name).format.encode() + b"\n\xff{", artefact[: len(artefact) // 2]):
+        with pytest.raises(MeshError) as caught:
+            backend(name).load(wrong)
+        assert caught.value.reason == ErrorReason.ERROR_REASON_INVALID_GRAMMAR
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_forced_text_is_told(name: str) -> None:
+    grammar = backend(name).load(backend(name).compile(GrammarSource(GrammarForm.REGEX, "abab(0|-)éa")))
+    matcher = grammar.matcher()
+    assert matcher.forced_text() == b"abab"
+    for byte in b"abab0":
+        assert matcher.accept(byte)
+    assert matcher.forced_text() == "éa".encode()
+    for byte in "éa".encode():
+        assert matcher.accept(byte)
+    assert matcher.forced_text() == b"" and matcher.accept(VOCABULARY.eos_ids[1]) and matcher.is_over
