@@ -33,6 +33,7 @@ from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
+from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -105,6 +106,11 @@ def _load_cpu(settings: WorkerSettings, group: Group | None = None) -> LoadedMod
         model_impl=settings.model_impl,
         group=group,
     )
+    if settings.jump_forward_tokens:
+        from radixmesh.daemons.worker.cpu.runner import CpuRunner
+
+        assert isinstance(runner, CpuRunner)
+        runner.verify(jump_forward, max_drafts=settings.jump_forward_tokens)
     return _loaded(settings, folder, runner, _fingerprint(settings, folder))
 
 

@@ -43,6 +43,8 @@ class WorkerSettings(CommonSettings):
     max_plans_in_flight: int = setting(4, "plans taken ahead of the running one, itself included")
     max_blob_bytes: int = setting(32 * _MIB, "largest blob")
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
+    jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "
+        "once; 0: none")  # fmt: skip
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
@@ -107,6 +109,11 @@ class WorkerSettings(CommonSettings):
                 raise ValueError(f"{_flag(name)} must be >= 1, not {value}")
         if self.blob_store_bytes < self.max_blob_bytes:
             raise ValueError(f"{_flag('blob_store_bytes')} must hold one blob of {_flag('max_blob_bytes')}")
+        if not 0 <= self.jump_forward_tokens < MAX_TOKENS_PER_ROW:
+            most = MAX_TOKENS_PER_ROW - 1
+            raise ValueError(f"{_flag('jump_forward_tokens')} must be in [0, {most}], not {self.jump_forward_tokens}")
+        if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1):
+            raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 alone has it so far")
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:

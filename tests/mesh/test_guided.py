@@ -137,6 +137,22 @@ async def test_a_broken_grammar_over_grpc_is_a_typed_error(mesh: Mesh) -> None:
     assert caught.value.reason == "INVALID_GRAMMAR"
 
 
+async def test_a_mesh_that_jumps_forward_gives_the_same_ids(mesh: Mesh) -> None:
+    options = {"json_schema": SCHEMA, "n": 2, "temperature": 1.0, "max_tokens": 200}
+    async with running_mesh("cpu", worker={"jump_forward_tokens": 7}) as jumping:
+        for seed in range(3):
+            one, other = [
+                await asked.client.complete("A city:", seed=seed, **options)  # type: ignore[arg-type]
+                for asked in (mesh, jumping)
+            ]
+            assert [output.ids for output in one.outputs] == [output.ids for output in other.outputs]
+        plain = [
+            (await asked.client.complete("Once", seed=1, max_tokens=30)).outputs[0].ids for asked in (mesh, jumping)
+        ]
+        assert plain[0] == plain[1]
+        assert jumping.bugs == []
+
+
 async def test_kills_change_no_byte(mesh: Mesh) -> None:
     """Every daemon is killed once while guided streams are open, n = 2 among them."""
     jobs = [

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarBackend, GrammarMatcher, MaskWords
+from radixmesh.daemons.runtime.guided.backend import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarMatcher,
+    GreedyTokens,
+    GuidedVocabulary,
+    MaskWords,
+)
 from radixmesh.daemons.runtime.guided.source import GrammarSource
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 
@@ -34,6 +41,7 @@ class AnyText(GrammarMatcher, CompiledGrammar):
 
 class AnyTextBackend(GrammarBackend):
     format = "any/1"
+    tokens = GreedyTokens(GuidedVocabulary([b"a"], (), 1))
 
     def compile(self, source: GrammarSource) -> bytes:
         return b"any/1\n"

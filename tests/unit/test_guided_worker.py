@@ -24,6 +24,7 @@ from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import mask_row
+from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 
@@ -73,6 +74,7 @@ class Guided:
         assert isinstance(runner, CpuRunner)
         self.runner = runner
         self.generation = 0
+        self.num_steps = 0
 
     def steps(self) -> Steps:
         self.blobs = BlobStore(max_bytes=1 << 24, max_blob_bytes=1 << 23)
@@ -101,6 +103,7 @@ class Guided:
         eos = set(self.vocabulary.identity.eos_ids)
         while len(tokens) < 150 and tokens[-1] not in eos:
             tokens += steps.run(decodes=[0]).ids.tolist()
+            self.num_steps += 1
             tokens = tokens[: next((i + 1 for i, t in enumerate(tokens) if t in eos), len(tokens))]
         steps.run(decodes=[], releases=(Release(slot=0, generation=self.generation),))
         is_over = tokens[-1] in eos
@@ -151,6 +154,40 @@ def test_drafts_change_no_token(guided: Guided) -> None:
         guided.runner.max_tokens_per_row = 1
         guided.runner._drafter = None
     assert is_over and drafted == plain
+
+
+KEYS = {
+    "type": "object",
+    "properties": {
+        "temperature_measurement": {"enum": [1, 22]},
+        "humidity_measurement": {"enum": ["low", "high"]},
+        "atmospheric_pressure": {"type": "null"},
+    },
+    "required": ["temperature_measurement", "humidity_measurement", "atmospheric_pressure"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forced_texts_are_jumped_over_and_change_no_token(guided: Guided, temperature: float) -> None:
+    source = GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps(KEYS))
+    plain, jumped, num_steps = [], [], 0
+    steps = guided.steps()
+    for seed in range(3):
+        plain.append(guided.write(steps, source, Sampling(temperature=temperature, seed=seed)))
+    guided.runner.verify(jump_forward, max_drafts=7)
+    try:
+        steps = guided.steps()
+        for seed in range(3):
+            before = guided.num_steps
+            jumped.append(guided.write(steps, source, Sampling(temperature=temperature, seed=seed)))
+            num_steps += guided.num_steps - before
+    finally:
+        guided.runner.max_tokens_per_row = 1
+        guided.runner._drafter = None
+    assert jumped == plain and all(is_over for _, is_over in plain)
+    num_tokens = sum(len(tokens) + 1 for tokens, _ in plain)
+    assert num_tokens > 1.3 * num_steps, (num_tokens, num_steps)
 
 
 def test_min_tokens_yields_where_only_the_end_is_left(guided: Guided) -> None:

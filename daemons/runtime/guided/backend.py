@@ -50,6 +50,28 @@ class GuidedVocabulary:
         return cls(texts, tuple(vocabulary.identity.eos_ids), vocabulary.vocab_size)
 
 
+class GreedyTokens:
+    """Texts as tokens, the longest first: mostly as the model's own tokenizer cuts them, and always their bytes."""
+
+    def __init__(self, vocabulary: GuidedVocabulary) -> None:
+        self._ids = {text: token for token, text in enumerate(vocabulary.token_bytes) if text}
+        self._longest = max(map(len, self._ids))
+
+    def encode(self, text: bytes) -> list[int]:
+        """Bytes that no token stands for are left out."""
+        ids, start = [], 0
+        while start < len(text):
+            for end in range(min(len(text), start + self._longest), start, -1):
+                token = self._ids.get(text[start:end])
+                if token is not None:
+                    ids.append(token)
+                    start = end
+                    break
+            else:
+                start += 1
+        return ids
+
+
 class GrammarMatcher(ABC):
     """One output on its way through its grammar. One thread at a time."""
 
@@ -90,6 +112,8 @@ class GrammarBackend(ABC):
     """A library with a vocabulary. format: name and version of its artefacts, e.g. "xgrammar/0.2.8"."""
 
     format: str
+    tokens: GreedyTokens
+    """The vocabulary, for texts that a grammar forces."""
 
     @abstractmethod
     def compile(self, source: GrammarSource) -> bytes:

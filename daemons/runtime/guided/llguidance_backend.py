@@ -17,6 +17,7 @@ from radixmesh.daemons.runtime.guided.backend import (
     CompiledGrammar,
     GrammarBackend,
     GrammarMatcher,
+    GreedyTokens,
     GuidedVocabulary,
     MaskWords,
     installed_format,
@@ -40,7 +41,8 @@ class LLGuidanceBackend(GrammarBackend):
 
     def __init__(self, vocabulary: GuidedVocabulary) -> None:
         self._eos_ids = list(vocabulary.eos_ids)
-        texts = _TokenTexts(vocabulary)
+        self.tokens = GreedyTokens(vocabulary)
+        texts = _TokenTexts(vocabulary, self.tokens)
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(texts), n_vocab=vocabulary.vocab_size, eos_token=self._eos_ids
         )
@@ -78,23 +80,14 @@ class _TokenTexts:
     bos_token_id = None
     special_token_ids: Sequence[int] = ()
 
-    def __init__(self, vocabulary: GuidedVocabulary) -> None:
+    def __init__(self, vocabulary: GuidedVocabulary, greedy: GreedyTokens) -> None:
         self.eos_token_id = vocabulary.eos_ids[0]
         padding = [b""] * (vocabulary.vocab_size - len(vocabulary.token_bytes))
         self.tokens = [*vocabulary.token_bytes, *padding]
-        self._ids = {text: token for token, text in enumerate(vocabulary.token_bytes) if text}
-        self._longest = max(map(len, self._ids))
+        self._greedy = greedy
 
     def __call__(self, text: bytes) -> list[int]:
-        ids, start = [], 0
-        while start < len(text):
-            for end in range(min(len(text), start + self._longest), start, -1):
-                token = self._ids.get(text[start:end])
-                if token is not None:
-                    ids.append(token)
-                    break
-            start = max(end, start + 1)
-        return ids
+        return self._greedy.encode(text)
 
 
 class _Compiled(CompiledGrammar):

@@ -13,6 +13,7 @@ from radixmesh.daemons.runtime.guided.backend import (
     CompiledGrammar,
     GrammarBackend,
     GrammarMatcher,
+    GreedyTokens,
     GuidedVocabulary,
     MaskWords,
     installed_format,
@@ -38,6 +39,7 @@ class XGrammarBackend(GrammarBackend):
 
     def __init__(self, vocabulary: GuidedVocabulary) -> None:
         self._eos_ids = list(vocabulary.eos_ids)
+        self.tokens = GreedyTokens(vocabulary)
         self._info = xgrammar.TokenizerInfo(
             list(vocabulary.token_bytes),
             xgrammar.VocabType.RAW,

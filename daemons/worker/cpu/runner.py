@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -255,14 +255,15 @@ def _after(sample: SampleInput, drafts: IntArray) -> SampleInput:
 
 def _masked(
     rows: FloatArray, inputs: Sequence[SampleInput], num_drafts: Sequence[int]
-) -> tuple[FloatArray, Sequence[SampleInput]]:
-    """Rows and inputs as they are sampled: of outputs that follow a grammar, what it forbids cannot be.
+) -> tuple[FloatArray, Sequence[SampleInput], Set[int]]:
+    """Rows and inputs as they are sampled: of outputs that follow a grammar, what it forbids cannot be. And the rows in
+    which one token is left.
 
     num_drafts: how many of an input's last output ids are drafts. Logprobs are those of the rows as they were.
     """
     if all(sample.guide is None for sample in inputs):
-        return rows, inputs
-    masked, adjusted = rows.copy(), list(inputs)
+        return rows, inputs, frozenset()
+    masked, adjusted, single_rows = rows.copy(), list(inputs), set()
     for index, (sample, number) in enumerate(zip(inputs, num_drafts, strict=True)):
         drafts = sample.output_ids[len(sample.output_ids) - number :].tolist()
         allowed = None if sample.guide is None else sample.guide.allowed(drafts)
@@ -271,18 +272,24 @@ def _masked(
         masked[index], keeps_suppression = mask_row(rows[index], allowed, sample.suppressed_ids)
         if not keeps_suppression:
             adjusted[index] = replace(sample, suppressed_ids=sample.suppressed_ids[:0])
-    return masked, adjusted
+        if np.count_nonzero(allowed) == 1:
+            single_rows.add(index)
+    return masked, adjusted, single_rows
 
 
-def _sample_rows(rows: FloatArray, inputs: Sequence[SampleInput]) -> list[int]:
-    """A token of each row of logits."""
+def _sample_rows(rows: FloatArray, inputs: Sequence[SampleInput], single_rows: Set[int] = frozenset()) -> list[int]:
+    """A token of each row of logits. single_rows: those in which a mask has left one token."""
     # NaN would win an argmax; those rows go through the sampler.
     tokens: list[int] = rows.argmax(axis=1).tolist()
     is_plain = np.isfinite(rows.max(axis=1)).tolist()
     by_sampler = [
         row
         for row, sample in enumerate(inputs)
-        if not (is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids))
+        # A mask of one token leaves nothing to sample.
+        if row not in single_rows
+        and not (
+            is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids)
+        )
     ]
     if by_sampler:
         sampled = sample_tokens(rows[by_sampler], [inputs[row] for row in by_sampler])

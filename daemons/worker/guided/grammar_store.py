@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarBackend
+from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarBackend, GreedyTokens
 
 # Memory of grammars that no slot follows any more; those of slots live as long as these.
 MAX_BYTES = 256 << 20
@@ -33,6 +33,12 @@ class GrammarStore:
         """True for a blob that says it is one, of whatever version."""
         name = self.format.partition("/")[0]
         return bool(name) and blob.startswith(f"{name}/".encode())
+
+    @property
+    def tokens(self) -> GreedyTokens:
+        """Of the vocabulary; there once a grammar was read."""
+        assert self._backend is not None
+        return self._backend.tokens
 
     def get(self, blob_hash: str, blob: bytes) -> CompiledGrammar:
         """The grammar of a blob, read when it is first asked for. Raises INVALID_GRAMMAR, UNSUPPORTED."""

@@ -8,17 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
-from radixmesh.daemons.runtime.guided.backend import GrammarMatcher
+from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens
 from radixmesh.daemons.runtime.guided.source import invalid_grammar
 
 BoolArray = npt.NDArray[np.bool_]
 
 
 class Guide:
-    """The step thread alone uses it. vocab_size: ids of a row of logits."""
+    """The step thread alone uses it. vocab_size: ids of a row of logits. tokens: for forced texts."""
 
-    def __init__(self, matcher: GrammarMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: GrammarMatcher, vocab_size: int, tokens: GreedyTokens) -> None:
         self._matcher = matcher
+        self._tokens = tokens
         self._words = np.zeros(-(-vocab_size // 32), np.int32)
         self._vocab_size = vocab_size
 
@@ -37,6 +38,18 @@ class Guide:
     def is_over(self) -> bool:
         """Nothing follows: the output has ended, and what is sampled behind it is dropped."""
         return self._matcher.is_over
+
+    def forced_ids(self, most: int) -> Sequence[int]:
+        """Tokens of the text that must follow, at most so many; () where the grammar has a choice.
+
+        The output may cut that text in other places: they are drafts, which sampling confirms or not. Nothing is
+        drafted where no token may follow the text: what is sampled behind it would be against the grammar.
+        """
+        forced = () if most < 1 or self._matcher.is_over else self._tokens.encode(self._matcher.forced_text())[:most]
+        if not forced:
+            return ()
+        allowed = self.allowed(forced)
+        return forced if allowed is not None and allowed.any() else ()
 
     def is_stuck(self) -> bool:
         """No token may follow, not even the end."""

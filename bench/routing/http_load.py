@@ -1,0 +1,100 @@
+"""Clients of /v1/completions that stream: each sends one prompt after the other. As little work a token as can be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+_MAX_LINE = 1 << 22
+
+
+@dataclass
+class Record:
+    """One request. Seconds from its sending; num_tokens: events with text."""
+
+    first_s: float = 0.0
+    done_s: float = 0.0
+    num_tokens: int = 0
+    error: str = ""
+
+
+@dataclass
+class Outcome:
+    """All requests of a run."""
+
+    seconds: float = 0.0
+    records: list[Record] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        good = [record for record in self.records if not record.error]
+        first = sorted(record.first_s for record in good) or [0.0]
+        return {
+            "tok_s": round(sum(record.num_tokens for record in good) / max(self.seconds, 1e-9), 1),
+            "ttft_p50_ms": round(1e3 * first[len(first) // 2]),
+            "ttft_p99_ms": round(1e3 * first[int(0.99 * (len(first) - 1))]),
+            "requests": len(good),
+            "failed": len(self.records) - len(good),
+            "seconds": round(self.seconds, 1),
+        }
+
+
+Conversation = Iterator[tuple[str, int]]
+"""Prompts of one client with their output lengths."""
+
+
+async def run_load(host: str, port: int, model: str, conversations: Iterable[Conversation], at_once: int) -> Outcome:
+    """`at_once` clients take conversations, one prompt after the other, until there are none."""
+    outcome, rest = Outcome(), iter(conversations)
+
+    async def client() -> None:
+        for conversation in rest:
+            for prompt, num_output in conversation:
+                outcome.records.append(await _complete(host, port, model, prompt, num_output))
+
+    started = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(at_once)))
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+async def _complete(host: str, port: int, model: str, prompt: str, num_output: int) -> Record:
+    record, started = Record(), time.perf_counter()
+    body = json.dumps(
+        {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": num_output,
+            "min_tokens": num_output,
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "seed": 1,
+            "stream": True,
+        }
+    ).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    try:
+        reader, writer = await asyncio.open_connection(host, port, limit=_MAX_LINE)
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            record.error = status.decode().strip()
+        async for line in reader:
+            if line.startswith(b"data: {") and b'"choices":[]' not in line:
+                if b'"error"' in line[:20]:
+                    record.error = line[:200].decode()
+                record.first_s = record.first_s or time.perf_counter() - started
+                record.num_tokens += 1
+            elif line.startswith(b"data: [DONE]"):
+                break
+        else:
+            record.error = record.error or "the stream broke"
+        writer.close()
+    except OSError as error:
+        record.error = str(error)
+    # Events may bring several tokens, and the last one brings none: the count that was asked for is what came.
+    record.num_tokens = 0 if record.error else num_output
+    record.done_s = time.perf_counter() - started
+    return record
