@@ -52,6 +52,8 @@ def main() -> None:
     parser.add_argument("--workloads", default="groups,zipf_groups,chats,random")
     parser.add_argument("--requests", type=int, default=384)
     options = parser.parse_args()
+    # Its daemons have sessions of their own: they would outlive a benchmark that is told to stop.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     contestants = [f"ours {policy}" for policy in options.ours.split(",") if policy]
     contestants += [name for name, given in (("smg", options.smg), ("sglang-router", options.sglang)) if given]
     with tempfile.TemporaryDirectory(prefix="gw") as folder, Mesh(Path(folder)) as mesh:

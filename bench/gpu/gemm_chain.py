@@ -30,6 +30,7 @@ from gemm_model import (
 
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
+from radixmesh.daemons.worker.cuda.attention.paged_kernels import KeyValueKernels
 from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
 from radixmesh.daemons.worker.cuda.gemm.autotuner import Benchmark, GraphBenchmark, MatrixGroup, Timing
 from radixmesh.daemons.worker.cuda.gemm.backend import (
@@ -96,13 +97,11 @@ class Chain:
             chunk_kv_lens=none,
             max_chunk_len=0,
         )
+        shape = AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
         self._attention = TritonAttention(
-            AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5),
-            page_size=1,
+            KeyValueKernels(shape, 1, torch.bfloat16, torch.device("cuda")),
             windows=(None,),
             max_rows=num_rows,
-            dtype=torch.bfloat16,
-            device=torch.device("cuda"),
             is_deterministic=False,
             use_pdl=True,
         )

@@ -108,6 +108,11 @@ class RouterSettings(CommonSettings):
         "bytes of all HTTP request bodies that are read at once; more gets 503; by default an eighth of the memory "
         "that the process may have, 128 MiB at most",
     )
+    http_responses_bytes: int = setting(
+        _BODIES_BYTES // 4,
+        "bytes of conversations kept for previous_response_id of /v1/responses, an eighth of them at most of one; the "
+        "least recently used are forgotten; 0: none are kept",
+    )
     http_body_s: float = setting(60.0, "seconds that an HTTP request body may take to arrive")
     http_min_body_rate: int = setting(8_192, "least bytes a second of an HTTP request body, after its first 5 s")
     http_head_s: float = setting(10.0, "seconds that the head of an HTTP request may take to arrive")
@@ -172,6 +177,8 @@ class RouterSettings(CommonSettings):
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
+        if self.http_responses_bytes < 0:
+            raise ValueError(f"--http-responses-bytes must be >= 0, not {self.http_responses_bytes}")
         if self.http_body_bytes > self.http_bodies_bytes * 3 // 4:
             raise ValueError(
                 f"--http-body-bytes {self.http_body_bytes} is more than three quarters of --http-bodies-bytes "

@@ -21,6 +21,8 @@ PACKAGES = {
     "litellm": "litellm",
     "instructor": "instructor",
     "llamaindex": "llama-index-llms-openai-like",
+    "anthropic": "anthropic",
+    "ollama": "ollama",
 }
 
 

@@ -15,10 +15,23 @@ from radixmesh.daemons.router.http.endpoints.completion_request import Completio
 from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest, NativeSampling
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
+from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
+from radixmesh.daemons.router.http.translated.ollama_request import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
 
 ROUTES: Mapping[str, type[Body]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
+    "/api/chat": OllamaChatRequest,
+    "/api/generate": OllamaGenerateRequest,
+    "/api/show": OllamaShowRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/generate": NativeRequest,
     "/tokenize": TokenizeRequest,
@@ -28,6 +41,12 @@ _USER = {"role": "user", "content": "x"}
 _BASES: Mapping[str, dict[str, object]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [_USER], "max_tokens": 1},
+    "/v1/messages": {"messages": [_USER], "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": [_USER]},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/api/chat": {"model": "tiny-llama", "messages": [_USER], "options": {"num_predict": 1}},
+    "/api/generate": {"model": "tiny-llama", "prompt": "x", "options": {"num_predict": 1}},
+    "/api/show": {"model": "tiny-llama"},
     "/v1/embeddings": {"input": "x"},
     "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 1}},
     "/tokenize": {"prompt": "x"},
@@ -99,7 +118,41 @@ EDGES: Mapping[str, Edge] = {
     "sampling_seed": Edge(2**64 - 1, 2**64, "INVALID_ARGUMENT"),
     "tokens": Edge([7] * 1000, [[7] * 1024] * 1025, "INVALID_ARGUMENT"),
 }
+_TYPED = {"type": "t" * 1000}
+_ITEM = {"role": "user", "content": "x"}
+_OWN_TOOL = {"name": "f", "input_schema": {"x": [1] * 60_000}}
+_FUNCTION = {"type": "function", "name": "f", "parameters": {"x": [1] * 60_000}}
+_TEXT = Edge("s" * 1000, "s" * (5 * _MIB), "TOO_LARGE", 1)
+_ANTHROPIC: Mapping[str, Edge] = {
+    "system": _TEXT,
+    "tools": Edge([_OWN_TOOL], [{**_OWN_TOOL, "input_schema": {"x": [1] * 65_536}}], "TOO_LARGE", 1),
+    "tool_choice": Edge({"type": "auto"}, _TYPED, "INVALID_ARGUMENT"),
+    "thinking": Edge({"type": "disabled"}, _TYPED, "INVALID_ARGUMENT"),
+    "output_config": Edge({}, {"format": _TYPED}, "UNSUPPORTED"),
+    "stop_sequences": _STOPS,
+}
+_OLLAMA: Mapping[str, Edge] = {
+    "format": Edge("", "f" * 1000, "INVALID_ARGUMENT"),
+    "options": Edge({"num_predict": 1, "num_ctx": 8}, {f"o{i}": 1 for i in range(257)}, "TOO_LARGE"),
+    "think": Edge("e" * 256, "e" * 257, "INVALID_ARGUMENT"),
+}
 _OF_ROUTE: Mapping[tuple[str, str], Edge] = {
+    **{
+        (path, field): edge
+        for path in ("/v1/messages", "/v1/messages/count_tokens")
+        for field, edge in _ANTHROPIC.items()
+    },
+    **{(path, field): edge for path in ("/api/chat", "/api/generate") for field, edge in _OLLAMA.items()},
+    ("/api/generate", "prompt"): _TEXT,
+    ("/api/generate", "system"): _TEXT,
+    ("/api/show", "name"): Edge("tiny-llama", "n" * 257, "INVALID_ARGUMENT"),
+    ("/v1/responses", "input"): Edge([_ITEM] * 4, [_ITEM] * 4097, "TOO_LARGE"),
+    ("/v1/responses", "instructions"): _TEXT,
+    ("/v1/responses", "previous_response_id"): Edge(None, "r" * 257, "INVALID_ARGUMENT"),
+    ("/v1/responses", "text"): Edge({"format": {"type": "text"}}, {"format": _TYPED}, "UNSUPPORTED"),
+    ("/v1/responses", "tools"): Edge([_FUNCTION], [{**_FUNCTION, "parameters": {"x": [1] * 65_536}}], "TOO_LARGE", 1),
+    ("/v1/responses", "reasoning"): Edge({"effort": "e" * 256}, {"effort": "e" * 257}, "INVALID_ARGUMENT"),
+    ("/v1/responses", "include"): Edge([], ["i" * 1000], "UNSUPPORTED"),
     ("/v1/chat/completions", "tools"): Edge(
         _functions([{"x": [1] * 60_000}]), _functions([{"x": [1] * 65_536}]), "TOO_LARGE", 1
     ),
@@ -144,11 +197,15 @@ def fields_of(path: str) -> list[str]:
     return [*sized_fields(ROUTES[path]), *(sized_fields(NativeSampling) if path == "/generate" else ())]
 
 
+def has_edge(path: str, field: str) -> bool:
+    return (path, field) in _OF_ROUTE or field in EDGES
+
+
 def bodies(size: int) -> Iterator[HostileBody]:
     """Per route and field the largest legal, the smallest illegal, and `size` bytes of what is wrong in kind."""
     for path in ROUTES:
         for field in fields_of(path):
-            edge = _OF_ROUTE.get((path, field), EDGES[field])
+            edge = _OF_ROUTE[path, field] if (path, field) in _OF_ROUTE else EDGES[field]
             yield HostileBody(f"{path} {field} legal", path, _body(path, field, edge.legal), "")
             yield HostileBody(f"{path} {field} illegal", path, _body(path, field, edge.illegal), edge.code)
             part = json.dumps(edge.wrong).encode()

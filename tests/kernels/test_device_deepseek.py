@@ -8,15 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import support.triton_interpreter  # noqa: F401
 import torch
 from support.deepseek_folders import TINY_DEEPSEEK, V2_SHAPES, V3_SHAPES, random_deepseek
 from support.device_settings import TINY_SETTINGS
+from support.plan_driver import GREEDY
+from support.replaying_device import ReplayingDevice
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
+from radixmesh.daemons.worker.cuda import kernel_choice
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
 from radixmesh.daemons.worker.cuda.runner import DeviceRunner
-from radixmesh.daemons.worker.runner import Segment
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.runner import ModelRunner, Segment
 
 _SETTINGS = replace(
     TINY_SETTINGS, page_size=4, num_pages=400, num_slots=8, max_total_len=256, cuda_graphs=True, max_tokens_per_step=128
@@ -25,6 +31,7 @@ _SETTINGS = replace(
 # Others cost CPU time each: the CPU worker's tests have all.
 _DAILY = ("v2_groups_yarn", "v3_groups", "v3_biases_tied")
 _NUM_TEXTS = 4
+_NUM_DECODES = 4
 _SHAPES = [name if name in _DAILY else pytest.param(name, marks=pytest.mark.full) for name in (*V2_SHAPES, *V3_SHAPES)]
 
 
@@ -57,6 +64,61 @@ def test_the_tiny_model_knows_its_texts() -> None:
         num_wrong += int((logits[first - 1 : -1].argmax(-1) != ids[first:]).sum())
         num_tokens += len(ids) - first
     assert num_wrong == 0 and num_tokens > 50 * _NUM_TEXTS // 4
+
+
+@pytest.mark.full
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
+@pytest.mark.parametrize("is_deterministic", [False, True])
+def test_kernels_and_captured_steps_sample_what_torch_does(
+    is_deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The project's kernels in every part, in replayed steps that are launched ahead: chunks, then decodes."""
+    random_deepseek("v3_groups").save_pretrained(tmp_path)
+    settings = replace(
+        _SETTINGS, num_pages=30, num_slots=2, max_total_len=40, max_tokens_per_step=16, attention_backend="torch"
+    )
+    want = _greedy_ids(load_device_runner(tmp_path, settings, HostDevice()), lag=0)
+    monkeypatch.setattr(kernel_choice, "_kernels_name", lambda settings, device: "triton")
+    device = ReplayingDevice()
+    settings = replace(settings, attention_backend="triton", deterministic=is_deterministic)
+    runner = load_device_runner(tmp_path, settings, device)
+    assert isinstance(runner, DeviceRunner)
+    runner.warm_up()
+    device.replayed.clear()
+    assert _greedy_ids(runner, lag=2) == want and len(set(want)) > 2
+    assert len(device.replayed) == 2 + _NUM_DECODES
+
+
+def _greedy_ids(runner: ModelRunner, *, lag: int) -> list[int]:
+    """Ids of a prompt in two chunks and of decodes, with `lag` steps launched ahead."""
+    executor = StepExecutor(runner, num_slots=2, max_tokens_per_step=16)
+    executor.begin_epoch(1)
+    none, decodes, ids = np.zeros(0, np.int32), np.array([1], np.int32), np.arange(20, 41, dtype=np.int32) % 17 + 30
+    admit = Admit(
+        slot=1,
+        generation=1,
+        request_id="r",
+        prompt_ids=ids,
+        max_total_len=40,
+        sampling=GREEDY,
+        cached_len=0,
+        cached_pages=none,
+        cached_page_generations=none,
+    )
+    grants = (Grant(slot=1, pages=np.arange(15, 5, -1, dtype=np.int32)),)
+    plans: list[dict[str, object]] = [
+        {"admits": (admit,), "grants": grants, "chunks": (Chunk(slot=1, length=13),), "decode_set": none},
+        {"chunks": (Chunk(slot=1, length=len(ids) - 13),), "decode_set": none},
+        *({"decode_set": decodes} for _ in range(_NUM_DECODES)),
+    ]
+    launched, got = [], []
+    for step_id, parts in enumerate(plans, start=1):
+        launched.append(executor.launch(StepPlan(epoch=1, step_id=step_id, **parts)))
+        while len(launched) > lag:
+            got += launched.pop(0).result().ids.tolist()
+    for step in launched:
+        got += step.result().ids.tolist()
+    return got
 
 
 def test_fp8_weights_are_refused() -> None:

@@ -31,6 +31,15 @@ from radixmesh.daemons.router.http.endpoints.server_info import (
 from radixmesh.daemons.router.http.endpoints.texts import DetokenizeEndpoint, TokenizeEndpoint
 from radixmesh.daemons.router.http.errors import CLIENT_CLOSED, ErrorResponse, Linger, RefusedBody, plain_error
 from radixmesh.daemons.router.http.openapi import OpenApiEndpoint
+from radixmesh.daemons.router.http.translated.anthropic_answer import CountTokensEndpoint, MessagesEndpoint
+from radixmesh.daemons.router.http.translated.ollama_answer import OllamaEndpoint
+from radixmesh.daemons.router.http.translated.ollama_models import (
+    OllamaShowEndpoint,
+    OllamaTagsEndpoint,
+    OllamaVersionEndpoint,
+)
+from radixmesh.daemons.router.http.translated.ollama_request import OllamaChatRequest, OllamaGenerateRequest
+from radixmesh.daemons.router.http.translated.responses_answer import ResponsesEndpoint, StoredResponseEndpoint
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -46,6 +55,12 @@ def make_app(context: HttpContext, hidden: Collection[str] = ()) -> Starlette:
     posts: dict[str, Endpoint] = {
         "/v1/chat/completions": ChatEndpoint(context),
         "/v1/completions": CompletionEndpoint(context),
+        "/v1/responses": ResponsesEndpoint(context),
+        "/v1/messages": MessagesEndpoint(context),
+        "/v1/messages/count_tokens": CountTokensEndpoint(context),
+        "/api/chat": OllamaEndpoint(context, OllamaChatRequest),
+        "/api/generate": OllamaEndpoint(context, OllamaGenerateRequest),
+        "/api/show": OllamaShowEndpoint(context),
         "/v1/embeddings": EmbeddingEndpoint(context),
         "/v1/score": ScoreEndpoint(context),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankEndpoint(context)),
@@ -58,6 +73,9 @@ def make_app(context: HttpContext, hidden: Collection[str] = ()) -> Starlette:
     gets: dict[str, Endpoint] = {
         "/v1/models": ModelsEndpoint(context),
         "/v1/models/{name:path}": ModelsEndpoint(context),
+        "/v1/responses/{id}": StoredResponseEndpoint(context),
+        **dict.fromkeys(("/api/tags", "/api/ps"), OllamaTagsEndpoint(context)),
+        "/api/version": OllamaVersionEndpoint(),
         "/health": HealthEndpoint(context),
         "/ping": HealthEndpoint(context),
         "/health_generate": HealthGenerateEndpoint(context),
@@ -72,9 +90,10 @@ def make_app(context: HttpContext, hidden: Collection[str] = ()) -> Starlette:
         "/docs": PageEndpoint("docs.html"),
         "/page/{file}": PageEndpoint(),
     }
-    methods = {**dict.fromkeys(posts, "POST"), **dict.fromkeys(gets, "GET")}
+    methods: dict[str, tuple[str, ...]] = {**dict.fromkeys(posts, ("POST",)), **dict.fromkeys(gets, ("GET",))}
+    methods["/v1/responses/{id}"] = ("GET", "DELETE")
     routes = [
-        Route(path, _as_function(endpoint), methods=[methods[path]])
+        Route(path, _as_function(endpoint), methods=methods[path])
         for path, endpoint in {**posts, **gets}.items()
         if path not in hidden
     ]
@@ -105,7 +124,7 @@ class _Failures:
     async def unread_body(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, UnreadBody)
         self._context.metrics.count_error(error)
-        return RefusedBody(error, _LINGER)
+        return RefusedBody(error, _LINGER, request.url.path)
 
     async def client_gone(self, request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED)  # Nobody reads it.
@@ -117,7 +136,7 @@ class _Failures:
             return Response(status_code=204, headers=error.headers)
         code = _CODES.get(error.status_code, "INVALID_ARGUMENT")
         message = f"{request.method} {request.url.path}: {error.detail}; see docs/http.md for what is served"
-        response = plain_error(error.status_code, code, message)
+        response = plain_error(error.status_code, code, message, request.url.path)
         response.headers.update(error.headers or {})
         return response
 
@@ -126,7 +145,7 @@ class _Failures:
         message = "the router failed on this request: its log says how"
         fault = MeshError(ErrorReason.ERROR_REASON_INTERNAL, message)
         self._context.metrics.count_error(fault)
-        return ErrorResponse(fault)
+        return ErrorResponse(fault, request.url.path)
 
 
 def _as_function(endpoint: Endpoint) -> Endpoint:

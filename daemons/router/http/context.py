@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from radixmesh.daemons.router.http.answers.chat_plans import ChatPlans
 from radixmesh.daemons.router.http.answers.tokens import TokenTables
 from radixmesh.daemons.router.http.bodies.body import BodyReader
+from radixmesh.daemons.router.http.translated.response_store import ResponseStore
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
@@ -31,6 +32,7 @@ class HttpContext:
     body: BodyReader
     metrics: Metrics
     progress: Progress
+    responses: ResponseStore = field(default_factory=lambda: ResponseStore(0))
     flush_cache: Callable[[str, float], Awaitable[int]] = _no_flush
     created: int = field(default_factory=lambda: int(time.time()))
 

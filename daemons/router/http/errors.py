@@ -13,6 +13,10 @@ from radixmesh.daemons.router.http.endpoints.client_names import as_sent
 from radixmesh.daemons.runtime.errors import MeshError
 
 JsonValue = object
+JsonObject = dict[str, JsonValue]
+# Paths whose clients read errors of another form than OpenAI's.
+ANTHROPIC_PATHS = "/v1/messages"
+OLLAMA_PATHS = "/api/"
 CLIENT_CLOSED = 499
 
 _STATUS_TO_HTTP: Mapping[str, int] = {
@@ -46,6 +50,15 @@ _HTTP_TO_TYPE: Mapping[int, str] = {
     CLIENT_CLOSED: "request_cancelled",
     503: "service_unavailable_error",
 }
+_ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _RETRY_AFTER_S = 1
 # Libraries tell this one by its code, or by "maximum context length", and cut the conversation.
 # The other tells "no such model" from any other 404 or 400: litellm looks for these very words.
@@ -58,6 +71,12 @@ def http_status(error: MeshError) -> int:
 
 
 def error_body(error: MeshError, path: str = "") -> dict[str, JsonValue]:
+    """The error in the form of the API that the path belongs to."""
+    openai = _openai_body(error, path)
+    return _in_form_of(path, openai, http_status(error))
+
+
+def _openai_body(error: MeshError, path: str) -> JsonObject:
     """`{"error": {message, type, param, code, metadata}}`; param is the field that is wrong, as clients of this path
     name it, code the reason's name; but for a prompt that is too long, which all clients know by OpenAI's code and
     words."""
@@ -79,7 +98,19 @@ def error_body(error: MeshError, path: str = "") -> dict[str, JsonValue]:
     }
 
 
-def plain_error(status: int, code: str, message: str) -> JSONResponse:
+def _in_form_of(path: str, body: JsonObject, status: int) -> JsonObject:
+    """OpenAI's form as Anthropic's or Ollama's, with the same details beside what their clients read."""
+    inner = body["error"]
+    assert isinstance(inner, dict)
+    if path.startswith(ANTHROPIC_PATHS):
+        kind = _ANTHROPIC_TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")
+        return {"type": "error", "error": {**inner, "type": kind}}
+    if path.startswith(OLLAMA_PATHS):
+        return {"error": inner["message"], **{name: inner[name] for name in ("code", "param", "metadata")}}
+    return body
+
+
+def plain_error(status: int, code: str, message: str, path: str = "") -> JSONResponse:
     """An error of HTTP's own (no such path, wrong method), in the same form."""
     body: dict[str, JsonValue] = {
         "message": message,
@@ -88,7 +119,7 @@ def plain_error(status: int, code: str, message: str) -> JSONResponse:
         "code": code,
         "metadata": {},
     }
-    return JSONResponse({"error": body}, status)
+    return JSONResponse(_in_form_of(path, {"error": body}, status), status)
 
 
 class Linger:
@@ -122,8 +153,8 @@ class RefusedBody(ErrorResponse):
     """The answer to a body that is not read to its end. The connection is closed, and not so early that the client,
     which is still sending, is reset before it reads this."""
 
-    def __init__(self, error: MeshError, linger: Linger) -> None:
-        super().__init__(error)
+    def __init__(self, error: MeshError, linger: Linger, path: str = "") -> None:
+        super().__init__(error, path)
         self.headers["connection"] = "close"
         self._linger = linger
 

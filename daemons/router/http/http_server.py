@@ -23,6 +23,7 @@ from radixmesh.daemons.router.http.server.session_header import SessionHeader
 from radixmesh.daemons.router.http.server.tls import FollowedContext
 from radixmesh.daemons.router.http.server.trace_header import TraceHeader
 from radixmesh.daemons.router.http.server.web_guard import HostCheck, JsonOnly, allow_origins, is_loopback
+from radixmesh.daemons.router.http.translated.response_store import ResponseStore
 from radixmesh.daemons.router.peers.grpc_peers import flush_cache
 from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.runtime.addresses import split_host_port
@@ -54,6 +55,7 @@ def make_http_server(
         ),
         metrics=runtime.metrics,
         progress=runtime.progress,
+        responses=ResponseStore(settings.http_responses_bytes),
         flush_cache=partial(flush_cache, tls=settings.tls),
     )
     app: ASGIApp = JsonOnly(BodyPace(make_app(context, hidden=_hidden(settings)), settings.http_min_body_rate))

@@ -21,6 +21,13 @@ from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRe
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.score_requests import RerankRequest, ScoreRequest
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
+from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
+from radixmesh.daemons.router.http.translated.ollama_request import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
 
 JsonObject = dict[str, object]
 
@@ -45,16 +52,27 @@ class NoBody(Body):
 
 
 class Operation(NamedTuple):
-    """One path with one method. body: the type of its body, None for GET. media_type: of the answer."""
+    """One path. body: the type of its body, None for GET. media_type: of the answer. also_delete: DELETE beside GET."""
 
     summary: str
     body: type[Body] | None = None
     media_type: str = "application/json"
+    also_delete: bool = False
 
 
 OPERATIONS: Mapping[str, Operation] = {
     "/v1/chat/completions": Operation("A chat through the model's template", ChatRequest),
     "/v1/completions": Operation("A text, a list of texts, ids, or a list of id lists", CompletionRequest),
+    "/v1/responses": Operation("OpenAI's responses: input in, output items out", ResponsesRequest),
+    "/v1/responses/{id}": Operation("A stored response; DELETE forgets it", also_delete=True),
+    "/v1/messages": Operation("Anthropic's messages: a chat in, content blocks out", MessagesRequest),
+    "/v1/messages/count_tokens": Operation("Tokens of a prompt of /v1/messages", CountTokensRequest),
+    "/api/chat": Operation("Ollama's chat", OllamaChatRequest),
+    "/api/generate": Operation("Ollama's answer to a prompt", OllamaGenerateRequest),
+    "/api/show": Operation("One model, in Ollama's form", OllamaShowRequest),
+    "/api/tags": Operation("Every model, in Ollama's form"),
+    "/api/ps": Operation("The same as /api/tags: all are loaded"),
+    "/api/version": Operation("The version, for Ollama's clients"),
     "/v1/embeddings": Operation("One vector for each text or list of ids", EmbeddingRequest),
     "/v1/score": Operation("How well texts go together, or how likely labels follow", ScoreRequest),
     "/rerank": Operation("Documents by how well they answer a query", RerankRequest),
@@ -124,7 +142,7 @@ def _path_item(path: str, operation: Operation) -> JsonObject:
     if parameters:
         described["parameters"] = parameters
     if operation.body is None:
-        return {"get": described}
+        return {"get": described, **({"delete": described} if operation.also_delete else {})}
     if operation.body is NoBody:
         return {"post": described}
     schema = {"$ref": f"#/components/schemas/{operation.body.__name__}"}

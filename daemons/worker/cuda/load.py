@@ -112,11 +112,9 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
     )
     with fitting("weights", "the model, --dtype or --quantization"):
         model = load_model(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
-    if model.needs_plain_attention:
-        attention = replace(attention, name="torch", kv_dtype=dtype)
-    has_graphs = settings.cuda_graphs and model.can_capture
-    if settings.cuda_graphs and not model.can_capture:
-        _log.warning("cuda_graphs_off", reason="the model waits for the device within a step", field="cuda_graphs")
+    if model.latent_rank is not None:
+        attention = attention.of_latents(model.latent_rank)
+    has_graphs = settings.cuda_graphs
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     limits = RunnerLimits(

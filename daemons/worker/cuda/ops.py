@@ -12,8 +12,16 @@ import torch
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmBackend, TiledGemm, TorchGemm
 from radixmesh.kernels import gemv
 from radixmesh.kernels.deferred_norm import DeferredNormGemm
+from radixmesh.kernels.mla_rows import (
+    LatentNorm,
+    head_gemm,
+    head_gemm_reference,
+    mla_rows,
+    mla_rows_reference,
+)
 from radixmesh.kernels.moe.grouped_gemm import default_config, routed_experts, routed_experts_reference
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
+from radixmesh.kernels.moe.router_logits import router_logits, router_logits_reference
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
 from radixmesh.kernels.rope_kv import (
     HeadNorms,
@@ -24,6 +32,9 @@ from radixmesh.kernels.rope_kv import (
     rope_write_kv_reference,
 )
 from radixmesh.kernels.silu_mul import silu_mul, silu_mul_reference
+
+# Rows up to which the project's kernels by head and by expert are taken; libraries compute more of them. Not measured.
+_FEW_ROWS = 32
 
 
 class Ops(ABC):
@@ -71,9 +82,29 @@ class Ops(ABC):
             return gated_TF
         return self.silu_mul(DeferredNormGemm(self.gemm.linear(x_TD, w_2FD), norm_input_TD=x_TD), eps)
 
-    def route(self, logits_TE: torch.Tensor, rule: RouterRule) -> Routes:
-        """The experts that rows pick, and their weights."""
-        return route_reference(logits_TE, rule)
+    def mla_rows(
+        self,
+        q_THY: torch.Tensor,
+        kv_TC: torch.Tensor,
+        norm: LatentNorm,
+        angles: RopeAngles,
+        target: KvTarget,
+        latents_SC: torch.Tensor,
+    ) -> torch.Tensor:
+        """Writes latents and RoPE keys into the pool; returns queries [T, H, C] of which the RoPE part is set."""
+        return mla_rows_reference(q_THY, kv_TC, norm, angles, target, latents_SC)
+
+    def head_gemm(self, x_THK: torch.Tensor, w_HNK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """out[t, h] = w[h] @ x[t, h], [T, H, N]."""
+        return head_gemm_reference(x_THK, w_HNK, out)
+
+    def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor) -> torch.Tensor:
+        """x @ w^T in float32, [T, E]."""
+        return router_logits_reference(x_TD, w_ED)
+
+    def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
+        """The experts that rows pick, and their weights; the bias counts for the choice alone."""
+        return route_reference(logits_TE, rule, bias_E)
 
     def add_experts(
         self,
@@ -150,6 +181,7 @@ class TritonOps(Ops):
     ) -> None:
         self.max_fused_rows = 0 if is_deterministic else max_fused_rows
         self._use_pdl = use_pdl
+        self._is_deterministic = is_deterministic
         # One configuration for any number of rows, so that a row's sums are the same beside any others.
         self._experts_config = default_config(1, 1) if is_deterministic else None
         if is_deterministic:
@@ -160,8 +192,29 @@ class TritonOps(Ops):
     def rms_norm(self, x_TD: torch.Tensor, w_D: torch.Tensor, eps: float) -> torch.Tensor:
         return rms_norm(x_TD, w_D, eps, use_pdl=self._use_pdl)
 
-    def route(self, logits_TE: torch.Tensor, rule: RouterRule) -> Routes:
-        return route(logits_TE, rule)
+    def mla_rows(
+        self,
+        q_THY: torch.Tensor,
+        kv_TC: torch.Tensor,
+        norm: LatentNorm,
+        angles: RopeAngles,
+        target: KvTarget,
+        latents_SC: torch.Tensor,
+    ) -> torch.Tensor:
+        return mla_rows(q_THY, kv_TC, norm, angles, target, latents_SC, use_pdl=self._use_pdl)
+
+    def head_gemm(self, x_THK: torch.Tensor, w_HNK: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        if len(x_THK) <= _FEW_ROWS or self._is_deterministic:
+            return head_gemm(x_THK, w_HNK, out, use_pdl=self._use_pdl)
+        return head_gemm_reference(x_THK, w_HNK, out)
+
+    def router_logits(self, x_TD: torch.Tensor, w_ED: torch.Tensor) -> torch.Tensor:
+        if len(x_TD) <= _FEW_ROWS or self._is_deterministic:
+            return router_logits(x_TD, w_ED, use_pdl=self._use_pdl)
+        return router_logits_reference(x_TD, w_ED)
+
+    def route(self, logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Tensor | None = None) -> Routes:
+        return route(logits_TE, rule, bias_E)
 
     def add_experts(
         self,

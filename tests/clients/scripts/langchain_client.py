@@ -1,9 +1,11 @@
 """LangChain: invoke, stream, batch, a bound tool, embeddings, and the error of a prompt that is too long."""
 
 import sys
+from typing import Literal
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import BaseModel
 
 URL, MODEL = sys.argv[1:]
 options = {"base_url": URL, "api_key": "none", "model": MODEL, "max_retries": 0}
@@ -23,6 +25,32 @@ def weather(city: str) -> str:
 
 
 assert chat.bind_tools([weather]).invoke("How is the weather?") is not None
+
+
+@tool
+def turn(side: Literal["left", "right"]) -> str:
+    """Turns."""
+    return f"turned {side}"
+
+
+class Turn(BaseModel):
+    """A side to turn to."""
+
+    side: Literal["left", "right"]
+
+
+guided = ChatOpenAI(**options, temperature=0, max_tokens=150)
+for method in ("json_schema", "function_calling"):
+    assert isinstance(guided.with_structured_output(Turn, method=method).invoke("Where?"), Turn), method
+for choice in ("any", "turn"):
+    called = guided.bind_tools([turn], tool_choice=choice, parallel_tool_calls=False).invoke("Where?")
+    (call,) = called.tool_calls
+    assert turn.invoke(call["args"]).startswith("turned "), call
+parts = list(guided.bind_tools([turn], tool_choice="turn").stream("Where?"))
+whole_call = parts[0]
+for part in parts[1:]:
+    whole_call += part
+assert whole_call.tool_calls[0]["args"]["side"] in ("left", "right"), whole_call
 assert chat.bind(logprobs=True, top_logprobs=2).invoke("Hi").response_metadata["logprobs"]["content"]
 embeddings = OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
 assert len(embeddings.embed_documents(["The Tyger", "Lorelei"])) == 2

@@ -17,6 +17,12 @@ assert client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens
 vector = client.embeddings.create(model=MODEL, input="The Tyger", dimensions=16)
 assert len(vector.data[0].embedding) == 16
 assert client.models.retrieve(MODEL).id == MODEL and [model.id for model in client.models.list()] == [MODEL]
+answer = client.responses.create(model=MODEL, input="Who are you?", temperature=0)
+with client.responses.stream(model=MODEL, input="Who are you?", temperature=0) as stream:
+    deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == stream.get_final_response().output_text == answer.output_text
+went_on = client.responses.create(model=MODEL, input="And?", previous_response_id=answer.id, max_output_tokens=4)
+assert went_on.usage.input_tokens > answer.usage.input_tokens and client.responses.retrieve(answer.id).id == answer.id
 raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=2, user="me")
 assert raw.headers["x-request-id"] and "user" in raw.headers["x-radixmesh-ignored-fields"]
 for wanted, more in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -24,11 +25,16 @@ from radixmesh.router.v1 import router_pb2
 # Until then a request that fails before its first output is answered with the error's own status; after it the client
 # sees that it is being served, and would be told of a failure by an event.
 _HEADERS_AFTER_S = 5.0
-_DONE = b"data: [DONE]\n\n"
 
 
 class EventWriter(ABC):
-    """Puts the messages of one HTTP request into the words of one API. Used once."""
+    """Puts the messages of one HTTP request into the words of one API. Used once.
+
+    media_type: of its stream. done: written behind all events of a stream that is complete.
+    """
+
+    media_type: ClassVar[str] = "text/event-stream"
+    done: ClassVar[bytes] = b"data: [DONE]\n\n"
 
     @abstractmethod
     async def prepare(self, resolved: ResolvedRequest) -> None:
@@ -47,11 +53,13 @@ class EventWriter(ABC):
     def end(self) -> bytes:
         """Events after all output; may be empty."""
 
+    def failed(self, error: MeshError, path: str) -> bytes:
+        """The event of an error that comes after the first output; path: of the request."""
+        return event(error_body(error, path))
+
 
 class EventStream(Response):
     """Runs the requests while it is sent, and ends them when the client leaves."""
-
-    media_type = "text/event-stream"
 
     def __init__(
         self,
@@ -60,7 +68,8 @@ class EventStream(Response):
         writer: EventWriter,
         headers: Mapping[str, str],
     ) -> None:
-        super().__init__(headers={**headers, "cache-control": "no-cache", "x-accel-buffering": "no"})
+        quick = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers={**headers, **quick}, media_type=writer.media_type)
         del self.headers["content-length"]
         self._context = context
         self._requests = requests
@@ -132,13 +141,13 @@ class EventStream(Response):
                 if events:
                     # Returns when the connection lets it: meanwhile what comes up merges into the next message.
                     await send(_part(events))
-            events = self._writer.end() + _DONE
+            events = self._writer.end() + self._writer.done
         except MeshError as error:
             if not self._is_started:
                 raise
-            # Without [DONE]: a client that does not read error events sees that the stream is cut short.
+            # Without what ends a whole stream: a client that reads no error events sees that it is cut short.
             self._context.metrics.count_error(error)
-            events = event(error_body(error, self._path))
+            events = self._writer.failed(error, self._path)
         await send({"type": "http.response.body", "body": events, "more_body": False})
 
 

@@ -37,6 +37,9 @@ HARMLESS = frozenset(
         # Of stream_options: usage comes at the end alone; obfuscation pads events.
         *("continuous_usage_stats", "include_obfuscation"),
         *("cache_control",),
+        # Of Ollama's options: memory and threads of its own runner. Contexts here are as long as the model's.
+        *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "num_keep", "numa", "low_vram"),
+        *("use_mmap", "use_mlock", "vocab_only", "f16_kv", "draft_num_predict"),
         # Ids beside the text are left out; the text is the same.
         *("return_token_ids",),
     )
@@ -82,6 +85,9 @@ UNSUPPORTED = frozenset(
         *("return_hidden_states", "return_tokens_as_token_ids", "token_ids_logprob", "vllm_xargs"),
         *("spaces_between_special_tokens", "mm_processor_kwargs", "typical_p", "best_of", "add_special_tokens", "echo"),
         *("parallel_tool_calls", "thinking", "beam_width", "num_beams"),
+        *("mirostat", "mirostat_eta", "mirostat_tau", "tfs_z", "repeat_last_n", "penalize_newline"),
+        *("images", "template", "context", "conversation", "max_tool_calls", "mcp_servers", "container"),
+        *("context_management", "inference_geo", "stop_reason"),
     )
 )
 # Values that ask for nothing: a field's default elsewhere. Null, false, "", [] and {} ask for nothing anywhere.
@@ -97,11 +103,16 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "beam_width": (1,),
     "num_beams": (1,),
+    "mirostat": (0,),
+    "tfs_z": (1,),
+    "repeat_last_n": (-1,),
     "truncate_prompt_tokens": (-1,),
 }
 _EMPTY: tuple[object, ...] = (None, False, "", [], {})
 # Of these false is what asks for something.
-_ON_BY_DEFAULT = frozenset(("parallel_tool_calls", "spaces_between_special_tokens", "add_special_tokens"))
+_ON_BY_DEFAULT = frozenset(
+    ("parallel_tool_calls", "penalize_newline", "spaces_between_special_tokens", "add_special_tokens")
+)
 # Longer than any of them.
 _MAX_NEUTRAL_BYTES = 64
 _MAX_ALIKE_CHARS = 40

@@ -23,6 +23,13 @@ from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRe
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.score_requests import RerankRequest, ScoreRequest
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
+from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
+from radixmesh.daemons.router.http.translated.ollama_request import (
+    OllamaChatRequest,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+)
+from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 KINDS: dict[str, type[Body]] = {
@@ -30,6 +37,8 @@ KINDS: dict[str, type[Body]] = {
     for kind in (
         *(ChatRequest, CompletionRequest, EmbeddingRequest, NativeRequest, TokenizeRequest, DetokenizeRequest),
         *(ScoreRequest, RerankRequest, ClassifyRequest),
+        *(MessagesRequest, CountTokensRequest, ResponsesRequest),
+        *(OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest),
     )
 }
 _HEAD = struct.Struct("<Ic")

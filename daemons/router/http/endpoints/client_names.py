@@ -27,6 +27,30 @@ _CHAT: Mapping[str, str] = {
     "template_args_json": "chat_template_kwargs",
     **dict.fromkeys(("prompt_ids", "input", "text", "chat"), "messages"),
 }
+_CONSTRAINTS = ("grammar", "response_format")
+_MESSAGES: Mapping[str, str] = {
+    **_CHAT,
+    **dict.fromkeys(("stop", "stop.stop"), "stop_sequences"),
+    **dict.fromkeys(_CONSTRAINTS, "output_config"),
+    **dict.fromkeys(("template_args_json", "chat_template_kwargs"), "thinking"),
+    "reasoning_effort": "output_config.effort",
+}
+_RESPONSES: Mapping[str, str] = {
+    **_CHAT,
+    **dict.fromkeys(("messages", "prompt_ids", "input", "text", "chat", "extra_json"), "input"),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    **dict.fromkeys(_CONSTRAINTS, "text.format"),
+    "reasoning_effort": "reasoning.effort",
+}
+_OLLAMA_OPTIONS: Mapping[str, str] = {
+    **{name: f"options.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+    **{name: f"options.{name}" for name in ("frequency_penalty", "presence_penalty")},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "options.num_predict"),
+    "repetition_penalty": "options.repeat_penalty",
+    "stop.stop": "options.stop",
+    **dict.fromkeys(_CONSTRAINTS, "format"),
+    **dict.fromkeys(("template_args_json", "chat_template_kwargs", "reasoning_effort"), "think"),
+}
 NATIVE_SAMPLING: Mapping[str, str] = {
     name: f"sampling_params.{own}"
     for name, own in {
@@ -68,6 +92,14 @@ _BY_PATH: Mapping[str, Mapping[str, str]] = {
     "/v1/score": dict.fromkeys(("prompt_ids", "text", "input"), "items"),
     **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), dict.fromkeys(("prompt_ids", "text"), "documents")),
     "/generate": _NATIVE,
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), _MESSAGES),
+    "/v1/responses": _RESPONSES,
+    "/api/chat": {**_CHAT, **_OLLAMA_OPTIONS},
+    "/api/generate": {
+        **_CHAT,
+        **_OLLAMA_OPTIONS,
+        **dict.fromkeys(("messages", "prompt_ids", "text", "chat"), "prompt"),
+    },
     "/tokenize": {**_CHAT, "text": "prompt"},
     "/detokenize": {"ids": "tokens", "prompt_ids": "tokens"},
 }
@@ -75,6 +107,9 @@ _BY_PATH: Mapping[str, Mapping[str, str]] = {
 _INPUTS: Mapping[str, str] = {
     "/v1/completions": "prompt",
     "/v1/chat/completions": "messages",
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens", "/api/chat"), "messages"),
+    "/v1/responses": "input",
+    "/api/generate": "prompt",
     "/v1/embeddings": "input",
     "/classify": "input",
     "/v1/classify": "input",

@@ -43,13 +43,17 @@ class KeyCheck:
                 set_caller(self._guard.check(authorization, scope["path"], is_admin=scope["path"] in ADMIN_PATHS))
             except MeshError as error:
                 self._metrics.count_error(error)
-                await RefusedBody(error, _LINGER)(scope, receive, send)
+                await RefusedBody(error, _LINGER, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
 def _authorization_in(scope: Scope) -> str | None:
+    """The value of the header authorization; x-api-key, by which Anthropic's clients send theirs, as a bearer's."""
+    own: str | None = None
     for name, value in scope["headers"]:
         if name == b"authorization":
             return str(value.decode("latin-1"))
-    return None
+        if name == b"x-api-key":
+            own = f"Bearer {value.decode('latin-1')}"
+    return own

@@ -38,7 +38,7 @@ class HostCheck:
                     f"this router is not called {host!r:.260}: use localhost or an IP address, or name the host in "
                     "--http-allowed-hosts"
                 )
-                await plain_error(421, "UNKNOWN_HOST", message)(scope, receive, send)
+                await plain_error(421, "UNKNOWN_HOST", message, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -69,7 +69,7 @@ class JsonOnly:
             types = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-type"]
             if len(types) != 1 or not _is_json(types[0]):
                 message = f"the body has content-type {', '.join(types)!r:.100}: send it with content-type: {_JSON}"
-                await plain_error(415, "WRONG_CONTENT_TYPE", message)(scope, receive, send)
+                await plain_error(415, "WRONG_CONTENT_TYPE", message, scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

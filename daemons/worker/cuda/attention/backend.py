@@ -73,7 +73,8 @@ class StepAttention(ABC):
     def attend(
         self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        """[T, H, d] in the dtype of the query. The step's own keys and values are in the pool.
+        """[T, H, d] in the dtype of the query. The step's own keys and values are in the pool. Over latents the values
+        are the first numbers of the keys, and the result is as long as they are.
 
         window: a token sees itself and the `window - 1` before it; None = all. Rows of padding hold finite numbers.
         """

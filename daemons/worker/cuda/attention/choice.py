@@ -31,11 +31,22 @@ _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionChoice:
-    """name: one of ATTENTION_BACKENDS. dtype: the model's; kv_dtype: the pool's."""
+    """name: one of ATTENTION_BACKENDS. dtype: the model's; kv_dtype: the pool's. latent_rank: as of `LoadedModel`."""
 
     name: str
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    latent_rank: int | None = None
+
+    def of_latents(self, rank: int) -> AttentionChoice:
+        """The same for a model whose cached tokens are latents. Raises MeshError UNSUPPORTED."""
+        if self.name == "flashinfer":
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                "FlashInfer's latent attention is not wired in: choose the triton attention backend",
+                {"field": "attention_backend"},
+            )
+        return replace(self, latent_rank=rank)
 
     def layout(self, layout: KvLayout) -> KvLayout:
         """The model's, with rows padded to a size that the kernels have. Raises MeshError UNSUPPORTED."""
@@ -75,16 +86,16 @@ class AttentionChoice:
             return TorchAttention(shape, page_size=settings.page_size)
         if self.name == "flashinfer":
             return _flashinfer(settings, shape, windows, self.kv_dtype, page_tables)
+        from radixmesh.daemons.worker.cuda.attention.paged_kernels import KeyValueKernels, LatentKernels
         from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
 
+        sizes = (shape, settings.page_size, self.kv_dtype, page_tables.device)
+        rank = self.latent_rank
         return TritonAttention(
-            shape,
-            page_size=settings.page_size,
+            KeyValueKernels(*sizes) if rank is None else LatentKernels(*sizes, rank=rank),
             windows=windows,
             # In deterministic mode the rows of chunks come as decodes too.
             max_rows=max(settings.num_slots, settings.max_tokens_per_step if settings.deterministic else 0),
-            dtype=self.kv_dtype,
-            device=page_tables.device,
             is_deterministic=settings.deterministic,
             use_pdl=settings.use_pdl and page_tables.is_cuda,
         )

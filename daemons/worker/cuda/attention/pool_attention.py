@@ -46,6 +46,9 @@ class _PoolStep(StepAttention):
         self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
     ) -> torch.Tensor:
         head_dim, stored_dim = query_THd.shape[2], keys_SKd.stride(1)
+        if values_SKd.shape[2] < head_dim:
+            # Latents, of which values are a part: no kernel has them padded.
+            return self._inner.attend(query_THd.to(keys_SKd.dtype), keys_SKd, values_SKd, window).to(query_THd.dtype)
         if head_dim == stored_dim:
             query = query_THd.to(keys_SKd.dtype)
         else:

@@ -40,7 +40,7 @@ class _TorchStep(StepAttention):
     def attend(
         self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
     ) -> torch.Tensor:
-        out_THd = torch.zeros_like(query_THd)
+        out_THv = query_THd.new_zeros(*query_THd.shape[:2], values_SKd.shape[2])
         shape, size = self._attention.shape, self._attention.page_size
         for first, num_rows, slot, kv_len in self._sequences:
             positions = torch.arange(kv_len, device=query_THd.device)
@@ -55,5 +55,5 @@ class _TorchStep(StepAttention):
                 is_seen &= positions[None, :] > own - window
             scores_HTL = scores_HTL.masked_fill(~is_seen, float("-inf"))
             out = torch.einsum("htl,lhd->thd", scores_HTL.softmax(dim=-1), values_LHd)
-            out_THd[first : first + num_rows] = out.to(query_THd.dtype)
-        return out_THd
+            out_THv[first : first + num_rows] = out.to(query_THd.dtype)
+        return out_THv

@@ -9,16 +9,11 @@ from functools import partial
 
 import torch
 
-from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, HostStep, StepAttention
+from radixmesh.daemons.worker.cuda.attention.paged_kernels import PagedInputs, PagedKernels
 from radixmesh.daemons.worker.cuda.attention.prefix_watch import LEAST_SHARED_ROWS, PrefixWatch
-from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, paged_decode, plan_decode
-from radixmesh.kernels.attention.extend_attention import paged_extend
-from radixmesh.kernels.attention.shared_prefix_attention import (
-    SharedPrefixWorkspace,
-    paged_shared_decode,
-    plan_shared_decode,
-)
+from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, plan_decode
+from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
 
 SHARED = "shared"
 
@@ -30,13 +25,10 @@ class TritonAttention(DeviceAttention):
 
     def __init__(
         self,
-        shape: AttentionShape,
+        kernels: PagedKernels,
         *,
-        page_size: int,
         windows: Sequence[int | None],
         max_rows: int,
-        dtype: torch.dtype,
-        device: torch.device,
         is_deterministic: bool,
         use_pdl: bool,
     ) -> None:
@@ -44,26 +36,15 @@ class TritonAttention(DeviceAttention):
         (Hopper and later)."""
         self.use_pdl = use_pdl
         self.is_batch_invariant = is_deterministic
-        self.shape = shape
-        self.page_size = page_size
+        self.kernels = kernels
         self._max_rows = max_rows
-        sizes = (shape.num_heads, shape.num_kv_heads, shape.head_dim, device, dtype)
-        self._create_workspace = partial(
-            DecodeWorkspace,
-            num_heads=shape.num_heads,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            device=device,
-            dtype=dtype,
-            windows=tuple(dict.fromkeys(windows)),
-            is_batch_invariant=is_deterministic,
-        )
+        self._create_workspace = partial(kernels.workspace, windows=windows, is_batch_invariant=is_deterministic)
         self.workspace = self._create_workspace(max_rows)
         self._captured: list[DecodeWorkspace] = []
         # A window may end within the prefix; and a row's bits would depend on who shares it.
         can_share = not is_deterministic and set(windows) == {None}
-        self.shared = SharedPrefixWorkspace(max_rows, *sizes) if can_share else None
-        self._watch = PrefixWatch(page_size)
+        self.shared = kernels.shared_workspace(max_rows) if can_share else None
+        self._watch = PrefixWatch(kernels.page_size)
 
     def reserve(self, num_rows: int) -> None:
         if num_rows > self._max_rows:
@@ -108,67 +89,20 @@ class _TritonStep(StepAttention):
         self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
     ) -> torch.Tensor:
         step, attention = self._step, self._attention
-        out_THd = torch.empty_like(query_THd)
-        num_decodes = step.num_decodes
+        kernels, num_decodes = attention.kernels, step.num_decodes
+        out_THv = query_THd.new_empty(*query_THd.shape[:2], values_SKd.shape[2])
+        inputs = PagedInputs(query_THd, keys_SKd, values_SKd, window)
         if num_decodes:
-            self._decode(query_THd[:num_decodes], keys_SKd, values_SKd, window, out_THd[:num_decodes])
+            of_decodes = inputs._replace(query=query_THd[:num_decodes])
+            out, use_pdl = out_THv[:num_decodes], attention.use_pdl
+            if self._is_shared:
+                assert attention.shared is not None
+                kernels.shared_decode(of_decodes, step, attention.shared, out, use_pdl=use_pdl)
+            else:
+                kernels.decode(of_decodes, step, attention.workspace, out, use_pdl=use_pdl)
         if step.num_chunks:
-            paged_extend(
-                query_THd,
-                keys_SKd,
-                values_SKd,
-                step.page_tables,
-                step.chunk_slots,
-                step.chunk_row_starts,
-                step.chunk_kv_lens,
-                attention.page_size,
-                attention.shape.scale,
-                window,
-                step.max_chunk_len,
-                out=out_THd,
-            )
-        return out_THd
-
-    def _decode(
-        self,
-        query_BHd: torch.Tensor,
-        keys_SKd: torch.Tensor,
-        values_SKd: torch.Tensor,
-        window: int | None,
-        out_BHd: torch.Tensor,
-    ) -> None:
-        step, attention = self._step, self._attention
-        use_pdl = attention.use_pdl
-        if self._is_shared:
-            assert attention.shared is not None
-            paged_shared_decode(
-                query_BHd,
-                keys_SKd,
-                values_SKd,
-                step.page_tables,
-                step.decode_slots,
-                step.decode_kv_lens,
-                attention.page_size,
-                attention.shape.scale,
-                attention.shared,
-                out=out_BHd,
-                use_pdl=use_pdl,
-            )
-            return
-        paged_decode(
-            query_BHd,
-            keys_SKd,
-            values_SKd,
-            step.page_tables,
-            step.decode_slots,
-            step.decode_kv_lens,
-            attention.page_size,
-            attention.shape.scale,
-            window,
-            attention.workspace,
-            out=out_BHd,
-            use_pdl=use_pdl,
-        )
+            kernels.extend(inputs, step, out_THv)
+        return out_THv
 
 
 def _as_decodes(step: DeviceStep) -> DeviceStep:

@@ -1,93 +1,40 @@
-"""DeepSeek on a device: latent attention and routed experts by plain torch, with the maths of `models/deepseek`.
+"""DeepSeek on a device: latent attention, dense layers and routed experts as parts that run fused operations.
 
-Right first: experts gather their rows one after the other and wait for the router's picks on the host, so nothing is
-captured.
-
-Legend: T rows, D hidden size, H heads, C cached numbers of a token, h half of the RoPE dims, S tokens of the pool.
+Legend: T rows, D hidden size, H heads, R rank of the latents.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
-from radixmesh.daemons.worker.cuda.linear import Residual
+from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
+from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention
-from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel, Kernels, LoadedModel, TunableMatrices
-from radixmesh.daemons.worker.cuda.model.mlp import Mlp
-from radixmesh.daemons.worker.group import LocalGroup
-from radixmesh.daemons.worker.models.deepseek.attention import LatentAttention
-from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig
+from radixmesh.daemons.worker.cuda.model.device_model import (
+    DeviceModel,
+    Kernels,
+    LoadedModel,
+    TunableMatrices,
+    create_linear,
+)
+from radixmesh.daemons.worker.cuda.model.mla import LatentQuery, MlaAttention
+from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
+from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert
+from radixmesh.daemons.worker.models.deepseek.attention import INNER_EPS
+from radixmesh.daemons.worker.models.deepseek.config import DeepseekConfig, RouterConfig, TopkMethod
 from radixmesh.daemons.worker.models.deepseek.model import PLANE, DeepseekModel
-from radixmesh.daemons.worker.models.deepseek.routing import DeepseekRouter
-from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, MlpWeights, MoeWeights
-from radixmesh.daemons.worker.models.experts import RoutedExperts
+from radixmesh.daemons.worker.models.deepseek.weights import DeepseekLayer, LatentAttentionWeights, MlpWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
-from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.daemons.worker.models.rope import RopeTable
-from radixmesh.daemons.worker.models.row_maths import rms_norm, silu_gated
-from radixmesh.daemons.worker.tiles import RowTiles
+from radixmesh.kernels.mla_rows import LatentNorm
+from radixmesh.kernels.moe.route import RouterRule
 from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
-
-# All rows at once.
-_TILES = RowTiles(None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlaAttention(Attention):
-    """Multi-head latent attention: one KV head of what is cached, which keys and values are made of."""
-
-    maths: LatentAttention
-    angles: RopeAngles
-    latents_S1C: torch.Tensor
-
-    def run(self, residual: Residual, target: KvTarget, attention: StepAttention) -> None:
-        x_TD, positions_T = residual.rows(), target.positions_T
-        cos_T1h, sin_T1h = (table[positions_T].unsqueeze(1) for table in self.angles)
-        q_THC, kv_T1C = self.maths.project((x_TD, cos_T1h, sin_T1h))
-        pages_T = target.page_tables[target.row_slots_T.long(), positions_T // target.page_size]
-        places_T = pages_T.long() * target.page_size + positions_T % target.page_size
-        self.latents_S1C[places_T] = kv_T1C.to(self.latents_S1C.dtype)
-        o_THC = attention.attend(q_THC, self.latents_S1C, self.latents_S1C, None)
-        x_TD += self.maths.output(o_THC)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainMlp(Mlp):
-    """A dense layer's MLP."""
-
-    norm_D: torch.Tensor
-    eps: float
-    weights: MlpWeights
-
-    def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
-        x_TD = residual.rows()
-        x_TD += _mlp(rms_norm(x_TD if source_TD is None else source_TD, self.norm_D, self.eps), self.weights)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moe(Mlp):
-    """Routed experts, each of which gathers the rows that picked it, and those that see every row."""
-
-    norm_D: torch.Tensor
-    eps: float
-    experts: RoutedExperts
-    shared: MlpWeights | None
-
-    def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
-        x_TD = residual.rows()
-        normed_TD = rms_norm(x_TD if source_TD is None else source_TD, self.norm_D, self.eps)
-        out_TD = self.experts.compute(normed_TD, len(normed_TD), _TILES)
-        x_TD += out_TD if self.shared is None else out_TD + _mlp(normed_TD, self.shared)
 
 
 class LoadedDeepseek(LoadedModel):
-    can_capture = False
-    needs_plain_attention = True
-
     def __init__(self, model: DeepseekModel) -> None:
         config, weights = model.config, model.weights
         self.config, self.weights = config, weights
@@ -98,23 +45,44 @@ class LoadedDeepseek(LoadedModel):
         self.kv_layout, self.attention_shape = model.kv_layout, model.attention_shape
         self.windows = (None,) * config.num_layers
         self.quantization, self.num_plain = "none", None
+        self.latent_rank = config.kv_lora_rank
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
-        return ()
+        layers = self.weights.layers
+        attentions = [layer.attention for layer in layers]
+        dense = [layer.mlp for layer in layers if isinstance(layer.mlp, MlpWeights)]
+        shared = [layer.mlp.shared for layer in layers if not isinstance(layer.mlp, MlpWeights) and layer.mlp.shared]
+        groups = [
+            TunableMatrices(tuple(of.w_in_DX.t() for of in attentions), GemmEpilogue.PLAIN),
+            TunableMatrices(tuple(of.w_out_OD.t() for of in attentions), GemmEpilogue.ADDED),
+            TunableMatrices(
+                tuple(of.w_query_QY.t() for of in attentions if of.w_query_QY is not None), GemmEpilogue.PLAIN
+            ),
+        ]
+        for mlps in (shared, dense):
+            groups += [
+                TunableMatrices(tuple(mlp.w_gate_up_DF2.t() for mlp in mlps), GemmEpilogue.PLAIN),
+                TunableMatrices(tuple(mlp.w_down_FD.t() for mlp in mlps), GemmEpilogue.ADDED),
+            ]
+        groups.append(TunableMatrices((self.weights.head_DV.t(),), GemmEpilogue.PLAIN))
+        return tuple(group for group in groups if group.matrices)
 
     def row_bytes(self) -> int:
         config = self.config
-        # Queries and results over latents, gates of the picked and the shared experts in float32.
-        attention = 4 * config.num_heads * config.latent_dim
+        # Queries before and behind the key expansion, results before and behind that of values.
+        heads = config.num_heads * (config.query_dim + config.latent_dim + config.kv_lora_rank + config.value_dim)
+        attention = config.first_query_size + config.latent_dim + heads
         picks = 0 if config.router is None else config.router.num_picks
-        experts = 3 * max(config.mlp_size, picks * config.expert_mlp_size + config.shared_mlp_size)
-        return (4 * config.hidden_size + attention) * self.dtype.itemsize + 4 * (experts + picks * config.hidden_size)
+        experts = 3 * max(config.mlp_size, config.shared_mlp_size) + picks * (
+            config.expert_mlp_size + config.hidden_size
+        )
+        return (4 * config.hidden_size + attention + experts) * self.dtype.itemsize
 
     def position_bytes(self) -> int:
         return 4 * self.config.rope_dim
 
     def create(self, kernels: Kernels, kv: KvPlanes, max_total_len: int) -> DeviceModel:
-        return DeviceDeepseek(self, kv, max_total_len)
+        return DeviceDeepseek(self, kernels, kv, max_total_len)
 
 
 class _Layer(NamedTuple):
@@ -123,18 +91,21 @@ class _Layer(NamedTuple):
 
 
 class DeviceDeepseek(DeviceModel):
-    def __init__(self, loaded: LoadedDeepseek, kv: KvPlanes, max_total_len: int) -> None:
+    def __init__(self, loaded: LoadedDeepseek, kernels: Kernels, kv: KvPlanes, max_total_len: int) -> None:
         config, weights = loaded.config, loaded.weights
         self.vocab_size, self.hidden_size = loaded.vocab_size, loaded.hidden_size
         self.num_layers, self.dtype, self.tasks = loaded.num_layers, loaded.dtype, loaded.tasks
         self.embedding_VD = weights.embedding_VD
-        self._eps = config.norm_eps
-        self._final_norm_D, self._head_DV = weights.final_norm_D, weights.head_DV
+        self._ops = kernels.plain
+        self._final_norm = Norm(weights.final_norm_D, config.norm_eps)
+        self._head = PlainLinear(kernels.plain, weights.head_DV.t())
         device = weights.final_norm_D.device
-        placement = Placement(device=device, dtype=self.dtype, group=LocalGroup())
         angles = RopeAngles(*RopeTable(config.rope_dim, config.rope, device).all(max_total_len))
         self.parts = [
-            _create_layer(config, layer, placement, angles, kv.tokens(PLANE, index))
+            _Layer(
+                _create_attention(config, layer, kernels, angles, kv.tokens(PLANE, index)),
+                _create_mlp(config, layer, kernels),
+            )
             for index, layer in enumerate(weights.layers)
         ]
 
@@ -146,28 +117,76 @@ class DeviceDeepseek(DeviceModel):
         return residual.rows()
 
     def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_TD, self._final_norm_D, self._eps) @ self._head_DV
+        return self._head.normed(Residual(hidden_TD), self._final_norm).out_TN
 
     def final_hidden(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_TD, self._final_norm_D, self._eps).float()
+        assert self._final_norm.weight_D is not None
+        return self._ops.rms_norm(hidden_TD, self._final_norm.weight_D, self._final_norm.eps).float()
 
 
-def _create_layer(
+def _create_attention(
     config: DeepseekConfig,
     layer: DeepseekLayer,
-    placement: Placement,
+    kernels: Kernels,
     angles: RopeAngles,
     latents_S1C: torch.Tensor,
-) -> _Layer:
-    maths = LatentAttention(config, layer.attention_norm_D, layer.attention, placement)
-    attention = MlaAttention(maths=maths, angles=angles, latents_S1C=latents_S1C)
-    if not isinstance(layer.mlp, MoeWeights):
-        return _Layer(attention, PlainMlp(norm_D=layer.mlp_norm_D, eps=config.norm_eps, weights=layer.mlp))
+) -> Attention:
+    weights = layer.attention
+    return MlaAttention(
+        norm=Norm(layer.attention_norm_D, config.norm_eps),
+        w_in=create_linear(kernels, weights.w_in_DX.t(), weights.b_in_X),
+        query=_create_query(weights, kernels),
+        latent_norm=LatentNorm(weights.latent_norm_R, INNER_EPS, config.is_rope_interleaved),
+        key_HRn=weights.w_expand_HER[:, : config.nope_dim].transpose(1, 2),
+        value_HvR=weights.w_expand_HER[:, config.nope_dim :],
+        w_out=create_linear(kernels, weights.w_out_OD.t(), weights.b_out_D),
+        angles=angles,
+        latents_S1C=latents_S1C,
+        ops=kernels.plain,
+    )
+
+
+def _create_query(weights: LatentAttentionWeights, kernels: Kernels) -> LatentQuery | None:
+    if weights.query_norm_Q is None or weights.w_query_QY is None:
+        return None
+    w_query = create_linear(kernels, weights.w_query_QY.t(), None)
+    return LatentQuery(norm_Q=weights.query_norm_Q, eps=INNER_EPS, w_query=w_query)
+
+
+def _create_mlp(config: DeepseekConfig, layer: DeepseekLayer, kernels: Kernels) -> Mlp:
+    weights = layer.mlp
+    if isinstance(weights, MlpWeights):
+        gate_up, down = (create_linear(kernels, w.t(), None) for w in (weights.w_gate_up_DF2, weights.w_down_FD))
+        return GatedMlp(norm=Norm(layer.mlp_norm_D, config.norm_eps), gate_up=gate_up, down=down)
     assert config.router is not None
-    experts = RoutedExperts(layer.mlp.experts, DeepseekRouter(config.router, layer.mlp), placement)
-    shared = layer.mlp.shared
-    return _Layer(attention, Moe(norm_D=layer.mlp_norm_D, eps=config.norm_eps, experts=experts, shared=shared))
+    shared = None
+    if weights.shared is not None:
+        gate_up, down = (
+            create_linear(kernels, w.t(), None) for w in (weights.shared.w_gate_up_DF2, weights.shared.w_down_FD)
+        )
+        shared = SharedExpert(gate_up=gate_up, down=down, w_gate_1D=None)
+    return RoutedMlp(
+        norm_D=layer.mlp_norm_D,
+        eps=config.norm_eps,
+        w_router_ED=weights.w_router_DE.t(),
+        rule=router_rule(config.router),
+        w_gate_up_E2FD=weights.experts.w_gate_up_EDF2.transpose(1, 2),
+        w_down_EDF=weights.experts.w_down_EFD.transpose(1, 2),
+        shared=shared,
+        ops=kernels.plain,
+        b_router_E=weights.b_router_E,
+    )
 
 
-def _mlp(x_TD: torch.Tensor, weights: MlpWeights) -> torch.Tensor:
-    return silu_gated(x_TD @ weights.w_gate_up_DF2) @ weights.w_down_FD
+def router_rule(router: RouterConfig) -> RouterRule:
+    """The config's router as the kernels take it."""
+    is_biased = router.method is TopkMethod.BIASED
+    return RouterRule(
+        num_picks=router.num_picks,
+        is_sigmoid=is_biased,
+        is_normalised=router.is_normed,
+        weight_scale=router.weight_scale,
+        num_groups=router.num_groups,
+        num_picked_groups=router.num_picked_groups,
+        group_best=2 if is_biased else 1,
+    )

@@ -64,10 +64,8 @@ class LoadedModel(ABC):
     windows: tuple[int | None, ...]
     quantization: str
     num_plain: int | None
-    can_capture: bool = True
-    """False for a model that waits for the device in the middle of a step: no CUDA graphs."""
-    needs_plain_attention: bool = False
-    """True for one whose heads no attention kernel has: its attention is plain torch."""
+    latent_rank: int | None = None
+    """Of a model that caches latents: how many of a token's numbers are its values. None: keys and values."""
 
     @abstractmethod
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:

@@ -28,7 +28,10 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedMlp(Mlp):
-    """A row's experts are picked, grouped and computed on the device: captured in graphs as any other part."""
+    """A row's experts are picked, grouped and computed on the device: captured in graphs as any other part.
+
+    w_router_ED: in float32 beside rows of another dtype the logits are float32. b_router_E: added for the choice alone.
+    """
 
     norm_D: torch.Tensor
     eps: float
@@ -38,21 +41,27 @@ class RoutedMlp(Mlp):
     w_down_EDF: torch.Tensor
     shared: SharedExpert | None
     ops: Ops
+    b_router_E: torch.Tensor | None = None
 
     def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
         assert source_TD is None, "no family has experts beside its attention"
         ops, rows_TD = self.ops, residual.rows()
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
-        routes = ops.route(ops.linear(normed_TD, self.w_router_ED), self.rule)
+        is_exact = self.w_router_ED.dtype != normed_TD.dtype
+        logits_TE = (ops.router_logits if is_exact else ops.linear)(normed_TD, self.w_router_ED)
+        routes = ops.route(logits_TE, self.rule, self.b_router_E)
         if self.shared is not None:
-            self._add_shared(self.shared, rows_TD, normed_TD)
+            self._add_shared(self.shared, residual, normed_TD)
         ops.add_experts(rows_TD, normed_TD, routes, self.w_gate_up_E2FD, self.w_down_EDF)
 
-    def _add_shared(self, shared: SharedExpert, rows_TD: torch.Tensor, normed_TD: torch.Tensor) -> None:
+    def _add_shared(self, shared: SharedExpert, residual: Residual, normed_TD: torch.Tensor) -> None:
         gated_TF = self.ops.silu_mul(shared.gate_up.multiplied(normed_TD), self.eps)
+        if shared.w_gate_1D is None:
+            shared.down.add_to(residual, gated_TF)
+            return
         result_TD = shared.down.multiplied(gated_TF).out_TN
-        if shared.w_gate_1D is not None:
-            result_TD *= torch.sigmoid(self.ops.linear(normed_TD, shared.w_gate_1D))
+        result_TD *= torch.sigmoid(self.ops.linear(normed_TD, shared.w_gate_1D))
+        rows_TD = residual.rows()
         rows_TD += result_TD
 
 

@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.models.row_maths import linear, plus, rms_norm
 from radixmesh.daemons.worker.tiles import Tensors
 
 # Of the norms inside the attention; the config's own is for the others.
-_INNER_EPS = 1e-6
+INNER_EPS = 1e-6
 
 
 class LatentAttention:
@@ -47,10 +47,10 @@ class LatentAttention:
         sizes = [config.first_query_size, config.kv_lora_rank, config.rope_dim]
         q_TQ, latent_TR, key_Tr = torch.split(linear(x_TD, weights.w_in_DX, weights.b_in_X), sizes, dim=-1)
         if weights.query_norm_Q is not None and weights.w_query_QY is not None:
-            q_TQ = rms_norm(q_TQ, weights.query_norm_Q, _INNER_EPS) @ weights.w_query_QY
+            q_TQ = rms_norm(q_TQ, weights.query_norm_Q, INNER_EPS) @ weights.w_query_QY
         q_THY = q_TQ.reshape(x_TD.shape[0], config.num_heads, config.query_dim)
         query_HTR = q_THY[..., : config.nope_dim].transpose(0, 1) @ self._key_HnR
-        latent_T1R = rms_norm(latent_TR, weights.latent_norm_R, _INNER_EPS).unsqueeze(1)
+        latent_T1R = rms_norm(latent_TR, weights.latent_norm_R, INNER_EPS).unsqueeze(1)
         query_THr = self._with_rope(q_THY[..., config.nope_dim :], cos_T1h, sin_T1h)
         key_T1r = self._with_rope(key_Tr.unsqueeze(1), cos_T1h, sin_T1h)
         return torch.cat((query_HTR.transpose(0, 1), query_THr), dim=-1), torch.cat((latent_T1R, key_T1r), dim=-1)

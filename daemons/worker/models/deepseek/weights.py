@@ -7,7 +7,7 @@ F mlp size, E experts, V vocabulary. Projections are [in, out]; what reads the s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -123,9 +123,10 @@ class DeepseekWeights:
         new, size = _allocator(placement), config.hidden_size
         vocab = share_of(config.vocab_size, placement.group.size, placement.group.rank).size
         # Embeddings of a tied model are rows of it, which kernels read.
-        head_DV = new(vocab, size).t() if placement.is_out_first else new(size, vocab)
+        head_DV = new(size, vocab)
+        rows = _allocator(replace(placement, is_out_first=False))
         return cls(
-            embedding_VD=head_DV.t() if config.is_tied else new(vocab, size),
+            embedding_VD=head_DV.t() if config.is_tied else rows(vocab, size),
             layers=tuple(DeepseekLayer.empty(config, index, placement) for index in range(config.num_layers)),
             final_norm_D=new(size),
             head_DV=head_DV,
@@ -145,7 +146,7 @@ class DeepseekWeights:
 def _empty_moe(config: DeepseekConfig, placement: Placement) -> MoeWeights:
     assert config.router is not None
     num_experts, size = config.router.num_experts, config.hidden_size
-    exact = Placement(device=placement.device, dtype=torch.float32, group=placement.group)
+    exact = replace(placement, dtype=torch.float32)
     is_biased = config.router.method is TopkMethod.BIASED
     return MoeWeights(
         w_router_DE=_allocator(exact)(size, num_experts),
@@ -160,7 +161,11 @@ def _empty_moe(config: DeepseekConfig, placement: Placement) -> MoeWeights:
 
 
 def _allocator(placement: Placement) -> _New:
+    """Matrices are projections, [in, out]; they lie the other way round where the placement puts features out first."""
+
     def new(*shape: int) -> torch.Tensor:
+        if len(shape) == 2 and placement.is_out_first:
+            return torch.empty(*reversed(shape), dtype=placement.dtype, device=placement.device).t()
         return torch.empty(*shape, dtype=placement.dtype, device=placement.device)
 
     return new

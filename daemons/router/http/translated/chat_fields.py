@@ -1,0 +1,100 @@
+"""Fields of other APIs read and put together as the one chat request that all of them become."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from radixmesh.daemons.router.http.bodies.field_decoders import Raw, invalid, plain_json
+from radixmesh.daemons.router.http.bodies.json_shape import Bytes
+from radixmesh.daemons.router.http.bodies.known_fields import judge, unsupported
+from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+
+MAX_NAME = 256
+JsonObject = Mapping[str, object]
+
+
+class FieldReader:
+    """Values within one body. ignored: names of fields that are not served and change nothing."""
+
+    def __init__(self) -> None:
+        self._ignored: dict[str, None] = {}
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        return tuple(self._ignored)
+
+    def json(self, raw: Bytes, where: str) -> object:
+        """Any value, its size counted before it is decoded. Raises TOO_LARGE, MALFORMED_MESSAGE, INVALID_ARGUMENT."""
+        return plain_json(raw, where)
+
+    def fields(self, value: object, where: str, known: Collection[str], shape: str = "") -> JsonObject:
+        """An object of these fields. shape: `where` without places, for names of ignored fields.
+
+        Raises INVALID_ARGUMENT for what is none, UNSUPPORTED for a field whose absence would change the answer.
+        """
+        if not isinstance(value, dict):
+            raise invalid(where, f"{where} is no object: send one")
+        for name in value.keys() - set(known):
+            if judge(name, msgspec.json.encode(value[name]), known, where) and name.replace("_", "").isalnum():
+                self.ignore(f"{shape or where}.{name}")
+        return value
+
+    def ignore(self, name: str) -> None:
+        if name.isascii():
+            self._ignored[name] = None
+
+    def text(self, value: object, where: str) -> str:
+        if not isinstance(value, str):
+            raise invalid(where, f"{where} is no text: send one")
+        return value
+
+    def name(self, value: object, where: str) -> str:
+        """A text of at most MAX_NAME characters."""
+        text = self.text(value, where)
+        if len(text) > MAX_NAME:
+            raise invalid(where, f"{where} has {len(text)} characters: send at most {MAX_NAME}")
+        return text
+
+    def entries(self, value: object, where: str) -> Sequence[object]:
+        if not isinstance(value, list):
+            raise invalid(where, f"{where} is no list: send one")
+        return value
+
+    def required(self, fields: JsonObject, name: str, where: str) -> object:
+        if fields.get(name) is None:
+            place = f"{where}.{name}"
+            raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{place} is missing: set it", {"field": place})
+        return fields[name]
+
+
+def settled_chat(chat: ChatRequest) -> ChatRequest:
+    """The chat, checked. Raises UNSUPPORTED for one with tools: their calls are not told in other APIs' words yet."""
+    settled = chat.settled()
+    if settled.packed_use is not None:
+        message = "tools are offered by /v1/chat/completions alone so far: ask there, or leave them out"
+        raise unsupported("tools", message)
+    return settled
+
+
+def packed(value: object) -> Raw:
+    """JSON of a translated value, for the fields that are kept as bytes."""
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
+def function_tool(name: str, description: object, parameters: object, strict: object) -> JsonObject:
+    """A tool in the form of OpenAI's chat completions."""
+    function: dict[str, object] = {"name": name}
+    if description:
+        function["description"] = description
+    function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
+    if strict is not None:
+        function["strict"] = strict
+    return {"type": "function", "function": function}
+
+
+def only_text(kind: object, where: str) -> MeshError:
+    """UNSUPPORTED for a part of another kind than text."""
+    return unsupported(where, f"{where} has a part of type {str(kind)[:32]!r}: only text is offered")

@@ -1,0 +1,227 @@
+"""The project's attention kernels by what is cached: keys and values, or latents that are both.
+
+Plans, groups and parts are the same for all of them; `triton_attention.py` drives them.
+
+Legend: T rows, B decode rows, H heads, K kv heads, d head_dim of keys, v of values, S tokens of the pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep
+from radixmesh.kernels.attention.decode_attention import DecodeWorkspace, paged_decode
+from radixmesh.kernels.attention.extend_attention import paged_extend
+from radixmesh.kernels.attention.mla_decode import (
+    mla_decode,
+    mla_decode_workspace,
+    mla_shared_decode,
+    mla_shared_workspace,
+)
+from radixmesh.kernels.attention.mla_extend import mla_extend
+from radixmesh.kernels.attention.shared_prefix_attention import SharedPrefixWorkspace, paged_shared_decode
+
+
+class PagedInputs(NamedTuple):
+    """A layer's queries [T, H, d], and its pool: keys [S, K, d], values [S, K, v]; window as of `attend`."""
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    window: int | None
+
+
+class PagedKernels(ABC):
+    """Kernels of one shape and page size."""
+
+    def __init__(self, shape: AttentionShape, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.page_size, self.dtype, self.device = shape, page_size, dtype, device
+
+    @abstractmethod
+    def workspace(
+        self, max_rows: int, windows: Sequence[int | None], *, is_batch_invariant: bool
+    ) -> DecodeWorkspace: ...
+
+    @abstractmethod
+    def shared_workspace(self, max_rows: int) -> SharedPrefixWorkspace | None:
+        """None where rows gain nothing by sharing."""
+
+    @abstractmethod
+    def decode(
+        self, inputs: PagedInputs, step: DeviceStep, workspace: DecodeWorkspace, out: torch.Tensor, *, use_pdl: bool
+    ) -> None: ...
+
+    @abstractmethod
+    def shared_decode(
+        self,
+        inputs: PagedInputs,
+        step: DeviceStep,
+        workspace: SharedPrefixWorkspace,
+        out: torch.Tensor,
+        *,
+        use_pdl: bool,
+    ) -> None: ...
+
+    @abstractmethod
+    def extend(self, inputs: PagedInputs, step: DeviceStep, out: torch.Tensor) -> None:
+        """Queries and `out` of all rows."""
+
+
+class KeyValueKernels(PagedKernels):
+    """Multi-head and grouped-query attention."""
+
+    def workspace(self, max_rows: int, windows: Sequence[int | None], *, is_batch_invariant: bool) -> DecodeWorkspace:
+        shape = self.shape
+        return DecodeWorkspace(
+            max_rows,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            self.device,
+            self.dtype,
+            tuple(dict.fromkeys(windows)),
+            is_batch_invariant=is_batch_invariant,
+        )
+
+    def shared_workspace(self, max_rows: int) -> SharedPrefixWorkspace | None:
+        shape = self.shape
+        return SharedPrefixWorkspace(
+            max_rows, shape.num_heads, shape.num_kv_heads, shape.head_dim, self.device, self.dtype
+        )
+
+    def decode(
+        self, inputs: PagedInputs, step: DeviceStep, workspace: DecodeWorkspace, out: torch.Tensor, *, use_pdl: bool
+    ) -> None:
+        paged_decode(
+            inputs.query,
+            inputs.keys,
+            inputs.values,
+            step.page_tables,
+            step.decode_slots,
+            step.decode_kv_lens,
+            self.page_size,
+            self.shape.scale,
+            inputs.window,
+            workspace,
+            out=out,
+            use_pdl=use_pdl,
+        )
+
+    def shared_decode(
+        self,
+        inputs: PagedInputs,
+        step: DeviceStep,
+        workspace: SharedPrefixWorkspace,
+        out: torch.Tensor,
+        *,
+        use_pdl: bool,
+    ) -> None:
+        paged_shared_decode(
+            inputs.query,
+            inputs.keys,
+            inputs.values,
+            step.page_tables,
+            step.decode_slots,
+            step.decode_kv_lens,
+            self.page_size,
+            self.shape.scale,
+            workspace,
+            out=out,
+            use_pdl=use_pdl,
+        )
+
+    def extend(self, inputs: PagedInputs, step: DeviceStep, out: torch.Tensor) -> None:
+        paged_extend(
+            inputs.query,
+            inputs.keys,
+            inputs.values,
+            step.page_tables,
+            step.chunk_slots,
+            step.chunk_row_starts,
+            step.chunk_kv_lens,
+            self.page_size,
+            self.shape.scale,
+            inputs.window,
+            step.max_chunk_len,
+            out=out,
+        )
+
+
+class LatentKernels(PagedKernels):
+    """Multi-head latent attention, absorbed: values are the first numbers of the keys, in one plane without windows."""
+
+    def __init__(
+        self, shape: AttentionShape, page_size: int, dtype: torch.dtype, device: torch.device, *, rank: int
+    ) -> None:
+        super().__init__(shape, page_size, dtype, device)
+        self._rank = rank
+
+    def workspace(self, max_rows: int, windows: Sequence[int | None], *, is_batch_invariant: bool) -> DecodeWorkspace:
+        assert set(windows) == {None}, windows
+        return mla_decode_workspace(
+            max_rows,
+            self.shape.num_heads,
+            self._rank,
+            self.device,
+            self.dtype,
+            is_batch_invariant=is_batch_invariant,
+        )
+
+    def shared_workspace(self, max_rows: int) -> SharedPrefixWorkspace | None:
+        return mla_shared_workspace(max_rows, self.shape.num_heads, self._rank, self.device, self.dtype)
+
+    def decode(
+        self, inputs: PagedInputs, step: DeviceStep, workspace: DecodeWorkspace, out: torch.Tensor, *, use_pdl: bool
+    ) -> None:
+        mla_decode(
+            inputs.query,
+            inputs.keys.squeeze(1),
+            step.page_tables,
+            step.decode_slots,
+            step.decode_kv_lens,
+            self.page_size,
+            self.shape.scale,
+            workspace,
+            out,
+            use_pdl=use_pdl,
+        )
+
+    def shared_decode(
+        self,
+        inputs: PagedInputs,
+        step: DeviceStep,
+        workspace: SharedPrefixWorkspace,
+        out: torch.Tensor,
+        *,
+        use_pdl: bool,
+    ) -> None:
+        mla_shared_decode(
+            inputs.query,
+            inputs.keys.squeeze(1),
+            step.page_tables,
+            step.decode_slots,
+            step.decode_kv_lens,
+            self.page_size,
+            self.shape.scale,
+            workspace,
+            out,
+            use_pdl=use_pdl,
+        )
+
+    def extend(self, inputs: PagedInputs, step: DeviceStep, out: torch.Tensor) -> None:
+        mla_extend(
+            inputs.query,
+            inputs.keys.squeeze(1),
+            step.page_tables,
+            step.chunk_slots,
+            step.chunk_row_starts,
+            step.chunk_kv_lens,
+            self.page_size,
+            self.shape.scale,
+            out,
+        )
