@@ -279,7 +279,7 @@ async def test_load_cancellations_and_deaths_at_random_leave_nothing_behind() ->
                 await mesh.schedulers[number].restart()
 
         await asyncio.gather(_paced(one, 240), kills())
-        assert ended["done"] > 100, ended
+        assert sum(ended.values()) == 240 and ended["done"] > 20, ended
         await mesh.settle()
         pool = mesh.router().schedulers
         assert pool.waiting.running._num_of == {} and pool.waiting.num_bytes == 0 and pool.waiting.num_tenants == 0
