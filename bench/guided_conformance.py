@@ -67,8 +67,13 @@ def main() -> None:
                 outcomes[label] = check.run(schema, num_texts=options.texts, num_mutations=options.mutations)
                 print(group, label, _brief(outcomes[label]), file=sys.stderr, flush=True)
             result[group] = _summary(outcomes)
-        compiler.close()
+        loop.run_until_complete(_close(compiler))
     print(json.dumps(result, indent=1, ensure_ascii=False))
+
+
+async def _close(compiler: GrammarCompiler) -> None:
+    """Within the loop, which waits for the processes to end."""
+    compiler.close()
 
 
 def _summary(outcomes: dict[str, Outcome]) -> dict[str, object]:

@@ -96,8 +96,10 @@ async def test_clients_get_what_they_wait_for_and_are_told_to_go() -> None:
         assert (status, fields["connection"]) == (200, "close")
         assert json.loads(body)["usage"]["completion_tokens"] == len(oracle_ids(PROMPT, 12, 100))
         assert await waiting.is_closed()
-        events = (await streaming._reader.read()).decode()
-        assert "[DONE]" in events and events.endswith("0\r\n\r\n")
+        assert b"[DONE]" in await streaming._reader.readuntil(b"\r\n0\r\n\r\n")
+        streaming.ask(14, 5)  # Its client could not be told before.
+        status, fields, _ = await streaming.answer()
+        assert (status, fields["connection"]) == (200, "close")
         assert await idle.is_closed()
         await asyncio.wait_for(draining, DEADLINE_S)
 

@@ -33,6 +33,10 @@ import { InvalidRequestError } from "./errors.js";
  * @property {boolean} [ignoreEos]
  * @property {boolean} [includeStop]
  * @property {boolean} [skipSpecialTokens]
+ * @property {string | object} [jsonSchema] the output follows it; of this and the next three at most one
+ * @property {string} [regex]
+ * @property {string} [ebnf] GBNF notation, with the root rule "root"
+ * @property {string[]} [choices] the output is one of them
  * @property {boolean} [idsOnly] no text is made
  * @property {string} [cacheSalt]
  * @property {number} [priority]
@@ -78,6 +82,12 @@ const STOP = {
   includeStop: ["includeStop", flag],
   skipSpecialTokens: ["skipSpecialTokens", flag],
 };
+const CONSTRAINTS = {
+  jsonSchema: ["jsonSchema", schema],
+  regex: ["regex", text],
+  ebnf: ["ebnf", text],
+  choices: ["ebnf", choiceGrammar],
+};
 const OTHERS = ["logitBias", "deadlineMs", "requestId", "signal"];
 
 /**
@@ -88,7 +98,7 @@ const OTHERS = ["logitBias", "deadlineMs", "requestId", "signal"];
  * @returns {Record<string, any>}
  */
 export function requestFrom(input, options) {
-  const known = new Set([...Object.keys({ ...REQUEST, ...SAMPLING, ...STOP }), ...OTHERS]);
+  const known = new Set([...Object.keys({ ...REQUEST, ...SAMPLING, ...STOP, ...CONSTRAINTS }), ...OTHERS]);
   const unknown = Object.keys(options).filter((name) => !known.has(name));
   if (unknown.length) throw new InvalidRequestError(`no such option: ${unknown.join(", ")}`, "INVALID_ARGUMENT");
   const sampling = fieldsOf(SAMPLING, options);
@@ -97,7 +107,12 @@ export function requestFrom(input, options) {
     sampling.logitBiasIds = packInts(bias.map(([id]) => Number(id)), "logitBias");
     sampling.logitBiasValues = packFloats(bias.map(([, value]) => value), "logitBias");
   }
-  return { ...fieldsOf(REQUEST, options), ...inputFrom(input), sampling, stop: fieldsOf(STOP, options) };
+  const constraints = Object.keys(CONSTRAINTS).filter((name) => /** @type {any} */ (options)[name] != null);
+  if (constraints.length > 1) {
+    throw new InvalidRequestError(`of ${constraints.join(", ")} one at most can be followed`, "INVALID_ARGUMENT");
+  }
+  const grammar = constraints.length ? { grammar: fieldsOf(CONSTRAINTS, options) } : {};
+  return { ...fieldsOf(REQUEST, options), ...inputFrom(input), sampling, stop: fieldsOf(STOP, options), ...grammar };
 }
 
 /**
@@ -152,6 +167,25 @@ function text(value, option) {
 /** @param {unknown} value @param {string} option */
 function texts(value, option) {
   return (Array.isArray(value) ? value : [value]).map((one) => text(one, option));
+}
+
+/** @param {unknown} value @param {string} option */
+function schema(value, option) {
+  if (typeof value === "string") return value;
+  return value !== null && typeof value === "object" ? JSON.stringify(value) : refuse(value, option, "a schema, or JSON of one");
+}
+
+/**
+ * EBNF of a text that is one of these: what is not plain ASCII goes by its code.
+ *
+ * @param {unknown} value
+ * @param {string} option
+ */
+function choiceGrammar(value, option) {
+  if (!Array.isArray(value) || !value.length || !value.every(Boolean)) refuse(value, option, "one text at least, and none that is empty");
+  const code = (/** @type {string} */ char) => `\\U${(char.codePointAt(0) ?? 0).toString(16).toUpperCase().padStart(8, "0")}`;
+  const quoted = texts(value, option).map((one) => `"${[...one].map((char) => (/[A-Za-z0-9]/.test(char) ? char : code(char))).join("")}"`);
+  return `root ::= ${quoted.join(" | ")}`;
 }
 
 /** @param {unknown} value @param {string} option */

@@ -57,3 +57,13 @@ test("so is an input that is none", () => {
     assert.throws(() => requestFrom(input, {}), InvalidRequestError);
   }
 });
+
+test("a constraint is one of four, and choices are a grammar", () => {
+  assert.equal(requestFrom("x", {}).grammar, undefined);
+  assert.deepEqual(requestFrom("x", { jsonSchema: { type: "object" } }).grammar, { jsonSchema: '{"type":"object"}' });
+  assert.deepEqual(requestFrom("x", { regex: "a+" }).grammar, { regex: "a+" });
+  assert.deepEqual(requestFrom("x", { choices: ["a b", "é"] }).grammar, { ebnf: 'root ::= "a\\U00000020b" | "\\U000000E9"' });
+  for (const wrong of [{ regex: "a", ebnf: "b" }, { choices: [] }, { choices: [""] }, { jsonSchema: 5 }, { regex: 5 }]) {
+    assert.throws(() => requestFrom("x", /** @type {any} */ (wrong)), InvalidRequestError);
+  }
+});

@@ -179,9 +179,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._wait_for_request()
 
     def end_after_answer(self) -> None:
-        """The answer under way is the last one, and says so unless it has begun. Without one nothing happens."""
+        """The answer under way is the last one, and says so. One that has begun cannot say it any more: its client may
+        ask once more, which must not meet a closed connection, and is told then."""
         cycle: RequestResponseCycle | None = self.cycle
-        if cycle is not None and not cycle.response_complete:
+        if cycle is not None and not cycle.response_started:
             cycle.keep_alive = False
 
     def close_when_idle(self) -> None:
@@ -206,7 +207,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _wait_for_request(self) -> None:
         self.limits.waiting[self] = None
-        self._restart_timer(self.limits.idle_s, self.transport.close)
+        self._restart_timer(_RETIRED_IDLE_S if self.limits.is_retiring else self.limits.idle_s, self.transport.close)
 
     def _start_head(self) -> None:
         self._is_in_head = True
