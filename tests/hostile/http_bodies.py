@@ -84,7 +84,7 @@ _STOPS = Edge(["s" * 1000] * 64, ["s"] * 65, "TOO_MANY_STOPS", 1)
 _NAME = Edge("n" * 256, "n" * 257, "INVALID_ARGUMENT")
 _IDS = Edge([7] * 1000, [7] * 200_000, "context_length_exceeded")
 # 65,536 values: one comma or bracket each.
-_TOOLS = Edge([{"x": [1] * 60_000}], [{"x": [1] * 65_536}], "TOO_LARGE", 1)
+_TOOLS = Edge(_functions([{"x": [1] * 60_000}]), _functions([{"x": [1] * 65_536}]), "TOO_LARGE", 1)
 _ARGS = Edge({"x": [1] * 60_000}, {"x": [1] * 65_536}, "TOO_LARGE")
 _TEXTS = Edge(["a"] * 1024, ["a"] * 1025, "INVALID_ARGUMENT")
 # Legal is what asks for nothing: the mesh of these tests follows no grammar.

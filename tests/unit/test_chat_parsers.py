@@ -224,7 +224,8 @@ def test_formats_by_chat_template() -> None:
     assert found("[TOOL_CALLS]") == ("mistral", "")
     assert found("<|channel|>analysis<|message|>") == ("gpt_oss", "harmony")
     assert found("<|python_tag|>") == ("llama3_json", "")
-    assert found("<｜tool▁calls▁begin｜> </think>") == ("deepseek_v3", "</think>")
+    assert found("<｜tool▁calls▁begin｜> </think>") == ("deepseek_v31", "</think>")
+    assert found("<｜tool▁calls▁begin｜> ```json") == ("deepseek_v3", "")
     assert found("<|tool_calls_section_begin|>") == ("kimi_k2", "</think>")
 
 
