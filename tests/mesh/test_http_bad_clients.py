@@ -81,6 +81,10 @@ def deep(levels: int) -> dict:  # type: ignore[type-arg]
     return {"x": deep(levels - 1)} if levels > 1 else {}
 
 
+def function(parameters: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 def called(arguments: str) -> dict:  # type: ignore[type-arg]
     """A message with a tool call."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -137,7 +141,7 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("65 levels", CHAT, {"messages": USER, "tools": [deep(65)]}, 400, "MALFORMED_MESSAGE", None),
     ("300 fields", COMPLETIONS, {"prompt": "x", **{f"f{i}": 1 for i in range(300)}}, 413, "TOO_LARGE", None),
     ("5,000 messages", CHAT, {"messages": USER * 5000}, 413, "TOO_LARGE", "messages"),
-    ("100,000 values", CHAT, {"messages": USER, "tools": [{"x": [1] * 100_000}]}, 413, "TOO_LARGE", "tools"),
+    ("100,000 values", CHAT, {"messages": USER, "tools": [function({"x": [1] * 100_000})]}, 413, "TOO_LARGE", None),
     ("300 stop ids", COMPLETIONS, {"prompt": "x", "stop_token_ids": [1] * 300}, 400, "TOO_MANY_STOPS", STOP_IDS),
     ("2,000 biases", COMPLETIONS, {"prompt": "x", "logit_bias": BIASES}, 400, "INVALID_ARGUMENT", "logit_bias"),
     ("a stop id outside", COMPLETIONS, {"prompt": "x", STOP_IDS: [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", STOP_IDS),

@@ -170,6 +170,8 @@ class Metrics:
             "Requests refused for want of room in the queue: full, bytes, tenant.",
             ["reason"],
         )
+        for reason in ("full", "bytes", "tenant"):
+            self.router_queue_refused.labels(reason)
         self.requests_rejected = make.counter("radixmesh_requests_rejected_total", by, "Submits that were rejected.")
         self.requests_waiting_for_prefix = make.gauge(
             "radixmesh_requests_waiting_for_prefix",
