@@ -72,7 +72,8 @@ def test_a_service_for_containers_only_goes_with_all_that_names_it():
 
 @pytest.mark.parametrize("name", TOPOLOGIES)
 def test_the_observing_overlay_fits_every_topology_and_changes_nothing_for_local_processes(name):
-    overlay = COMPOSE / ("observe-scale.yml" if name == "scale.yml" else "observe.yml")
+    own = COMPOSE / f"observe-{name}"
+    overlay = own if own.exists() else COMPOSE / "observe.yml"
     alone = read_compose(COMPOSE / name, {})
     observed = read_compose([COMPOSE / name, overlay], {})
     assert observed.containers_only == ("prometheus", "grafana", "otel-collector", "jaeger")

@@ -142,6 +142,6 @@ async def test_a_group_that_was_fenced_while_it_formed_is_not_formed() -> None:
     member = SimpleNamespace(layout=SimpleNamespace(to_proto=lambda: layout, rank=0), form=form, abort=lambda: None)
     request = worker_pb2.FormGroupRequest(epoch=1, instance_id="a", generation=1, layout=layout)
     with pytest.raises(MeshError) as fenced:
-        await GroupFormation(ledger, member, reset).form(request)  # type: ignore[arg-type]
+        await GroupFormation(ledger, member, reset, reset).form(request)  # type: ignore[arg-type]
     assert fenced.value.reason == ErrorReason.ERROR_REASON_EPOCH_FENCED
     assert ledger.group_generation == 0

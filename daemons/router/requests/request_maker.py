@@ -260,7 +260,7 @@ def _tenant() -> str:
 
 
 def _too_late() -> MeshError:
-    message = "the request's deadline passed before it could start: give it more time"
+    message = "the request's deadline_ms or ttft_deadline_ms passed before it could start: give it more time"
     return MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message)
 
 
