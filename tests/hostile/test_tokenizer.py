@@ -15,6 +15,7 @@ from support.bystander import rss_mib
 from support.running_daemon import process_of
 from support.wire import raw_channel, refusal_from
 
+from radixmesh.daemons.runtime.rpc.channel import check_health
 from radixmesh.daemons.runtime.rpc.wire_bounds import MAX_TEXT_BYTES
 from radixmesh.tokenizer.v1 import tokenizer_pb2 as pb
 
@@ -26,6 +27,7 @@ AT_ONCE = 32
 # A quiet machine needs a tenth of it; the attacker and the bystander share this process's loop.
 MAX_WAIT_S = 15.0
 _CALL_S = 240.0
+_LOAD_S = 60.0
 
 
 @dataclass(slots=True)
@@ -44,6 +46,9 @@ async def tokenizer(tmp_path: Path) -> AsyncIterator[tuple[str, int]]:
     pid_file = tmp_path / "pid"
     argv = ["--model", str(TINY)]
     async with process_of("radixmesh.daemons.tokenizer", argv, tmp_path / "address", pid_file) as (address, _):
+        async with asyncio.timeout(_LOAD_S):
+            while await check_health(address) != "SERVING":
+                await asyncio.sleep(0.02)
         yield address, int(pid_file.read_text())
 
 

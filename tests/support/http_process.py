@@ -6,7 +6,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,10 +35,17 @@ class HttpProcess:
             writer.transport.abort()
 
     async def answer(self, request: bytes, tls: ssl.SSLContext | None = None) -> bytes:
-        """All that comes back on a connection of its own, which the server ends."""
+        """All that comes back on a connection of its own, which the server ends.
+
+        Of a request beyond what the server discards, the end may be a reset, after the answer.
+        """
+        answer = b""
         async with asyncio.timeout(DEADLINE_S), self.connection(tls) as (reader, writer):
             writer.write(request)
-            return await reader.read()
+            with suppress(ConnectionError):
+                while block := await reader.read(1 << 16):
+                    answer += block
+        return answer
 
     async def health_s(self, tls: ssl.SSLContext | None = None) -> float:
         """Seconds that GET /health takes on a connection of its own."""
