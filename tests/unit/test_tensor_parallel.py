@@ -19,9 +19,9 @@ from support.thread_group import ThreadGroup
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
-from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.cpu.load import load_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.tiles import RowTiles
 
 NUM_TOKENS = 40
