@@ -40,7 +40,7 @@ async def test_all_who_wait_share_one_attempt() -> None:
     tables = TokenTables(cast("Router", router))
     waiting = [asyncio.create_task(tables.of(IDENTITY)) for _ in range(20)]
     await asyncio.sleep(0)
-    waiting.pop(0).cancel()  # Who asked first leaves.
+    waiting.pop(0).cancel()  # The first of them leaves.
     router.answer.set_exception(MeshError(ErrorReason.ERROR_REASON_NO_REPLICA, "no tokenizer"))
     failed = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(error, MeshError) and error.reason_name == "NO_REPLICA" for error in failed)
