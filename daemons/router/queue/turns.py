@@ -109,7 +109,7 @@ class QueueTurns:
         links = [link for link in self._roomy if self._takes_more(link)]
         self._roomy = {}
         if links:
-            # All of them, not only the tenant whose output has left: else who has outputs there keeps the room for ever.
+            # All tenants, not only the one whose output has left: it would keep the room for ever.
             self._waiting.retry_lacking_room()
         if self._is_any_roomy:
             self._is_any_roomy = False
