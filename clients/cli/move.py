@@ -28,7 +28,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--from", dest="source", default="", metavar="ADDRESS", help="only those on this scheduler")
     parser.add_argument("--to", dest="target", default="", metavar="ADDRESS", help="where to; default: by the policy")
     parser.add_argument("--max", type=int, default=0, metavar="N", help="so many outputs of each router at most")
-    parser.add_argument("--drain", action="store_true", help="send nothing new to the scheduler of --from any more")
+    parser.add_argument(
+        "--drain", action="store_true", help="send nothing new to the scheduler of --from until it restarts"
+    )
     parser.add_argument("-r", "--router", action="append", default=[], metavar="ADDRESS", help="routers to ask")
     parser.add_argument("-p", "--project", help="which cluster, if several run here")
     parser.add_argument("--json", action="store_true", help="one JSON object per router and line, for programs")

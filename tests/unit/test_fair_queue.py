@@ -154,7 +154,7 @@ def test_tenants_that_found_all_full_keep_their_order_and_those_blocked_otherwis
     assert not bench.serve()
     bench.queue.retry_lacking_room()
     assert set(bench.serve(3)) == {crowd[0], one, two}
-    # What was only tried moves no tag: who comes now competes with those that have waited.
+    # A turn that served nobody moves no tag: a newcomer competes with those that have waited.
     late = bench.add(Item("late"))
     assert late in bench.serve(2)
     bench.blocked.clear()
