@@ -1,9 +1,12 @@
 """Calls of the admin service of every router that a verb is about."""
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -16,11 +19,16 @@ from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.router.v1 import router_pb2_grpc
 
+if TYPE_CHECKING:
+    from radixmesh.router.v1.router_pb2_grpc import RouterAdminServiceAsyncStub
+
 TIMEOUT_S = 10.0
 
 Metadata = tuple[tuple[str, str], ...]
-Call = Callable[[router_pb2_grpc.RouterAdminServiceAsyncStub, Metadata], Awaitable[tuple[Mapping[str, object], str]]]
-"""Asks one router; its answer as fields for --json, and as text."""
+Answer = tuple[Mapping[str, object], str]
+"""Of one router: fields for --json, and text."""
+Call = Callable[["RouterAdminServiceAsyncStub", Metadata], Awaitable[Answer]]
+"""Asks one router. Raises grpc.RpcError."""
 
 
 def add_router_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +60,7 @@ def call_routers(verb: str, options: argparse.Namespace, call: Call) -> int:
     return 1 if failures else 0
 
 
-async def _call_router(address: str, access: Access, call: Call) -> tuple[Mapping[str, object], str]:
+async def _call_router(address: str, access: Access, call: Call) -> Answer:
     async with open_channel(address, access.tls) as channel:
         try:
             return await call(router_pb2_grpc.RouterAdminServiceStub(channel), access.metadata)

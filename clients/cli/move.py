@@ -1,10 +1,15 @@
 """`radixmesh move`: running outputs go on at another scheduler."""
 
-import argparse
-from collections.abc import Mapping
+from __future__ import annotations
 
-from radixmesh.cli.admin_calls import TIMEOUT_S, Metadata, add_router_flags, call_routers
-from radixmesh.router.v1 import router_pb2, router_pb2_grpc
+import argparse
+from typing import TYPE_CHECKING
+
+from radixmesh.cli.admin_calls import TIMEOUT_S, Answer, Metadata, add_router_flags, call_routers
+from radixmesh.router.v1 import router_pb2
+
+if TYPE_CHECKING:
+    from radixmesh.router.v1.router_pb2_grpc import RouterAdminServiceAsyncStub
 
 
 def run(arguments: list[str]) -> int:
@@ -25,9 +30,7 @@ def run(arguments: list[str]) -> int:
     if not (options.request or options.source):
         parser.error("say which outputs: --request, --from or both")
 
-    async def ask(
-        stub: router_pb2_grpc.RouterAdminServiceAsyncStub, metadata: Metadata
-    ) -> tuple[Mapping[str, object], str]:
+    async def ask(stub: RouterAdminServiceAsyncStub, metadata: Metadata) -> Answer:
         if options.drain:
             drain = router_pb2.DrainSchedulerRequest(address=options.source, move_outputs=True)
             drained = await stub.DrainScheduler(drain, timeout=TIMEOUT_S, metadata=metadata)

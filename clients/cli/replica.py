@@ -1,10 +1,15 @@
 """`radixmesh replica`: schedulers are added to running routers, or removed."""
 
-import argparse
-from collections.abc import Mapping
+from __future__ import annotations
 
-from radixmesh.cli.admin_calls import TIMEOUT_S, Metadata, add_router_flags, call_routers
-from radixmesh.router.v1 import router_pb2, router_pb2_grpc
+import argparse
+from typing import TYPE_CHECKING
+
+from radixmesh.cli.admin_calls import TIMEOUT_S, Answer, Metadata, add_router_flags, call_routers
+from radixmesh.router.v1 import router_pb2
+
+if TYPE_CHECKING:
+    from radixmesh.router.v1.router_pb2_grpc import RouterAdminServiceAsyncStub
 
 
 def run(arguments: list[str]) -> int:
@@ -21,9 +26,7 @@ def run(arguments: list[str]) -> int:
     if options.finish and options.action != "remove":
         parser.error("--finish goes with remove")
 
-    async def tell(
-        stub: router_pb2_grpc.RouterAdminServiceAsyncStub, metadata: Metadata
-    ) -> tuple[Mapping[str, object], str]:
+    async def tell(stub: RouterAdminServiceAsyncStub, metadata: Metadata) -> Answer:
         running = 0
         if options.action == "add":
             added = router_pb2.AddSchedulerRequest(address=options.scheduler)
