@@ -80,7 +80,9 @@ class _Walk:
                 waiting.extend(self._inner(path, schema))
         # A schema of a few KB may say a schema for each name, each of which says one for each name, and so on.
         if self._has_copies and _num_bytes(self._root, {}) > MAX_SOURCE_BYTES:
-            text = f"the json_schema has over {MAX_SOURCE_BYTES} bytes once each required name is described: simplify it"
+            text = (
+                f"the json_schema has over {MAX_SOURCE_BYTES} bytes once each required name is described: simplify it"
+            )
             raise invalid_grammar(text, "source_bytes")
 
     def _check(self, path: str, schema: Schema) -> None:
