@@ -129,7 +129,8 @@ def _check_anchors(parts: list[str]) -> None:
 
 def _repeated(parts: list[str]) -> set[int]:
     """Indices of anchors and of both parentheses of groups that a quantifier follows."""
-    found, open_groups = set(), []
+    found: set[int] = set()
+    open_groups: list[int] = []
     for index, part in enumerate(parts):
         # A quantifier is cut into single characters; bounds have a few digits.
         is_repeated = part in ")^$" and bool(_QUANTIFIER.match("".join(parts[index + 1 : index + 32])))
