@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from support.client_environments import NodeEnvironment, PythonEnvironment, run_client
 from support.http import http_address
-from support.mesh import Mesh, running_mesh
+from support.mesh import Mesh
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -30,13 +28,6 @@ PACKAGES = {
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """All libraries in one environment: they share most of what they need."""
     return str(PythonEnvironment(tmp_path_factory.mktemp("python"), *PACKAGES.values()).bin / "python")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh("cpu") as mesh:
-        yield mesh
-        assert mesh.bugs == []
 
 
 async def test_the_openai_sdk(mesh: Mesh, tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import pytest_asyncio
 from support.client_environments import PythonEnvironment, run_client
 from support.http import http_address
-from support.mesh import COMPOSE, Mesh, running_mesh
+from support.mesh import COMPOSE, Mesh
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full, pytest.mark.timeout(900)]
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -19,13 +17,6 @@ MODEL = "tiny-llama"
 FOLDER = COMPOSE / "models" / MODEL
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TRANSFORMERS_OFFLINE": "1"}
 NUM_REQUESTS = 12
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh("cpu") as mesh:
-        yield mesh
-        assert mesh.bugs == []
 
 
 async def test_sglangs_bench_serving(mesh: Mesh, tmp_path: Path) -> None:

@@ -6,14 +6,11 @@ import json
 import random
 import re
 import signal
-from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI
 from support.fault_injection import kill_once
-from support.http import http_client, openai_client
 from support.jobs import Job
 from support.mesh import SERVICES, Mesh, running_mesh
 from support.stream_load import StreamLoad
@@ -30,25 +27,6 @@ SCHEMA = {
 }
 WRONG = {"type": "objekt"}
 WORDS = "([a-f]{3} ){20,30}end"
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh("cpu") as mesh:
-        yield mesh
-        assert mesh.bugs == []
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sdk(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
-    async with openai_client(mesh) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_client(mesh) as client:
-        yield client
 
 
 def check_city(text: str) -> None:

@@ -13,7 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from support.http import events_of, http_client, openai_client
+from support.http import events_of
 from support.jobs import MODEL, Job, recitations, sampled_recitations
 from support.mesh import Mesh, running_mesh
 from support.rounding import model_tolerance
@@ -32,18 +32,6 @@ JABBERWOCKY = next(job for job in JOBS if job.name == "jabberwocky")
 async def mesh() -> AsyncIterator[Mesh]:
     async with running_mesh("cpu") as mesh:
         yield mesh
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sdk(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
-    async with openai_client(mesh) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_client(mesh) as client:
-        yield client
 
 
 def sdk_options(job: Job) -> dict:  # type: ignore[type-arg]

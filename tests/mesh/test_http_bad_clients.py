@@ -41,12 +41,6 @@ async def mesh() -> AsyncIterator[Mesh]:
         yield mesh
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_client(mesh) as client:
-        yield client
-
-
 @pytest_asyncio.fixture(loop_scope="module", autouse=True)
 async def invariants_hold(mesh: Mesh) -> AsyncIterator[None]:
     """After each test: nothing runs, waits or is kept, and the next answer is right."""

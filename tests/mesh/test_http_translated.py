@@ -6,16 +6,13 @@ import asyncio
 import json
 import random
 import signal
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from openai import AsyncOpenAI, NotFoundError
-from support.http import http_client, openai_client
 from support.jobs import recitations
-from support.mesh import SERVICES, Mesh, running_mesh
+from support.mesh import SERVICES, Mesh
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -29,25 +26,6 @@ SCHEMA = {
     "required": ["city"],
     "additionalProperties": False,
 }
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh("cpu") as mesh:
-        yield mesh
-        assert mesh.bugs == []
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_client(mesh) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sdk(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
-    async with openai_client(mesh) as client:
-        yield client
 
 
 async def named_events(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:

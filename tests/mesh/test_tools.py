@@ -14,7 +14,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from support.http import http_client, openai_client
+from support.http import openai_client
 from support.mesh import Mesh, running_mesh
 
 pytest.importorskip("xgrammar")
@@ -54,18 +54,6 @@ async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
     async with running_mesh("cpu", model=NAME, folder=folder) as mesh:
         yield mesh
         assert mesh.bugs == []
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def sdk(mesh: Mesh) -> AsyncIterator[AsyncOpenAI]:
-    async with openai_client(mesh) as client:
-        yield client
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def http(mesh: Mesh) -> AsyncIterator[httpx.AsyncClient]:
-    async with http_client(mesh) as client:
-        yield client
 
 
 def check(name: str, arguments: str) -> None:

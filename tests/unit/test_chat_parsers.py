@@ -194,6 +194,25 @@ def test_what_is_held_has_a_bound_that_no_split_moves() -> None:
         assert told(read_pieces(parser_of("hermes"), pieces)) == whole
 
 
+def test_blanks_before_an_answer_are_held_no_further_than_that() -> None:
+    for text in (" " * (MAX_HELD + 5) + "x", " " * (MAX_HELD - 3) + "<think>t</think>x", "\n" * MAX_HELD * 2):
+        whole = told(read_whole(parser_of("hermes", "qwen3"), text))
+        for step in (4097, 100_003):
+            pieces = [text[start : start + step] for start in range(0, len(text), step)]
+            assert told(read_pieces(parser_of("hermes", "qwen3"), pieces)) == whole
+        assert whole[0] == text
+
+
+def test_a_long_schema_is_read_once_however_often_its_tool_is_called() -> None:
+    tool = WEATHER._replace(parameters=json.dumps({"properties": {f"p{i}": {"type": "integer"} for i in range(7000)}}))
+    since = time.process_time()
+    message = read_whole(
+        parser_of("glm45", use=ToolUse((tool,), ToolMode.AUTO)), "<tool_call>get_weather</tool_call>" * 2000
+    )
+    # Read for each call it takes a hundred times as long.
+    assert len(message.tool_calls) == 2000 and time.process_time() - since < 2.5
+
+
 def test_values_are_of_the_types_that_the_schema_names() -> None:
     def value(text: str, kind: str) -> object:
         tool = WEATHER._replace(parameters=f'{{"properties": {{"x": {kind}}}}}')
@@ -210,6 +229,8 @@ def test_values_are_of_the_types_that_the_schema_names() -> None:
     assert value('{"a": 1}', "{}") == {"a": 1}
     assert value("b", '{"enum": ["a", "b"]}') == "b"
     assert value("1" * 5000, '{"type": "integer"}') == "1" * 5000
+    for number in ("NaN", "Infinity", "-Infinity"):
+        assert value(number, '{"type": "number"}') == number  # No JSON.
 
 
 def test_formats_by_chat_template() -> None:

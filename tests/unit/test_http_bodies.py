@@ -27,6 +27,7 @@ from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest
 from radixmesh.daemons.router.http.endpoints.prompts import MAX_TEXT_BYTES, ids_of
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.errors import error_body
+from radixmesh.daemons.router.http.translated.anthropic_request import MessagesRequest
 from radixmesh.daemons.router.requests.updates import Update
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.router.v1 import router_pb2
@@ -151,6 +152,18 @@ def test_what_asks_for_nothing_is_no_constraint() -> None:
     body = parse(json.dumps({"prompt": "x", **nothing}).encode(), CompletionRequest)
     assert body.ignored_headers() == {"x-radixmesh-ignored-fields": "metadata, user, new"}
     assert not parse(json.dumps({"messages": [USER], "parallel_tool_calls": False}).encode(), ChatRequest).ignored
+
+
+@pytest.mark.parametrize("name", ["a" * 30_000, "名", "é", "x\r\nx-other: 1", "a b"])
+def test_the_header_of_ignored_fields_is_a_header_whatever_their_names(name: str) -> None:
+    bodies: list[tuple[type[Body], dict[str, object]]] = [
+        (CompletionRequest, {"prompt": "x", name: None, "user": "u"}),
+        (ChatRequest, {"messages": [{**USER, name: 1}], "user": "u"}),
+        (MessagesRequest, {"messages": [{**USER, name: None}], "max_tokens": 1, "metadata": {}}),
+    ]
+    for kind, body in bodies:
+        (value,) = parse(json.dumps(body).encode(), kind).ignored_headers().values()
+        assert value in ("user", "metadata"), value
 
 
 def test_tool_choice_none_shows_no_tools_and_arguments_are_objects() -> None:

@@ -11,7 +11,6 @@ import re
 from radixmesh.daemons.router.chat.call_reader import CallReader
 from radixmesh.daemons.router.chat.text_reader import Malformed, Reading
 
-_MESSAGE = "<|message|>"
 _BODY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 _TO = r"(?:\s+to=(?P<{}>[^\s<]+))?"
 _HEAD = re.compile(
@@ -32,9 +31,7 @@ class HarmonyReader(CallReader):
 
     def calls(self, marker: str) -> Reading[None]:
         """One message."""
-        text, _ = yield from self.until(_MESSAGE)
-        self.take(self._at + len(_MESSAGE))
-        head = _HEAD.fullmatch(marker + text)
+        head = _HEAD.fullmatch(marker + (yield from self.through("<|message|>")))
         if head is None:
             raise Malformed
         recipient = head["early"] or head["late"]

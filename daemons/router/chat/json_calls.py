@@ -92,11 +92,12 @@ class SectionCalls(CallReader):
 
     section_end: ClassVar[str]
     call: ClassVar[str]
+    separator: ClassVar[str]
     call_end: ClassVar[str]
 
     @abstractmethod
-    def head(self) -> Reading[tuple[str, str]]:
-        """Name and id ("" = none) of a call; its object comes next."""
+    def head(self, text: str) -> Reading[tuple[str, str]]:
+        """Name and id ("" = none) of a call, from the text before its separator; its object comes next."""
 
     def calls(self, marker: str) -> Reading[None]:
         is_open = marker == self.call
@@ -109,7 +110,7 @@ class SectionCalls(CallReader):
                 if self.num_calls:
                     self.drop_raw()
                 return
-            name, call_id = yield from self.head()
+            name, call_id = yield from self.head((yield from self.through(self.separator)).strip())
             if (yield from self.blanks()) != "{":
                 raise Malformed
             self.begin_call(name, call_id)
@@ -129,16 +130,16 @@ class DeepSeekCalls(SectionCalls):
     triggers = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
     section_end = "<｜tool▁calls▁end｜>"
     call = "<｜tool▁call▁begin｜>"
+    separator = "<｜tool▁sep｜>"
     call_end = "<｜tool▁call▁end｜>"
 
-    def head(self) -> Reading[tuple[str, str]]:
-        name, marker = yield from self.until("<｜tool▁sep｜>")
-        self.take(self._at + len(marker))
-        if (yield from self.blanks()) != "{":
-            if name.strip() != "function":
-                raise Malformed
-            name, _ = yield from self.until("\n", "```", "{")
-            yield from self.end_marker("```json")
+    def head(self, text: str) -> Reading[tuple[str, str]]:
+        if (yield from self.blanks()) == "{":
+            return text, ""
+        if text != "function":
+            raise Malformed
+        name, _ = yield from self.until("\n", "```", "{")
+        yield from self.end_marker("```json")
         return name.strip(), ""
 
     def tail(self) -> Reading[None]:
@@ -152,10 +153,9 @@ class KimiCalls(SectionCalls):
     triggers = ("<|tool_calls_section_begin|>", "<|tool_call_begin|>")
     section_end = "<|tool_calls_section_end|>"
     call = "<|tool_call_begin|>"
+    separator = "<|tool_call_argument_begin|>"
     call_end = "<|tool_call_end|>"
 
-    def head(self) -> Reading[tuple[str, str]]:
-        text, marker = yield from self.until("<|tool_call_argument_begin|>")
-        self.take(self._at + len(marker))
-        call_id = text.strip()
-        return call_id.removeprefix("functions.").rpartition(":")[0] or call_id, call_id
+    def head(self, text: str) -> Reading[tuple[str, str]]:
+        yield from ()
+        return text.removeprefix("functions.").rpartition(":")[0] or text, text

@@ -4,7 +4,7 @@ A `ChatParser` reads one output. What it says depends on the text alone, not on 
 equal kind, joined, are the same for every split (`join` does that). So an output that went on after a daemon died, or
 that another router resumed, has the same parts, ids of calls included.
 
-    parser = answer_format.parser(resolved, index)     # chat/answer_format.py
+    parser = chat_format.parser(use, prompt, request_id=request_id, index=index)     # chat/formats.py
     for delta in deltas:
         for part in parser.feed(delta.text):
             match part:

@@ -136,6 +136,12 @@ class TextReader(ChatParser):
             if not (yield from self.waits()):
                 raise Malformed
 
+    def through(self, marker: str) -> Reading[str]:
+        """The text before the marker; both are consumed. Raises as until()."""
+        text, _ = yield from self.until(marker)
+        self.take(self._at + len(marker))
+        return text
+
     def pass_until(self, markers: Sequence[str], sink: Callable[[str], None]) -> Reading[str]:
         """Hands the text before the first of the markers to sink as it comes; returns the marker, not consumed, or ""
         at the end."""
@@ -157,7 +163,7 @@ class TextReader(ChatParser):
     # -- what may be a call
 
     def begin_raw(self) -> None:
-        """From here on text is kept until keep_raw() or drop_raw()."""
+        """From here on text is kept until raw_as_content() or drop_raw()."""
         self._raw, self._raw_chars = [], 0
 
     def drop_raw(self) -> None:

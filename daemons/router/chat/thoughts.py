@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from radixmesh.daemons.router.chat.parts import ChatParser, PlainParser
-from radixmesh.daemons.router.chat.text_reader import Reading, TextReader
+from radixmesh.daemons.router.chat.text_reader import Malformed, Reading, TextReader
 
 
 class ThoughtTags(NamedTuple):
@@ -44,8 +44,12 @@ class ThoughtParser(TextReader):
 
     def read(self) -> Reading[None]:
         self.begin_raw()
-        if (yield from self.blanks()) == self._tags.begin[0] and (yield from self.is_next(self._tags.begin)):
-            self._is_open = True
+        try:
+            yield from self.blanks()
+            if (yield from self.is_next(self._tags.begin)):
+                self._is_open = True
+        except Malformed:
+            pass  # More blanks than are held back: what follows them is read as if no thought began.
         assert self._raw is not None
         leading, self._raw = "".join(self._raw), None
         if self._is_open:

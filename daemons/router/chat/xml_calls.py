@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cache
 from typing import ClassVar
 
-from radixmesh.daemons.router.chat.call_reader import CallReader
+from radixmesh.daemons.router.chat.call_reader import CallIds, CallReader
+from radixmesh.daemons.router.chat.parts import ToolUse
 from radixmesh.daemons.router.chat.text_reader import MAX_HELD, Malformed, Reading
 
 # One of several strings: blanks around it are none of it.
@@ -21,9 +22,11 @@ class XmlCalls(CallReader):
 
     value_ends: ClassVar[tuple[str, ...]]
 
-    @cached_property
-    def _schemas(self) -> Mapping[str, str]:
-        return {tool.name: tool.parameters for tool in self.use.tools}
+    def __init__(self, use: ToolUse, ids: CallIds) -> None:
+        schemas = {tool.name: tool.parameters for tool in use.tools}
+        # Once a tool: a schema may be long, and one answer may call its tool thousands of times.
+        self._kinds = cache(lambda name: _kinds(schemas[name]))
+        super().__init__(use, ids)
 
     @abstractmethod
     def key(self) -> Reading[str | None]:
@@ -31,7 +34,7 @@ class XmlCalls(CallReader):
 
     def xml_arguments(self, name: str) -> Reading[bool]:
         """All arguments of a call that has begun. False where the text ends before they do."""
-        kinds = _kinds(self._schemas[name])
+        kinds = self._kinds(name)
         self.arguments("{")
         num = 0
         try:
@@ -72,10 +75,9 @@ class QwenCoderCalls(XmlCalls):
     def calls(self, marker: str) -> Reading[None]:
         if marker == "<tool_call>":
             yield from self.expect("<function=")
-        name, _ = yield from self.until(">")
-        self.take(self._at + 1)
-        self.begin_call(name.strip())
-        if not (yield from self.xml_arguments(name.strip())):
+        name = (yield from self.through(">")).strip()
+        self.begin_call(name)
+        if not (yield from self.xml_arguments(name)):
             return
         if marker == "<tool_call>":
             yield from self.end_marker("</tool_call>")
@@ -85,8 +87,7 @@ class QwenCoderCalls(XmlCalls):
             return None
         if not (yield from self.is_next("<parameter=")):
             raise Malformed
-        key, _ = yield from self.until(">")
-        self.take(self._at + 1)
+        key = yield from self.through(">")
         yield from self.is_next("\n")
         return key.strip()
 
@@ -108,8 +109,7 @@ class GlmCalls(XmlCalls):
             return None
         if not (yield from self.is_next("<arg_key>")):
             raise Malformed
-        key, marker = yield from self.until("</arg_key>")
-        self.take(self._at + len(marker))
+        key = yield from self.through("</arg_key>")
         yield from self.expect("<arg_value>")
         return key.strip()
 
@@ -149,12 +149,17 @@ def _value(text: str, kinds: frozenset[str] | None) -> str:
         return _text(stripped)
     literal = _LITERALS.get(stripped, stripped)
     try:
-        value = json.loads(literal)
+        value = json.loads(literal, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         return _text(text)
     if kinds is not None and "string" in kinds and not isinstance(value, str) and _kind(value) not in kinds:
         return _text(text)
     return literal
+
+
+def _no_constant(name: str) -> object:
+    """NaN and infinities, which Python reads, are no JSON."""
+    raise ValueError(name)
 
 
 def _kind(value: object) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from itertools import islice
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -22,6 +24,8 @@ IGNORED_HEADER = "x-radixmesh-ignored-fields"
 # Parsed where they are: less than a millisecond for most. Larger ones cost the event loop a copy to another process.
 SMALL_BYTES = 32 << 10
 _MAX_NAMED = 16
+# Of ignored fields the header names those that a header can hold.
+_HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _UTF8_BLOCK = 1 << 18
 
 # By model: the tokens that its context holds.
@@ -58,7 +62,8 @@ class Body:
 
     def ignored_headers(self) -> dict[str, str]:
         """A response header that names the ignored fields; none where there are none."""
-        return {IGNORED_HEADER: ", ".join(self.ignored[:_MAX_NAMED])} if self.ignored else {}
+        names = list(islice(filter(_HEADER_NAME.fullmatch, self.ignored), _MAX_NAMED))
+        return {IGNORED_HEADER: ", ".join(names)} if names else {}
 
     def without_bulk(self) -> dict[str, object]:
         """The fields that answers depend on, by name: all but those that are in the messages."""
@@ -165,7 +170,7 @@ def read_object(data: Bytes, kind: type[_B], where: str = "") -> _B:
     for name, raw in read_fields(data, where).items():
         place = f"{where}.{name}" if where else name
         if name not in decoders:
-            if judge(name, raw, decoders, where) and _fits_header(place):
+            if judge(name, raw, decoders, where):
                 ignored.append(place)
         elif not is_null(raw) or name in required:
             decoder = decoders[name]
@@ -184,10 +189,6 @@ def _light(kind: type[_B], values: Mapping[str, object]) -> _B:
 
 def _required(kind: type[Body]) -> frozenset[str]:
     return frozenset(field.name for field in fields(kind) if field.default is MISSING)
-
-
-def _fits_header(name: str) -> bool:
-    return name.isascii() and name.replace("_", "").replace(".", "").isalnum()
 
 
 def _check_utf8(data: Bytes) -> None:

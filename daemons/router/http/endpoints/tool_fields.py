@@ -30,7 +30,6 @@ MAX_SCHEMA_BYTES = 256 << 10
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 _BOOL = msgspec.json.Decoder(bool)
-_NONE_ASKED = (b"null", b'""')
 
 
 def read_tools(tools: Bytes | None, choice: Bytes | None, parallel: bool | None) -> ToolUse:

@@ -17,6 +17,7 @@ from radixmesh.daemons.router.http.endpoints.options import Int32, Name, Uint32,
 from radixmesh.daemons.router.http.translated.chat_fields import (
     FieldReader,
     JsonObject,
+    TextParts,
     function_tool,
     only_text,
     packed,
@@ -29,6 +30,8 @@ _NAMES = names_of("/v1/messages")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Argument by which templates of models that may think are told.
 _THINKING = "enable_thinking"
+_BLOCKS = TextParts(("text",), ("type", "text", "citations"), "messages.content")
+_SYSTEM = _BLOCKS._replace(shape="system.content")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +70,10 @@ class CountTokensRequest(Body):
         assert self.messages is not None
         messages: list[JsonObject] = []
         if self.system is not None:
-            messages.append({"role": "system", "content": _texts(reader, reader.json(self.system, "system"), "system")})
+            text = reader.texts(reader.json(self.system, "system"), "system", _SYSTEM)
+            messages.append({"role": "system", "content": text})
         for place, value in enumerate(reader.entries(reader.json(self.messages, "messages"), "messages")):
             messages += _messages_of(reader, value, f"messages.{place}")
-        tools = None if self.tools is None else _tools_of(reader, reader.json(self.tools, "tools"))
-        choice = None if self.tool_choice is None else _choice_of(reader, reader.json(self.tool_choice, "tool_choice"))
         config = (
             {} if self.output_config is None else _config_of(reader, reader.json(self.output_config, "output_config"))
         )
@@ -81,8 +83,8 @@ class CountTokensRequest(Body):
         return ChatRequest(
             messages=packed(messages),
             model=self.model,
-            tools=None if tools is None else packed(tools),
-            tool_choice=None if choice is None else packed(choice),
+            tools=reader.made(self.tools, "tools", _tools_of),
+            tool_choice=reader.made(self.tool_choice, "tool_choice", _choice_of),
             reasoning_effort=config.get("effort"),  # type: ignore[arg-type]
             response_format=packed(config["format"]) if "format" in config else None,
             chat_template_kwargs=packed(arguments) if arguments else None,
@@ -118,24 +120,10 @@ class MessagesRequest(CountTokensRequest):
             yield whole.to_generate()
 
 
-def _texts(reader: FieldReader, value: object, where: str) -> str:
-    """A text, or the texts of its blocks."""
-    if isinstance(value, str):
-        return value
-    texts = []
-    for place, block in enumerate(reader.entries(value, where)):
-        inner = f"{where}.{place}"
-        fields = reader.fields(block, inner, ("type", "text", "citations"), f"{where.split('.')[0]}.content")
-        if fields.get("type") != "text":
-            raise only_text(fields.get("type"), inner)
-        texts.append(reader.text(reader.required(fields, "text", inner), f"{inner}.text"))
-    return "".join(texts)
-
-
 def _messages_of(reader: FieldReader, value: object, where: str) -> list[JsonObject]:
     """One message; results of tools become messages of their own, before its text."""
     fields = reader.fields(value, where, ("role", "content"), "messages")
-    role = reader.text(reader.required(fields, "role", where), f"{where}.role")
+    role = reader.required_text(fields, "role", where)
     if role not in ("user", "assistant", "system"):
         raise invalid(f"{where}.role", f"{where}.role is {role[:32]!r}: send user or assistant")
     content = reader.required(fields, "content", where)
@@ -160,22 +148,21 @@ class _Message:
     def add(self, reader: FieldReader, block: object, where: str) -> None:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            self._texts.append(_texts(reader, [block], where.rpartition(".")[0]))
+            self._texts.append(reader.part_text(block, where, _BLOCKS))
         elif kind == "thinking" and self._role == "assistant":
             fields = reader.fields(block, where, ("type", "thinking", "signature"), "messages.content")
-            self._thoughts.append(reader.text(reader.required(fields, "thinking", where), f"{where}.thinking"))
+            self._thoughts.append(reader.required_text(fields, "thinking", where))
         elif kind == "redacted_thinking" and self._role == "assistant":
             reader.ignore("messages.content.redacted_thinking")
         elif kind == "tool_use" and self._role == "assistant":
             fields = reader.fields(block, where, ("type", "id", "name", "input"), "messages.content")
-            name = reader.text(reader.required(fields, "name", where), f"{where}.name")
-            call = {"name": name, "arguments": fields.get("input") or {}}
+            call = {"name": reader.required_text(fields, "name", where), "arguments": fields.get("input") or {}}
             self._calls.append({"id": str(fields.get("id") or ""), "type": "function", "function": call})
         elif kind == "tool_result" and self._role == "user":
             known = ("type", "tool_use_id", "content", "is_error")
             fields = reader.fields(block, where, known, "messages.content")
-            text = _texts(reader, fields.get("content") or "", f"{where}.content")
-            call_id = reader.text(reader.required(fields, "tool_use_id", where), f"{where}.tool_use_id")
+            text = reader.texts(fields.get("content") or "", f"{where}.content", _BLOCKS)
+            call_id = reader.required_text(fields, "tool_use_id", where)
             self._results.append({"role": "tool", "tool_call_id": call_id, "content": text})
         else:
             raise only_text(kind, where)
@@ -197,10 +184,7 @@ def _tools_of(reader: FieldReader, value: object) -> list[JsonObject]:
             raise unsupported(
                 f"{where}.type", f"{where} is a tool that a server runs: send your own, with input_schema"
             )
-        known = ("type", "name", "description", "input_schema", "strict")
-        fields = reader.fields(entry, where, known, "tools")
-        name = reader.text(reader.required(fields, "name", where), f"{where}.name")
-        tools.append(function_tool(name, fields.get("description"), fields.get("input_schema"), fields.get("strict")))
+        tools.append(function_tool(reader, entry, where, "input_schema"))
     return tools
 
 
@@ -210,11 +194,11 @@ def _choice_of(reader: FieldReader, value: object) -> object:
     if fields.get("disable_parallel_tool_use") and kind != "none":
         raise unsupported("tool_choice.disable_parallel_tool_use", "disable_parallel_tool_use is not offered yet")
     if kind == "tool":
-        name = reader.text(reader.required(fields, "name", "tool_choice"), "tool_choice.name")
+        name = reader.required_text(fields, "name", "tool_choice")
         return {"type": "function", "function": {"name": name}}
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise invalid("tool_choice.type", f"tool_choice.type is {str(kind)[:32]!r}: send auto, any, tool or none")
-    return _CHOICES[str(kind)]
+    return _CHOICES[kind]
 
 
 def _thinks(reader: FieldReader, value: object) -> bool:

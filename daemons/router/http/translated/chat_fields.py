@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,6 +15,14 @@ from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 MAX_NAME = 256
 JsonObject = Mapping[str, object]
+
+
+class TextParts(NamedTuple):
+    """Parts that are texts: their types, their known fields, and their place without numbers."""
+
+    kinds: tuple[str, ...]
+    fields: tuple[str, ...]
+    shape: str
 
 
 class FieldReader:
@@ -30,6 +39,10 @@ class FieldReader:
         """Any value, its size counted before it is decoded. Raises TOO_LARGE, MALFORMED_MESSAGE, INVALID_ARGUMENT."""
         return plain_json(raw, where)
 
+    def made(self, raw: Bytes | None, where: str, make: Callable[[FieldReader, object], object]) -> Raw | None:
+        """JSON of what `make` makes of a field's value; None where the field was not sent."""
+        return None if raw is None else packed(make(self, self.json(raw, where)))
+
     def fields(self, value: object, where: str, known: Collection[str], shape: str = "") -> JsonObject:
         """An object of these fields. shape: `where` without places, for names of ignored fields.
 
@@ -37,14 +50,13 @@ class FieldReader:
         """
         if not isinstance(value, dict):
             raise invalid(where, f"{where} is no object: send one")
-        for name in value.keys() - set(known):
-            if judge(name, msgspec.json.encode(value[name]), known, where) and name.replace("_", "").isalnum():
+        for name, inner in value.items():
+            if name not in known and judge(name, msgspec.json.encode(inner), known, where):
                 self.ignore(f"{shape or where}.{name}")
         return value
 
     def ignore(self, name: str) -> None:
-        if name.isascii():
-            self._ignored[name] = None
+        self._ignored[name] = None
 
     def text(self, value: object, where: str) -> str:
         if not isinstance(value, str):
@@ -69,6 +81,23 @@ class FieldReader:
             raise MeshError(ErrorReason.ERROR_REASON_MISSING_FIELD, f"{place} is missing: set it", {"field": place})
         return fields[name]
 
+    def required_text(self, fields: JsonObject, name: str, where: str) -> str:
+        return self.text(self.required(fields, name, where), f"{where}.{name}")
+
+    def texts(self, value: object, where: str, form: TextParts) -> str:
+        """A text, or those of a list of parts."""
+        if isinstance(value, str):
+            return value
+        parts = self.entries(value, where)
+        return "".join(self.part_text(part, f"{where}.{place}", form) for place, part in enumerate(parts))
+
+    def part_text(self, part: object, where: str, form: TextParts) -> str:
+        """Raises UNSUPPORTED for a part of another kind than text."""
+        fields = self.fields(part, where, form.fields, form.shape)
+        if fields.get("type") not in form.kinds:
+            raise only_text(fields.get("type"), where)
+        return self.required_text(fields, "text", where)
+
 
 def settled_chat(chat: ChatRequest) -> ChatRequest:
     """The chat, checked. Raises UNSUPPORTED for one with tools: their calls are not told in other APIs' words yet."""
@@ -84,14 +113,16 @@ def packed(value: object) -> Raw:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def function_tool(name: str, description: object, parameters: object, strict: object) -> JsonObject:
-    """A tool in the form of OpenAI's chat completions."""
-    function: dict[str, object] = {"name": name}
-    if description:
-        function["description"] = description
+def function_tool(reader: FieldReader, entry: object, where: str, schema: str) -> JsonObject:
+    """A tool in the form of OpenAI's chat completions. schema: the name of the field with its parameters."""
+    fields = reader.fields(entry, where, ("type", "name", "description", schema, "strict"), "tools")
+    function: dict[str, object] = {"name": reader.required_text(fields, "name", where)}
+    if fields.get("description"):
+        function["description"] = fields["description"]
+    parameters = fields.get(schema)
     function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
-    if strict is not None:
-        function["strict"] = strict
+    if fields.get("strict") is not None:
+        function["strict"] = fields["strict"]
     return {"type": "function", "function": function}
 
 

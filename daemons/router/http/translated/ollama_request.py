@@ -189,7 +189,7 @@ def _format_of(raw: Bytes | None) -> msgspec.Raw | None:
 def _message_of(reader: FieldReader, value: object, where: str) -> JsonObject:
     known = ("role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id")
     fields = reader.fields(value, where, known, "messages")
-    made: dict[str, object] = {"role": reader.text(reader.required(fields, "role", where), f"{where}.role")}
+    made: dict[str, object] = {"role": reader.required_text(fields, "role", where)}
     made["content"] = reader.text(fields.get("content") or "", f"{where}.content")
     if fields.get("thinking"):
         made["reasoning_content"] = reader.text(fields["thinking"], f"{where}.thinking")

@@ -22,15 +22,15 @@ from radixmesh.daemons.router.http.endpoints.options import (
 from radixmesh.daemons.router.http.translated.chat_fields import (
     FieldReader,
     JsonObject,
+    TextParts,
     function_tool,
-    only_text,
     packed,
     settled_chat,
 )
 from radixmesh.router.v1 import router_pb2
 
 _NAMES = names_of("/v1/responses")
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = TextParts(("input_text", "output_text", "text"), ("type", "text", "annotations", "logprobs"), "input.content")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,8 +108,6 @@ class ResponsesRequest(Body):
         messages += self._messages(reader)
         kind, response_format = self._format(reader)
         _check_include(reader, self.include)
-        tools = None if self.tools is None else _tools_of(reader, reader.json(self.tools, "tools"))
-        choice = None if self.tool_choice is None else _choice_of(reader, reader.json(self.tool_choice, "tool_choice"))
         chat = ChatRequest(
             messages=packed(messages),
             model=self.model,
@@ -119,8 +117,8 @@ class ResponsesRequest(Body):
             top_k=self.top_k,
             min_p=self.min_p,
             seed=self.seed,
-            tools=None if tools is None else packed(tools),
-            tool_choice=None if choice is None else packed(choice),
+            tools=reader.made(self.tools, "tools", _tools_of),
+            tool_choice=reader.made(self.tool_choice, "tool_choice", _choice_of),
             response_format=None if response_format is None else packed(response_format),
             reasoning_effort=self._effort(reader),
             chat_template_kwargs=self.chat_template_kwargs,
@@ -151,7 +149,7 @@ class ResponsesRequest(Body):
         where = "text.format"
         known = ("type", "name", "description", "schema", "strict")
         inner = reader.fields(fields["format"], where, known)
-        kind = reader.text(reader.required(inner, "type", where), f"{where}.type")
+        kind = reader.required_text(inner, "type", where)
         if kind == "json_schema":
             schema = reader.required(inner, "schema", where)
             return kind, {"type": kind, "json_schema": {"name": inner.get("name") or "answer", "schema": schema}}
@@ -177,17 +175,16 @@ def _add_item(reader: FieldReader, made: list[dict[str, object]], item: object, 
     kind = item.get("type") if isinstance(item, dict) else None
     if kind == "function_call":
         fields = reader.fields(item, where, ("type", "id", "call_id", "name", "arguments", "status"), "input")
-        name = reader.text(reader.required(fields, "name", where), f"{where}.name")
         arguments = reader.text(fields.get("arguments") or "", f"{where}.arguments")
-        call = {"name": name, "arguments": arguments}
-        call_id = reader.text(reader.required(fields, "call_id", where), f"{where}.call_id")
+        call = {"name": reader.required_text(fields, "name", where), "arguments": arguments}
+        call_id = reader.required_text(fields, "call_id", where)
         calls = _assistant(made).setdefault("tool_calls", [])
         assert isinstance(calls, list)
         calls.append({"id": call_id, "type": "function", "function": call})
     elif kind == "function_call_output":
         fields = reader.fields(item, where, ("type", "id", "call_id", "output", "status"), "input")
-        call_id = reader.text(reader.required(fields, "call_id", where), f"{where}.call_id")
-        text = _texts(reader, fields.get("output") or "", f"{where}.output")
+        call_id = reader.required_text(fields, "call_id", where)
+        text = reader.texts(fields.get("output") or "", f"{where}.output", _TEXTS)
         made.append({"role": "tool", "tool_call_id": call_id, "content": text})
     elif kind == "reasoning":
         known = ("type", "id", "summary", "content", "encrypted_content", "status")
@@ -199,10 +196,10 @@ def _add_item(reader: FieldReader, made: list[dict[str, object]], item: object, 
         made.append({"role": "assistant", "content": "", "reasoning_content": "".join(thoughts)})
     elif kind in (None, "message"):
         fields = reader.fields(item, where, ("type", "id", "role", "content", "status", "phase"), "input")
-        role = reader.text(reader.required(fields, "role", where), f"{where}.role")
+        role = reader.required_text(fields, "role", where)
         if role not in ("user", "assistant", "system", "developer"):
             raise invalid(f"{where}.role", f"{where}.role is {role[:32]!r}: send user, assistant, system or developer")
-        text = _texts(reader, reader.required(fields, "content", where), f"{where}.content")
+        text = reader.texts(reader.required(fields, "content", where), f"{where}.content", _TEXTS)
         if role == "assistant" and made and _is_open(made[-1]):
             made[-1]["content"] = text
         else:
@@ -223,19 +220,6 @@ def _is_open(message: JsonObject) -> bool:
     return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
 
 
-def _texts(reader: FieldReader, value: object, where: str) -> str:
-    if isinstance(value, str):
-        return value
-    texts = []
-    for place, part in enumerate(reader.entries(value, where)):
-        inner = f"{where}.{place}"
-        fields = reader.fields(part, inner, ("type", "text", "annotations", "logprobs"), "input.content")
-        if fields.get("type") not in _TEXTS:
-            raise only_text(fields.get("type"), inner)
-        texts.append(reader.text(reader.required(fields, "text", inner), f"{inner}.text"))
-    return "".join(texts)
-
-
 def _tools_of(reader: FieldReader, value: object) -> list[JsonObject]:
     tools = []
     for place, entry in enumerate(reader.entries(value, "tools")):
@@ -243,9 +227,7 @@ def _tools_of(reader: FieldReader, value: object) -> list[JsonObject]:
         kind = entry.get("type") if isinstance(entry, dict) else None
         if kind != "function":
             raise unsupported(f"{where}.type", f"{where} is of type {str(kind)[:32]!r}: send functions of your own")
-        fields = reader.fields(entry, where, ("type", "name", "description", "parameters", "strict"), "tools")
-        name = reader.text(reader.required(fields, "name", where), f"{where}.name")
-        tools.append(function_tool(name, fields.get("description"), fields.get("parameters"), fields.get("strict")))
+        tools.append(function_tool(reader, entry, where, "parameters"))
     return tools
 
 
@@ -255,7 +237,7 @@ def _choice_of(reader: FieldReader, value: object) -> object:
     fields = reader.fields(value, "tool_choice", ("type", "name"))
     if fields.get("type") != "function":
         raise unsupported("tool_choice", "tool_choice is auto, none, required, or {'type': 'function', 'name': ...}")
-    name = reader.text(reader.required(fields, "name", "tool_choice"), "tool_choice.name")
+    name = reader.required_text(fields, "name", "tool_choice")
     return {"type": "function", "function": {"name": name}}
 
 

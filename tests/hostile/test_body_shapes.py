@@ -1,0 +1,114 @@
+"""Bodies with a value of the wrong shape at each of their places: every one is taken, or refused with a typed error."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hostile.http_bodies import ROUTES
+
+from radixmesh.daemons.router.http.bodies.body import parse_whole
+from radixmesh.daemons.runtime.errors import MeshError
+
+Place = tuple[str | int, ...]
+_SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}}
+_TEXT = {"type": "text", "text": "x"}
+_ANTHROPIC: dict[str, Any] = {
+    "messages": [
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "t", "signature": ""},
+                {"type": "redacted_thinking", "data": "x"},
+                {"type": "tool_use", "id": "1", "name": "f", "input": {"x": 1}},
+                {**_TEXT, "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [_TEXT]}]},
+    ],
+    "system": [_TEXT],
+    "tools": [{"name": "f", "description": "d", "input_schema": _SCHEMA, "type": "custom", "strict": None}],
+    "tool_choice": {"type": "none"},
+    "thinking": {"type": "enabled", "budget_tokens": 5},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}},
+}
+_RESPONSES: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "x", "annotations": []}]},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "x"}]},
+    ],
+    "instructions": "s",
+    "text": {"format": {"type": "json_schema", "name": "a", "schema": _SCHEMA}},
+    "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}],
+    "tool_choice": "none",
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+}
+_CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}}
+_OLLAMA: dict[str, Any] = {"model": "m", "format": _SCHEMA, "options": {"num_predict": 3, "stop": ["a"]}, "think": True}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [{"role": "user", "content": [_TEXT]}, {"role": "assistant", "tool_calls": [_CALL]}],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "strict": True}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
+    "/v1/messages": {**_ANTHROPIC, "max_tokens": 3, "stop_sequences": ["a"]},
+    "/v1/messages/count_tokens": _ANTHROPIC,
+    "/v1/responses": _RESPONSES,
+    "/api/chat": {**_OLLAMA, "messages": [{"role": "assistant", "content": "x", "tool_calls": [_CALL]}]},
+    "/api/generate": {**_OLLAMA, "prompt": "x", "system": "s"},
+    "/api/show": {"model": "m", "name": "n"},
+}
+WRONG: list[object] = [None, True, -1, 1.5, 10**30, "", "x", "\ud800", [], {}, [[]], [{}], {"type": []}, {"x": None}]
+
+
+def places(value: object, here: Place = ()) -> Iterator[Place]:
+    yield here
+    if isinstance(value, dict):
+        for name in value:
+            yield from places(value[name], (*here, name))
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from places(inner, (*here, place))
+
+
+def changed(body: dict[str, Any], place: Place, value: object) -> Any:
+    if not place:
+        return value
+    made: Any = copy.deepcopy(body)
+    at = made
+    for name in place[:-1]:
+        at = at[name]
+    at[place[-1]] = value
+    return made
+
+
+def refusal(path: str, body: object) -> MeshError | None:
+    try:
+        parse_whole(json.dumps(body).encode(), ROUTES[path], {})
+    except MeshError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_wrong_shapes_are_refused_with_a_typed_error(path: str) -> None:
+    refused = 0
+    for place in places(BODIES[path]):
+        for value in WRONG:
+            error = refusal(path, changed(BODIES[path], place, value))
+            refused += error is not None and error.reason_name != "INTERNAL"
+    assert refused > 10
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/messages/count_tokens", "messages"), ("/v1/responses", "input")])
+def test_a_wrong_part_is_named_by_its_place(path: str, field: str) -> None:
+    at = f"{field}.0.content.1"
+    for part, where in (({"type": "text"}, f"{at}.text"), ({"type": "audio"}, at)):
+        error = refusal(path, {field: [{"role": "user", "content": [_TEXT, part]}]})
+        assert error is not None and error.metadata["field"] == where, error
