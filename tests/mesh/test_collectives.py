@@ -17,6 +17,7 @@ from support.rank_process import RankProcess
 
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives import heartbeat
+from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
 from radixmesh.daemons.worker.collectives.member import CollectiveMember
 from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
 
@@ -89,6 +90,35 @@ def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
         return int(member.group.all_reduce(torch.tensor([1])))
 
     assert on_all(members, late) == [2, 2]
+
+
+def test_a_rank_that_comes_late_to_the_meeting_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a rank may be silent: it may be clearing a large pool."""
+    monkeypatch.setattr(heartbeat, "MISSED_ROUNDS", 3)
+    members = [CollectiveMember(RankLayout(tp_size=2, tp_rank=rank), "127.0.0.1") for rank in range(2)]
+
+    def late(member: CollectiveMember) -> int:
+        if member.layout.rank:
+            time.sleep(4 * heartbeat.PERIOD_S)
+        member.form(1, members[0].rendezvous, ["a", "b"])
+        return int(member.group.all_reduce(torch.tensor([1])))
+
+    assert on_all(members, late) == [2, 2]
+
+
+def test_an_attempt_that_was_abandoned_takes_nothing_from_a_later_one() -> None:
+    members = formed([RankLayout(tp_size=2, tp_rank=rank) for rank in range(2)])
+    store = members[0]._store
+    assert store is not None
+    store.set("12/0/a,b/0/1", "the address of a rank")
+    with pytest.raises(RankLost):
+        members[0]._connect = refuse
+        members[0].form(9, members[0].rendezvous, ["a", "b"])
+    assert "12/0/a,b/0/1" in store.list_keys()
+
+
+def refuse(meeting: Meeting) -> Communicator:
+    raise RankLost(f"nobody comes to {meeting.name}")
 
 
 def test_abort_ends_a_collective_and_a_forming() -> None:

@@ -21,6 +21,7 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.load import load_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.tiles import RowTiles
 
 NUM_TOKENS = 40
@@ -147,6 +148,19 @@ def test_ranks_without_common_tiles(sizes: tuple[object, object], agreed: object
 
     with closing(ThreadGroup(2)) as group:
         assert group.run(rank) == [agreed] * 2
+
+
+def test_ranks_of_different_builds_meet_in_no_other_collective() -> None:
+    """Over gloo a collective of other shapes ends a process, or gives numbers that nobody sent."""
+
+    def rank(number: int) -> object:
+        functions = [lambda x: x] * (2 + number)
+        with pytest.raises(CollectiveAborted, match=r"not of one build, their row functions are \[10, 11\]"):
+            common_tiles(RowTiles((2, 4)), functions, group.groups[number])
+        return group.groups[number].communicator.num_calls  # type: ignore[union-attr]
+
+    with closing(ThreadGroup(2)) as group:
+        assert group.run(rank) == [1, 1]
 
 
 @settings(max_examples=12, deadline=None)

@@ -38,7 +38,7 @@ class GlooCommunicator(Communicator):
         self._failure = ""
         self._work: dist.Work | None = None
         try:
-            self._heartbeat = Heartbeat(_store(meeting), meeting.rank, meeting.size)
+            alive = _store(meeting)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
             options._timeout = timedelta(seconds=_CONNECT_S)
@@ -47,9 +47,9 @@ class GlooCommunicator(Communicator):
             )
             self._process_group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
         except RuntimeError as error:
-            if hasattr(self, "_heartbeat"):
-                self._heartbeat.stop()
             raise RankLost(f"the ranks of {meeting.name} did not meet: {_first_line(error)}") from error
+        # All ranks are there: one that came late to the meeting has not been silent.
+        self._heartbeat = Heartbeat(alive, meeting.rank, meeting.size)
 
     @property
     def is_whole(self) -> bool:

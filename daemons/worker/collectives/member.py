@@ -37,6 +37,7 @@ class CollectiveMember:
         self._connect = connect
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
+        self._store_lock = threading.Lock()
         self._store: TCPStore | None = None
         self._listener: socket.socket | None = None
         if layout.rank == 0:
@@ -80,18 +81,21 @@ class CollectiveMember:
             attempt.abandon()
 
     def _meet(self, meeting: Meeting) -> Communicator:
-        if self._listener is not None and self._store is None:
-            self._open_store(self._listener)
-        if self._store is not None:
-            self._forget_others(self._store, meeting.name.partition("/")[0])
+        # An attempt that was abandoned may still be here.
+        with self._store_lock:
+            if self._listener is not None and self._store is None:
+                self._open_store(self._listener)
+            if self._store is not None:
+                self._forget_former(self._store, _generation_of(meeting.name))
         return self._connect(meeting)
 
-    def _forget_others(self, store: TCPStore, generation: str) -> None:
+    def _forget_former(self, store: TCPStore, generation: int) -> None:
         """Deletes all that former generations wrote: groups may be formed as often as ranks die."""
         if not hasattr(store, "list_keys"):  # Older versions of torch; a few KiB a generation stay.
             return
         for key in store.list_keys():
-            if not key.startswith(f"{generation}/"):
+            # Ranks may have come for a later one already, if this attempt was abandoned.
+            if _generation_of(key) < generation:
                 store.delete_key(key)
 
     def _open_store(self, listener: socket.socket) -> None:
@@ -179,6 +183,12 @@ class _Attempt:
             if self.communicator is not None:
                 self.communicator.close()
         self.is_over.set()
+
+
+def _generation_of(key: str) -> int:
+    """Of a meeting's name, or a key that begins with it; -1: of none."""
+    generation = key.partition("/")[0]
+    return int(generation) if generation.isdecimal() else -1
 
 
 def _listen(host: str) -> socket.socket:

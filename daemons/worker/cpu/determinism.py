@@ -9,6 +9,7 @@ import torch
 
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.group import Group
+from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.models.model import RowProbe
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles, agreeing_sizes, sizes_agree
 
@@ -67,9 +68,15 @@ def common_tiles(tiles: RowTiles, functions: Sequence[RowFunction], group: Group
 
     functions: of all probes of the model, in the same order on every rank. A function that one rank runs row by row is
     run so by all. A set of sizes stays verified where some are left out.
+
+    Raises CollectiveAborted if the ranks have not as much to say: they are of different builds.
     """
     own = [tiles.sizes is None, *(size in (tiles.sizes or ()) for size in _CANDIDATES)]
     own += [function in tiles.row_by_row for function in functions]
+    # gloo ends the process where a collective is of other shapes than the others', or leaves what is missing unwritten.
+    numbers = group.all_gather(torch.tensor([len(own)]), [1] * group.size).tolist()
+    if set(numbers) != {len(own)}:
+        raise CollectiveAborted(f"the ranks are not of one build, their row functions are {numbers}: start one on all")
     told = group.all_gather(torch.tensor(own, dtype=torch.int64), [len(own)] * group.size)
     by_rank = told.view(group.size, len(own)).bool()
     if by_rank[:, 0].any():
