@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+import tracemalloc
 from collections.abc import Callable
 from functools import cache
 
@@ -165,3 +167,52 @@ def test_depth_and_broken_text_are_typed() -> None:
         with pytest.raises(MeshError) as caught:
             followable(text)
         assert caught.value.reason == ErrorReason.ERROR_REASON_INVALID_GRAMMAR
+
+
+def _nested(levels: int) -> object:
+    """A schema whose required names each have another such schema."""
+    inner = _nested(levels - 1) if levels else {"type": "integer"}
+    return {"type": "object", "required": [f"name{number}" for number in range(200)], "additionalProperties": inner}
+
+
+_MANY_NAMES = {f"{number:05d}": {} for number in range(6000)}
+_CLOSED = {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a" * 40 + "!": {"type": "null"}}, "patternProperties": {"^(a+)+$": {"type": "integer"}}},
+        {"properties": {"a" * 4000: {"type": "null"}}, "patternProperties": {"a*b": {"type": "integer"}}},
+        {"properties": AB, "patternProperties": {"a{99999999999999999999}": {}}},
+        {"type": "string", "pattern": "|".join(["^a"] * 10_000)},
+        {"type": "string", "pattern": "|".join(["a$"] * 10_000)},
+        {"type": "string", "pattern": "^" * 30_000},
+        {"type": [*["null"] * 4000, "integer"], "enum": list(range(8000))},
+        {**_CLOSED, "properties": {"a" * 50_000: {**_CLOSED, "properties": _MANY_NAMES}}},
+        _nested(2),
+        {"type": "object", "required": [["a"]]},
+        {"type": "string", "enum": "abc"},
+        {"type": "string", "enum": 5},
+    ],
+)
+def test_a_schema_is_read_within_bounds(schema: object) -> None:
+    """Routers read schemas of tools on their event loop: no pattern of a client is run where it may take long, and no
+    schema becomes many times its size."""
+    text = json.dumps(schema)
+    tracemalloc.start()
+    began_s = time.process_time()
+    try:
+        assert len(followable(text)) < 4 * len(text)
+    except MeshError as error:
+        assert error.reason == ErrorReason.ERROR_REASON_INVALID_GRAMMAR
+    finally:
+        took_s = time.process_time() - began_s
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert took_s < 5.0 and peak_bytes < 64 << 20, (took_s, peak_bytes)
+
+
+def test_names_that_a_pattern_cannot_match_may_be_described_beside_it() -> None:
+    schema = {"type": "object", "properties": AB, "patternProperties": {"^x[_-]|_id$": {"type": "null"}}}
+    assert '"^(' in followable(json.dumps(schema))

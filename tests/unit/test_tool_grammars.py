@@ -192,6 +192,18 @@ def test_any_object_is_any_object(backend: GrammarBackend) -> None:
     assert all(matcher.accept(byte) for byte in text) and matcher.accept(EOS)
 
 
+def test_schemas_of_tools_are_bounded_together_as_a_grammar_follows_them() -> None:
+    names = {f"{number:04d}": {} for number in range(10_000)}
+    schema = {"type": "object", "properties": names}
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}", "strict": True, "parameters": schema}}
+        for number in range(10)
+    ]
+    with pytest.raises(MeshError) as caught:
+        read_tools(json.dumps(tools).encode(), None, None)
+    assert caught.value.metadata == {"limit": "source_bytes"}
+
+
 def test_tools_keep_their_form_on_the_way_between_processes() -> None:
     use = read_tools(functions(strict=True), b'"required"', False)
     packed = json.loads(json.dumps(pack_use(use)))

@@ -211,6 +211,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def _welcome(self, frame: _Response) -> str:
         version = check_hello(frame.hello.hello, self._hello)
         self._checks.hello(frame.hello)
+        if self.instance_id not in ("", frame.hello.hello.instance_id):
+            # A drain is of a process: the one that was started since is there to be used.
+            self.is_draining = self.is_left = False
         self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
         self.load = scheduler_pb2.Load()

@@ -309,8 +309,7 @@ class SchedulerPool(PeerPool):
         if output.state is OutputState.RUNNING:
             output.count_wait(was_accepted=True)
             output.num_rejections = 0
-            output.move_to(OutputState.WAITING)
-            self.waiting.add(output, self.turns.line_of(output))
+            self._wait(output)
 
     def _pick(
         self, output: Output, among: Sequence[SchedulerLink] | None

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 
-from radixmesh.daemons.runtime.guided.json_patterns import json_pattern, other_names
+from radixmesh.daemons.runtime.guided.json_patterns import is_quickly_matched, json_pattern, other_names
+
+# Of patterns that are tried on described names: characters of the patterns times those of each name squared.
+_MAX_MATCH_STEPS = 1 << 22
 
 
 def closed_object(schema: dict[str, object]) -> None:
@@ -47,10 +50,15 @@ def _check_least(schema: dict[str, object], has_patterns: bool) -> None:
 def _check_patterns(properties: dict[str, object], patterns: dict[str, object]) -> None:
     if len(patterns) > 1 and any(inner != next(iter(patterns.values())) for inner in patterns.values()):
         raise ValueError("patternProperties of several patterns, which one name may match")
-    for pattern, inner in patterns.items():
+    inner = next(iter(patterns.values()))
+    others = [name for name, own in properties.items() if own != inner]
+    steps = sum(map(len, patterns)) * sum(len(name) ** 2 for name in others)
+    for pattern in patterns if others else ():
+        if steps > _MAX_MATCH_STEPS or not is_quickly_matched(pattern):
+            raise ValueError(f"patternProperties with {pattern[:40]!r}, which is too much to try on described names")
         try:
-            both = [name for name, own in properties.items() if re.search(pattern, name) and own != inner]
-        except re.error as error:
+            both = [name for name in others if re.search(pattern, name)]
+        except (re.error, OverflowError) as error:
             raise ValueError(f"patternProperties with {pattern[:40]!r} ({error})") from error
         if both:
             raise ValueError(

@@ -30,6 +30,12 @@ def json_pattern(pattern: str) -> str:
     return "".join(_rewritten(parts))
 
 
+def is_quickly_matched(pattern: str) -> bool:
+    """True without groups and with one repetition at most: `re` takes a time that grows with the square of the text."""
+    parts = _PARTS.findall(pattern)
+    return sum(part in "*+?{" for part in parts) <= 1 and not any(part.startswith("(") for part in parts)
+
+
 def other_names(names: list[str]) -> str:
     """An expression for every non-empty name but these, written without escapes."""
     branches = _others(sorted({name for name in names if name}))
@@ -96,47 +102,44 @@ def _class(part: str) -> str:
 
 
 def _check_anchors(parts: list[str]) -> None:
-    """`^` may have nothing before it that takes a character, `$` nothing behind it."""
+    """`^` may have nothing before it that takes a character, `$` nothing behind it. One pass each way: routers check
+    patterns of clients on their event loop."""
+    repeated = _repeated(parts)
+    size = len(parts)
+    for anchor, opening, closing, order in (("^", "(", ")", range(size)), ("$", ")", "(", range(size - 1, -1, -1))):
+        is_edge, around = True, [True]
+        for index in order:
+            part = parts[index]
+            if part.startswith(opening):
+                is_edge = is_edge and index not in repeated
+                around.append(is_edge)
+            elif part.startswith(closing):
+                if len(around) > 1:
+                    around.pop()
+                is_edge = False
+            elif part == "|":
+                is_edge = around[-1]
+            elif part not in "^$":
+                is_edge = False
+            elif index in repeated:
+                raise ValueError(f"{part!r} repeated")
+            elif part == anchor and not is_edge:
+                raise ValueError(f"{part!r} within the expression")
+
+
+def _repeated(parts: list[str]) -> set[int]:
+    """Indices of anchors and of both parentheses of groups that a quantifier follows."""
+    found: set[int] = set()
+    open_groups: list[int] = []
     for index, part in enumerate(parts):
-        if part in "^$" and _QUANTIFIER.match("".join(parts[index + 1 :])):
-            raise ValueError(f"{part!r} repeated")
-        if (part == "^" and not _is_edge(parts, index, -1)) or (part == "$" and not _is_edge(parts, index, 1)):
-            raise ValueError(f"{part!r} within the expression")
-
-
-def _is_edge(parts: list[str], index: int, step: int) -> bool:
-    """True if every way from here to the pattern's end in one direction passes no character."""
-    index += step
-    while 0 <= index < len(parts):
-        part = parts[index]
-        leaves = part.startswith("(") if step < 0 else part == ")"
-        if part == "|":
-            index = _group_end(parts, index, step)
-            continue
-        if leaves and _is_repeated(parts, index if step > 0 else _group_end(parts, index, 1)):
-            return False
-        if not leaves and part not in "^$":
-            return False
-        index += step
-    return True
-
-
-def _is_repeated(parts: list[str], closing: int) -> bool:
-    return bool(_QUANTIFIER.match("".join(parts[closing + 1 :])))
-
-
-def _group_end(parts: list[str], index: int, step: int) -> int:
-    """The parenthesis that ends the group around a part, on one side; one beyond the pattern where there is none."""
-    depth = 0
-    index += step
-    while 0 <= index < len(parts):
-        part = parts[index]
-        opens, closes = (part.startswith("("), part == ")") if step > 0 else (part == ")", part.startswith("("))
-        if closes and depth == 0:
-            return index
-        depth += opens - closes
-        index += step
-    return index
+        # A quantifier is cut into single characters; bounds have a few digits.
+        is_repeated = part in ")^$" and bool(_QUANTIFIER.match("".join(parts[index + 1 : index + 32])))
+        opening = open_groups.pop() if part == ")" and open_groups else index
+        if part.startswith("("):
+            open_groups.append(index)
+        elif is_repeated:
+            found.update((opening, index))
+    return found
 
 
 def _others(names: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from radixmesh.daemons.runtime.guided.json_objects import closed_object
 from radixmesh.daemons.runtime.guided.json_patterns import json_pattern
-from radixmesh.daemons.runtime.guided.source import invalid_grammar
+from radixmesh.daemons.runtime.guided.source import MAX_SOURCE_BYTES, invalid_grammar
 
 # Keywords that no grammar of the library's expresses.
 _UNSUPPORTED = frozenset(
@@ -68,6 +68,7 @@ class _Walk:
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._seen: set[int] = set()
+        self._has_copies = False
 
     def run(self) -> None:
         waiting: list[tuple[str, object]] = [("#", self._root)]
@@ -77,6 +78,12 @@ class _Walk:
                 self._seen.add(id(schema))
                 self._check(path, schema)
                 waiting.extend(self._inner(path, schema))
+        # A schema of a few KB may say a schema for each name, each of which says one for each name, and so on.
+        if self._has_copies and _num_bytes(self._root, {}) > MAX_SOURCE_BYTES:
+            text = (
+                f"the json_schema has over {MAX_SOURCE_BYTES} bytes once each required name is described: simplify it"
+            )
+            raise invalid_grammar(text, "source_bytes")
 
     def _check(self, path: str, schema: Schema) -> None:
         for keyword in schema:
@@ -92,7 +99,8 @@ class _Walk:
                     raise _refused(path, keyword, f"without a type: add 'type': '{kind}'")
         if "pattern" in schema and ("minLength" in schema or "maxLength" in schema):
             raise _refused(path, "minLength" if "minLength" in schema else "maxLength", "beside a pattern")
-        _require_named(path, schema)
+        if _require_named(path, schema):
+            self._has_copies = True
         if "pattern" in schema:
             schema["pattern"] = _pattern(path, schema["pattern"])
         try:
@@ -105,15 +113,15 @@ class _Walk:
         for keyword in ("properties", "patternProperties"):
             named = schema.get(keyword)
             if isinstance(named, dict):
-                yield from ((f"{path}/{keyword}/{name}", inner) for name, inner in named.items())
+                yield from ((_below(path, keyword, name), inner) for name, inner in named.items())
         for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
             listed = schema.get(keyword)
             if isinstance(listed, list):
-                yield from ((f"{path}/{keyword}/{number}", inner) for number, inner in enumerate(listed))
+                yield from ((_below(path, keyword, str(number)), inner) for number, inner in enumerate(listed))
         for keyword in ("items", "additionalProperties", "unevaluatedItems", "propertyNames"):
-            yield f"{path}/{keyword}", schema.get(keyword)
+            yield _below(path, keyword), schema.get(keyword)
         if "$ref" in schema:
-            yield str(schema["$ref"]), self._target(path, schema["$ref"])
+            yield str(schema["$ref"])[:120], self._target(path, schema["$ref"])
 
     def _target(self, path: str, reference: object) -> object:
         if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
@@ -135,6 +143,8 @@ def _check_choosers(path: str, schema: Schema) -> None:
     given = [name for name in _CHOOSERS if name in schema]
     if not given:
         return
+    if not isinstance(schema.get("enum", []), list):
+        raise _refused(path, "enum", "that is no list")
     chooser = given[0]
     values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
     beside = set(schema) - _ANNOTATIONS - {chooser, "type", "nullable"}
@@ -142,11 +152,11 @@ def _check_choosers(path: str, schema: Schema) -> None:
     if beside:
         raise _refused(path, sorted(beside)[0], f"beside {chooser}")
     if "type" in schema:
-        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        kinds = set(map(str, schema["type"] if isinstance(schema["type"], list) else [schema["type"]]))
         if not is_listed:
             raise _refused(path, "type", f"beside {chooser}: move it into each branch")
         assert isinstance(values, list)
-        if not all(any(_is_of(value, str(kind)) for kind in kinds) for value in values):
+        if not all(any(_is_of(value, kind) for kind in kinds) for value in values):
             raise _refused(path, chooser, "with values of another type than 'type' says")
     if chooser == "allOf" and isinstance(schema["allOf"], list) and len(schema["allOf"]) > 1:
         raise _refused(path, "allOf", "of several schemas: merge them")
@@ -160,24 +170,27 @@ def _is_of(value: object, kind: str) -> bool:
     return isinstance(value, _TYPES.get(kind, (object,)))
 
 
-def _require_named(path: str, schema: Schema) -> None:
-    """Names that are required and not described get the schema of additional properties: the library drops them."""
+def _require_named(path: str, schema: Schema) -> bool:
+    """Names that are required and not described get the schema of additional properties: the library drops them.
+
+    Returns whether there were any.
+    """
     required = schema.get("required")
     if required is None:
-        return
-    if not isinstance(required, list):
+        return False
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise _refused(path, "required", "that is no list of names")
     properties = schema.setdefault("properties", {})
     if not isinstance(properties, dict):
         raise _refused(path, "properties", "that is no object")
     schema.setdefault("type", "object")
-    for name in required:
-        if name in properties:
-            continue
+    missing = [name for name in required if name not in properties]
+    for name in missing:
         others = schema.get("additionalProperties", True)
         if others is False or "patternProperties" in schema or "propertyNames" in schema:
             raise _refused(path, "required", f"of {str(name)[:60]!r}, which 'properties' does not describe")
         properties[name] = others
+    return bool(missing)
 
 
 def _pattern(path: str, pattern: object) -> str:
@@ -189,8 +202,31 @@ def _pattern(path: str, pattern: object) -> str:
         raise _refused(path, "pattern", f"with {error}") from error
 
 
+def _below(path: str, *parts: str) -> str:
+    """Bounded: paths of many schemas below a long name would take more memory than all of the text."""
+    return "/".join((path[:120], *(part[:60] for part in parts)))
+
+
+def _num_bytes(value: object, known: dict[int, int]) -> int:
+    """Of a value as JSON, about; `known`: of parts, by id, since the same one may stand in many places."""
+    found = known.get(id(value))
+    if found is not None:
+        return found
+    found = 2
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            found += len(name) + 4 + _num_bytes(inner, known)
+    elif isinstance(value, list):
+        for inner in value:
+            found += 2 + _num_bytes(inner, known)
+    else:
+        return found + len(str(value))
+    known[id(value)] = found
+    return found
+
+
 def _refused(path: str, keyword: str, why: str = "") -> Exception:
-    where = "" if path == "#" else f" at {path[:200]}"
+    where = "" if path == "#" else f" at {path}"
     detail = f" {why}" if why else ""
     text = f"the json_schema has {keyword!r}{where}{detail}, which a grammar cannot follow: leave it out"
     return invalid_grammar(text, "keyword")

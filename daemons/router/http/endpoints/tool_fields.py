@@ -21,6 +21,7 @@ from radixmesh.daemons.router.http.bodies.field_decoders import (
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.json_schemas import followable
+from radixmesh.daemons.runtime.guided.source import MAX_SOURCE_BYTES, invalid_grammar
 
 MAX_TOOLS = 1024
 # Of one tool's parameters: a grammar of all of them has at most 1 MiB, and is read on every router that resumes it.
@@ -39,7 +40,14 @@ def read_tools(tools: Bytes | None, choice: Bytes | None, parallel: bool | None)
         # Guided, or strict: the schemas are needed as a grammar follows them.
         entries = list_of(tools, "tools", MAX_TOOLS)
         is_guided = mode is not ToolMode.AUTO
-        read = [_tool(raw, f"tools.{place}", is_guided=is_guided) for place, raw in enumerate(entries)]
+        num_bytes = 0
+        for place, raw in enumerate(entries):
+            read.append(_tool(raw, f"tools.{place}", is_guided=is_guided))
+            # One grammar has all of them; a schema spelt out for it may be larger than it was sent.
+            num_bytes += len(read[-1].guided)
+            if num_bytes > MAX_SOURCE_BYTES:
+                text = f"the schemas of tools have {num_bytes} bytes for a grammar: {MAX_SOURCE_BYTES} at most"
+                raise invalid_grammar(text, "source_bytes")
         if len({tool.name for tool in read}) < len(read):
             raise invalid("tools", "tools has two functions of one name: name each once")
     if mode is ToolMode.AUTO and any(tool.strict for tool in read):
