@@ -239,7 +239,7 @@ def start(guided: Guided, steps: Steps, sources: Sequence[GrammarSource]) -> lis
         artefact = guided.backend.compile(source)
         guided.blobs.put(blob_hash(artefact), artefact)
         admits.append(replace(admit(slot, [5, 6, 7], max_total_len=64), grammar_hash=blob_hash(artefact)))
-    grants = tuple(grant(slot, range(16 * slot, 16 * slot + 16)) for slot in range(len(sources)))
+    grants = tuple(grant(slot, range(64 * slot, 64 * slot + 64)) for slot in range(len(sources)))
     chunks = tuple(chunk(slot, 3) for slot in range(len(sources)))
     return steps.run(admits=tuple(admits), grants=grants, chunks=chunks).ids.tolist()
 
