@@ -10,6 +10,7 @@ T rows, H heads, n / r / v plain, RoPE and value dims of a head, R rank, C = R +
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 
 from radixmesh.kernels.rms_norm import rms_norm_reference
-from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
+from radixmesh.kernels.rope_kv import KvTarget, RopeAngles, apply_rope
 
 _HEADS = 16
 _TILE_ROWS = 16
@@ -68,9 +69,9 @@ def _mla_rows_kernel(
         b = tl.load(kv_ptr + row * kv_stride + R + second, mask=pair_mask, other=0.0)
         dtype: tl.constexpr = a.dtype
         a, b = a.to(tl.float32), b.to(tl.float32)
-        turned_a, turned_b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
-        tl.store(to + R + pair, turned_a.to(latents_ptr.dtype.element_ty), mask=pair_mask)
-        tl.store(to + R + HALF + pair, turned_b.to(latents_ptr.dtype.element_ty), mask=pair_mask)
+        rotated_a, rotated_b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+        tl.store(to + R + pair, rotated_a.to(latents_ptr.dtype.element_ty), mask=pair_mask)
+        tl.store(to + R + HALF + pair, rotated_b.to(latents_ptr.dtype.element_ty), mask=pair_mask)
     else:
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < H)[:, None] & pair_mask[None, :]
@@ -129,17 +130,12 @@ def mla_rows_reference(
     pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
     places = pages * target.page_size + positions % target.page_size
     latent_TR = rms_norm_reference(kv_TC[:, :rank], norm.weight_R, norm.eps)
-    key_Tr = _turned(kv_TC[:, None, rank:], cos_T1h, sin_T1h, norm.is_interleaved).squeeze(1)
+    with_rope = partial(apply_rope, cos_T1h=cos_T1h, sin_T1h=sin_T1h, is_interleaved=norm.is_interleaved)
+    key_Tr = with_rope(kv_TC[:, None, rank:]).squeeze(1).to(kv_TC.dtype)
     latents_SC[places] = torch.cat((latent_TR, key_Tr), dim=1).to(latents_SC.dtype)
     out_THC = q_THY.new_zeros(*q_THY.shape[:2], rank + rope)
-    out_THC[..., rank:] = _turned(q_THY[..., -rope:], cos_T1h, sin_T1h, norm.is_interleaved)
+    out_THC[..., rank:] = with_rope(q_THY[..., -rope:])
     return out_THC
-
-
-def _turned(x_THr: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool) -> torch.Tensor:
-    pairs = (x_THr[..., 0::2], x_THr[..., 1::2]) if is_interleaved else x_THr.chunk(2, dim=-1)
-    a, b = (part.float() for part in pairs)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x_THr.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -212,9 +212,9 @@ def rope_write_kv_reference(
     cos_T1h, sin_T1h = angles.cos[positions].unsqueeze(1), angles.sin[positions].unsqueeze(1)
     pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
     places = pages * target.page_size + positions % target.page_size
-    keys_SKd[places] = _turned(k_TKd, cos_T1h, sin_T1h).to(dtype).to(keys_SKd.dtype)
+    keys_SKd[places] = apply_rope(k_TKd, cos_T1h, sin_T1h).to(dtype).to(keys_SKd.dtype)
     values_SKd[places] = v_TKd.to(dtype).to(values_SKd.dtype)
-    return _turned(q_THd, cos_T1h, sin_T1h).to(dtype)
+    return apply_rope(q_THd, cos_T1h, sin_T1h).to(dtype)
 
 
 def _head_normed(x_THd: torch.Tensor, w_d: torch.Tensor, eps: float) -> torch.Tensor:
@@ -222,8 +222,12 @@ def _head_normed(x_THd: torch.Tensor, w_d: torch.Tensor, eps: float) -> torch.Te
     return (w_d * (x_THd * inverse_rms_reference(x_THd, eps)).to(w_d.dtype)).float()
 
 
-def _turned(x_THd: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
-    a, b = x_THd.float().chunk(2, dim=-1)
+def apply_rope(
+    x_THd: torch.Tensor, cos_T1h: torch.Tensor, sin_T1h: torch.Tensor, *, is_interleaved: bool = False
+) -> torch.Tensor:
+    """Heads with RoPE, in float32. is_interleaved: pairs are neighbours in x, and halves in the result."""
+    a, b = (x_THd[..., 0::2], x_THd[..., 1::2]) if is_interleaved else x_THd.chunk(2, dim=-1)
+    a, b = a.float(), b.float()
     return torch.cat((a * cos_T1h - b * sin_T1h, b * cos_T1h + a * sin_T1h), dim=-1)
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.router.config import BeyondContext, RouterSettings
 from radixmesh.daemons.router.discovery.discovery import Discovery
 from radixmesh.daemons.router.discovery.retirement import Retirement
@@ -63,50 +65,12 @@ def make_router(
     hello = make_hello(daemon="router", instance_id=instance_id)
     journal = Journal(settings.journal_bytes)
     times = RequestTimes(metrics, tracer, clock)
-
-    def make_schedulers(flow: OutputFlow) -> SchedulerPool:
-        return SchedulerPool(
-            lambda address: SchedulerLink(address, peers.dial_scheduler, settings.peer_timeout_s, hello, flow, clock),
-            LinkPlacement(
-                Placement(make_policy(settings.policy), view_bytes=settings.view_bytes, now=clock),
-                open_watch=peers.watch_cache,
-                max_outputs=settings.scheduler_max_outputs,
-                on_decision=times.routed,
-            ),
-            wait_s=settings.scheduler_wait_s,
-            migrate_after_s=settings.migrate_after_s,
-            waiting=WaitingOutputs(
-                QueueBounds(
-                    max_outputs=settings.max_queue,
-                    max_bytes=settings.queue_bytes,
-                    tenant_max_outputs=settings.tenant_max_queue or settings.max_queue * 3 // 4,
-                    shares=TenantShares.parse(settings.tenant_weights, settings.tenant_max_outputs),
-                ),
-                on_served=metrics.router_queue_seconds.observe,
-                on_refused=lambda reason: metrics.router_queue_refused.labels(reason).inc(),
-                clock=clock,
-            ),
-            evens_out=settings.move_on_overload,
-            on_moved=lambda reason, count: metrics.moved_outputs.labels(reason).inc(count),
-            aliases=ModelAliases.parse(settings.model_aliases),
-            clock=clock,
-        )
-
-    def make_detokenizers(flow: OutputFlow) -> DetokenizerPool:
-        return DetokenizerPool(
-            lambda address: DetokenizerLink(
-                address, peers.dial_detokenizer, settings.peer_timeout_s, hello, flow, clock
-            ),
-            settings.detokenizer_wait_s,
-            clock=clock,
-        )
-
     flow = OutputFlow(
         journal,
         metrics,
         times,
-        make_schedulers=make_schedulers,
-        make_detokenizers=make_detokenizers,
+        make_schedulers=partial(_make_schedulers, settings, peers, hello, metrics, times, clock),
+        make_detokenizers=partial(_make_detokenizers, settings, peers, hello, clock),
         clock=clock,
     )
     tokenizers = TokenizerPool(
@@ -144,5 +108,57 @@ def make_router(
         progress=progress,
         metrics=metrics,
         times=times,
+        clock=clock,
+    )
+
+
+def _make_schedulers(
+    settings: RouterSettings,
+    peers: Peers,
+    hello: common_pb2.Hello,
+    metrics: Metrics,
+    times: RequestTimes,
+    clock: Callable[[], float],
+    flow: OutputFlow,
+) -> SchedulerPool:
+    return SchedulerPool(
+        lambda address: SchedulerLink(address, peers.dial_scheduler, settings.peer_timeout_s, hello, flow, clock),
+        LinkPlacement(
+            Placement(make_policy(settings.policy), view_bytes=settings.view_bytes, now=clock),
+            open_watch=peers.watch_cache,
+            max_outputs=settings.scheduler_max_outputs,
+            on_decision=times.routed,
+        ),
+        wait_s=settings.scheduler_wait_s,
+        migrate_after_s=settings.migrate_after_s,
+        waiting=_make_waiting(settings, metrics, clock),
+        evens_out=settings.move_on_overload,
+        on_moved=lambda reason, count: metrics.moved_outputs.labels(reason).inc(count),
+        aliases=ModelAliases.parse(settings.model_aliases),
+        clock=clock,
+    )
+
+
+def _make_waiting(settings: RouterSettings, metrics: Metrics, clock: Callable[[], float]) -> WaitingOutputs:
+    bounds = QueueBounds(
+        max_outputs=settings.max_queue,
+        max_bytes=settings.queue_bytes,
+        tenant_max_outputs=settings.tenant_max_queue or settings.max_queue * 3 // 4,
+        shares=TenantShares.parse(settings.tenant_weights, settings.tenant_max_outputs),
+    )
+    return WaitingOutputs(
+        bounds,
+        on_served=metrics.router_queue_seconds.observe,
+        on_refused=lambda reason: metrics.router_queue_refused.labels(reason).inc(),
+        clock=clock,
+    )
+
+
+def _make_detokenizers(
+    settings: RouterSettings, peers: Peers, hello: common_pb2.Hello, clock: Callable[[], float], flow: OutputFlow
+) -> DetokenizerPool:
+    return DetokenizerPool(
+        lambda address: DetokenizerLink(address, peers.dial_detokenizer, settings.peer_timeout_s, hello, flow, clock),
+        settings.detokenizer_wait_s,
         clock=clock,
     )

@@ -1,4 +1,4 @@
-"""The seam of drafters: who proposes tokens that a step verifies beside the last token of a row."""
+"""The seam of drafters, which propose tokens that a step verifies beside the last token of a row."""
 
 from __future__ import annotations
 

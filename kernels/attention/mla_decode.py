@@ -77,9 +77,9 @@ def mla_shared_workspace(
 
 
 def mla_decode_config(heads: int, dtype: torch.dtype) -> SplitConfig:
-    """The defaults for an H200, by the rows of a program's product; `bench/gpu/mla.py` measures the alternatives.
+    """The defaults by the query heads of a program, which are the rows of its GEMMs. Chosen for an H200, not measured.
 
-    A share has 128 tokens or more: fewer cost a long row more in merging than they save in reading.
+    A share has 128 tokens or more: fewer should cost a long row more in merging than they save in reading.
     """
     if dtype == torch.float32:
         return SplitConfig(heads=1, block_n=16, num_warps=4, num_stages=1, programs_per_sm=1, min_tiles=8)
@@ -107,9 +107,7 @@ def mla_decode(
     contiguous; page tables, slots and lengths as of `paged_decode`. `plan_decode` must have run with the same
     kv_lens_T. A row with kv_len 0 gives zeros, or what is in `out`. Raises ValueError on what does not fit.
     """
-    rank = workspace.shape.head_dim
-    check_mla_inputs(q_THC, latents_SC, page_tables, row_slots_T, rank)
-    out = q_THC.new_empty(*q_THC.shape[:2], rank) if out is None else out
+    out = _checked_out(q_THC, latents_SC, page_tables, row_slots_T, workspace.shape.head_dim, out)
     mla_split_attention(
         workspace.plan(None),
         workspace.parts,
@@ -141,9 +139,7 @@ def mla_shared_decode(
 
     `plan_shared_decode` must have run with the same kv_lens_T since the groups were set.
     """
-    rank = workspace.shape.head_dim
-    check_mla_inputs(q_THC, latents_SC, page_tables, row_slots_T, rank)
-    out = q_THC.new_empty(*q_THC.shape[:2], rank) if out is None else out
+    out = _checked_out(q_THC, latents_SC, page_tables, row_slots_T, workspace.shape.head_dim, out)
     inputs = (q_THC, latents_SC, page_tables)
     mla_split_attention(
         workspace.prefix_plan,
@@ -172,6 +168,19 @@ def mla_shared_decode(
         use_pdl=use_pdl,
     )
     return out
+
+
+def _checked_out(
+    q_THC: torch.Tensor,
+    latents_SC: torch.Tensor,
+    page_tables: torch.Tensor,
+    slots: torch.Tensor,
+    rank: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    """`out`, or memory for it, [T, H, R]."""
+    check_mla_inputs(q_THC, latents_SC, page_tables, slots, rank)
+    return q_THC.new_empty(*q_THC.shape[:2], rank) if out is None else out
 
 
 def check_mla_inputs(

@@ -2,7 +2,7 @@
 
 T rows, H query heads, R rank of the latents, r RoPE dims, C = R + r, N chunks, S tokens of the pool. The grid and the
 order of its blocks are those of `extend_attention.py`. A program takes consecutive rows of one chunk and a block of
-query heads, whose (row, head) pairs are the rows of its products: a latent is read once for all of them, as key and as
+query heads, whose (row, head) pairs are the rows of its GEMMs: a latent is read once for all of them, as key and as
 value. Where chunks start and end is read on the device, so a captured CUDA graph serves any chunks.
 """
 
@@ -22,7 +22,7 @@ _CHUNKS_AT_ONCE = 32
 
 
 def mla_extend_config(heads: int, dtype: torch.dtype) -> ExtendConfig:
-    """The defaults for an H200; `bench/gpu/mla.py` measures the alternatives. heads: of a program."""
+    """The defaults, chosen for an H200, not measured. heads: of a program."""
     least = max(16, int(triton.next_power_of_2(heads)))
     if dtype == torch.float32:
         return ExtendConfig(block_m=least, block_n=16, num_warps=4, num_stages=1)
@@ -116,7 +116,7 @@ def _mla_extend_kernel(
         m_row = first_row + m // HEADS
         is_row = (m < BLOCK_Q * HEADS) & (m_row < end)
         last_position = kv_len - end + tl.minimum(first_row + BLOCK_Q, end) - 1
-        # Pairs that pad the block see what the last row sees: no row of the product is without a key.
+        # Pairs that pad the block see what the last row sees: no row of the GEMM is without a key.
         m_position = tl.minimum(kv_len - end + m_row, last_position)
         m_lane = m_row.to(tl.int64) * H + head_block * HEADS + m % HEADS
         q_at = q_ptr + m_lane[:, None] * C

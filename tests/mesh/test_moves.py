@@ -125,6 +125,26 @@ async def test_a_drained_scheduler_is_left_at_once_where_that_is_asked_for() -> 
         await mesh.settle()
 
 
+async def test_a_drain_lasts_until_its_process_ends() -> None:
+    async with router_mesh() as mesh, mesh.client() as client:
+        pool, (address,) = mesh.router().schedulers, addresses(mesh)
+        pool.drain(address, moves_outputs=True)
+        await mesh.schedulers[0].restart()
+        await until(lambda: pool.link(address).num_connects == 2)
+        assert not pool.link(address).takes_submits, "the stream broke, and the process is the same"
+        mesh.fakes[0].instance_id = "another"
+        await mesh.schedulers[0].restart()
+        check(await client.complete(PROMPT, seed=1, max_tokens=5), 1, 5)
+        # One that is to be removed goes nevertheless, even if the other process is there before anybody looks.
+        mesh.fakes[0].is_paused = True
+        running = asyncio.create_task(client.complete(PROMPT))
+        await until(lambda: pool.link(address).num_running == 1)
+        mesh.router().members.retire(address, moves_outputs=False)
+        pool.link(address).is_draining = False
+        await until(lambda: not pool.links)
+        running.cancel()
+
+
 async def test_a_scheduler_that_is_about_to_end_is_left_by_itself() -> None:
     async with router_mesh(schedulers=2, move_on_overload=False) as mesh, mesh.client() as client:
         for fake in mesh.fakes:

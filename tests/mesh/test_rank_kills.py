@@ -7,10 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.fault_injection import kill_once
+from support.fault_injection import kill_in_turn
 from support.jobs import simulated_jobs
 from support.mesh import running_mesh
-from support.stream_load import StreamLoad
 
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 
@@ -53,7 +52,6 @@ async def kill_ranks(folder: Path, *, tp_size: int, dp_size: int, plan: list[tup
         }
         services[name_of(rank)] = {**places, "simulated_base_us": 6000, "num_slots": 16}
     workers = ",".join(f"{name_of(rank)}:50051" for rank in range(num_ranks))
-    pick = random.Random(SEED)
     async with running_mesh(
         "simulated",
         overlays=(overlay,),
@@ -63,14 +61,7 @@ async def kill_ranks(folder: Path, *, tp_size: int, dp_size: int, plan: list[tup
     ) as mesh:
         jobs = simulated_jobs(NUM_STREAMS, num_tokens=400)
         jobs = [job if job.answers else job.learned(await job.run(mesh.client)) for job in jobs]
-        async with StreamLoad(mesh.client, jobs, num_streams=NUM_STREAMS) as load:
-            await load.all_progressed(0.0)
-            for service, number in plan:
-                kill = await kill_once(mesh, load, service, number, pick)
-                assert load.failures == [], (kill, load.failures[:3])
-                print(kill)
-        assert load.failures == [] and load.num_completed >= NUM_STREAMS
-        assert mesh.bugs == []
+        await kill_in_turn(mesh, jobs, plan, num_streams=NUM_STREAMS, seed=SEED)
 
 
 @pytest.mark.slow

@@ -13,9 +13,10 @@ from support.fake_scheduler import made_up_token
 from support.router_mesh import MODEL, RouterMesh, router_mesh
 
 from radixmesh.client import AsyncClient, Completion
-from radixmesh.client.errors import DeadlineExceededError, OverloadedError
+from radixmesh.client.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.router.http.server.server import HttpServer
+from radixmesh.daemons.router.peers import scheduler_pool
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.sampling import output_seed
 from radixmesh.router.v1 import router_pb2
@@ -107,6 +108,40 @@ async def test_a_tenant_with_many_holds_up_no_other_and_shares_go_by_weight() ->
         # Of what was served while all three waited, big had four of six.
         assert last_big < 26 and order[:last_big].count("crowd") <= 8, order
         await mesh.settle()
+
+
+async def test_a_tenant_without_outputs_at_schedulers_gets_its_share_of_the_room() -> None:
+    # Full for a normal priority and not for a higher one: every newcomer has those that wait tried, and none fits.
+    async with router_mesh(scheduler_max_outputs=8, tenant_weights=("big=4",)) as mesh, mesh.client() as client:
+        mesh.fakes[0].is_paused, mesh.fakes[0].step_s = True, 0.005
+        load = Load(mesh, client)
+        load.ask("first", 8, tenant="crowd")
+        await until(lambda: mesh.fakes[0].num_running == 8)
+        load.ask("crowd", 80, tenant="crowd")
+        await until(lambda: load.num_waiting == 80)
+        load.ask("one", 3, tenant="one")
+        load.ask("big", 12, tenant="big")
+        await until(lambda: load.num_waiting == 95)
+        mesh.fakes[0].is_paused = False
+        await load.all()
+        order = [name for name in load.ended if name != "first"]
+        assert order.index("one") < 20, order
+        last_big = max(i for i, name in enumerate(order) if name == "big")
+        assert last_big < 40 and order[:last_big].count("crowd") <= 16, order
+        await mesh.settle()
+
+
+async def test_outputs_of_the_only_scheduler_end_in_time_when_it_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_pool, "_LATE_A_TICK", 2)
+    async with router_mesh(scheduler_wait_s=0.5) as mesh, mesh.client() as client:
+        mesh.fakes[0].step_s = 0.02
+        running = [asyncio.create_task(client.complete(PROMPT, max_tokens=400, ignore_eos=True)) for _ in range(7)]
+        await until(lambda: mesh.fakes[0].num_running == 7 and mesh.fakes[0].num_tokens > 50)
+        await mesh.router().schedulers.remove(mesh.schedulers[0].address)
+        async with asyncio.timeout(60):
+            for answer in running:
+                with pytest.raises(UnavailableError, match="no scheduler could take"):
+                    await answer
 
 
 async def test_within_a_tenant_the_higher_priority_goes_first() -> None:

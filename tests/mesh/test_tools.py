@@ -163,6 +163,11 @@ async def test_a_constraint_waits_for_the_end_of_the_thought(http: httpx.AsyncCl
         ({"tool_choice": "required", "regex": "a"}, "INVALID_ARGUMENT", "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "INVALID_ARGUMENT", "tool_choice"),
         (
+            {"tools": [tool(f"f{i}", {"x": {"enum": ["a" * 20_000]}}) for i in range(60)], "tool_choice": "required"},
+            "INVALID_GRAMMAR",
+            "tools",
+        ),
+        (
             {"tools": [tool("f", {"x": {"not": {}}}, strict=True)]},
             "INVALID_GRAMMAR",
             "tools.0.function.parameters",

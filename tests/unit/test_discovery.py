@@ -95,23 +95,26 @@ def test_what_is_used_is_what_is_named_within_the_bound(steps: list[tuple[str, f
 class Broken(AddressSource):
     """Says a list, fails, says another."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception) -> None:
         self.num_calls = 0
+        self._error = error
 
     async def watch(self) -> AsyncGenerator[frozenset[str], None]:
         self.num_calls += 1
         yield frozenset((A,)) if self.num_calls == 1 else frozenset((A, B))
         if self.num_calls == 1:
-            raise SourceError("the disk is full")
+            raise self._error
         await asyncio.Event().wait()
 
 
-async def test_a_source_that_fails_is_asked_again_and_its_list_holds() -> None:
+# A name that cannot be encoded, and a service account's token with a line break.
+@pytest.mark.parametrize("error", [SourceError("the disk is full"), UnicodeError("label too long"), Exception("a bug")])
+async def test_a_source_that_fails_is_asked_again_and_its_list_holds(error: Exception) -> None:
     members = Members()
-    found = Discovery({"x": Broken()}, members, max_schedulers=9)  # type: ignore[arg-type]
+    found = Discovery({"x": Broken(error)}, members, max_schedulers=9)  # type: ignore[arg-type]
     task = asyncio.create_task(found.run())
     await _until(lambda: bool(found.states["x"].error))
-    assert found.states["x"].error == "the disk is full" and members.there == {A}
+    assert str(error) in found.states["x"].error and members.there == {A}
     await _until(lambda: members.there == {A, B})
     assert not found.states["x"].error
     task.cancel()

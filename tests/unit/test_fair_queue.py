@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from radixmesh.daemons.router.queue.fair_queue import MAX_OVERTAKEN, FairQueue, Ticket
+from radixmesh.daemons.router.queue.fair_queue import MAX_OVERTAKEN, FairQueue, Ticket, Turn
 from radixmesh.daemons.router.queue.tenants import RunningOutputs, TenantShares
 
 
@@ -35,11 +35,13 @@ class Item:
 
 @dataclass
 class Bench:
-    """A queue and those it has served. Entries of `blocked` tenants find nobody that takes them."""
+    """A queue and those it has served. Entries of `blocked` tenants find nobody that takes them; while it is full only
+    those of a priority above 0 do."""
 
     queue: FairQueue[Item]
     served: list[Item] = field(default_factory=list)
     blocked: set[str] = field(default_factory=set)
+    is_full: bool = False
 
     def add(self, item: Item) -> Item:
         self.queue.add(item, item.ticket())
@@ -51,12 +53,14 @@ class Bench:
             self.queue.take(line, self._take)
         return self.served[before:]
 
-    def _take(self, item: Item) -> bool:
+    def _take(self, item: Item) -> Turn:
         if item.tenant in self.blocked:
-            return False
+            return Turn.PASSED
+        if self.is_full and item.priority <= 0:
+            return Turn.FULL
         assert self.queue.served(item) is not None
         self.served.append(item)
-        return True
+        return Turn.SERVED
 
 
 def test_a_tenant_with_a_thousand_entries_holds_up_no_other() -> None:
@@ -137,6 +141,27 @@ def test_an_entry_that_nobody_takes_is_passed_over_and_has_its_turn_later() -> N
     assert bench.serve() == [stuck]
 
 
+def test_tenants_that_found_all_full_keep_their_order_and_those_blocked_otherwise_stay_aside() -> None:
+    bench = Bench(FairQueue())
+    blocked = bench.add(Item("blocked"))
+    crowd = [bench.add(Item("crowd")) for _ in range(20)]
+    one, two = bench.add(Item("one")), bench.add(Item("two"))
+    urgent = bench.add(Item("urgent", priority=1))
+    bench.blocked.add("blocked")
+    bench.is_full = True
+    assert bench.serve(4) == [urgent], "of the others none is tried that needs no less room than the first"
+    bench.is_full = False
+    assert not bench.serve()
+    bench.queue.retry_lacking_room()
+    assert set(bench.serve(3)) == {crowd[0], one, two}
+    # A turn that served nobody moves no tag: a newcomer competes with those that have waited.
+    late = bench.add(Item("late"))
+    assert late in bench.serve(2)
+    bench.blocked.clear()
+    bench.queue.retry("m", "blocked")
+    assert bench.serve() == [blocked]
+
+
 def test_lines_are_served_apart() -> None:
     bench = Bench(FairQueue())
     here, there = bench.add(Item("t")), bench.add(Item("t", line="other"))
@@ -152,6 +177,8 @@ _STEPS = st.lists(
         st.tuples(st.just("serve"), st.integers(1, 4)),
         st.tuples(st.just("cancel"), st.integers(0, 60)),
         st.tuples(st.just("block"), _TENANTS),
+        st.tuples(st.just("fill"), st.booleans()),
+        st.tuples(st.just("room")),
         st.tuples(st.just("retry")),
     ),
     max_size=120,
@@ -175,6 +202,10 @@ def test_whatever_happens_counts_are_right_and_all_that_stay_are_served(steps: l
                 assert bench.queue.remove(item) is None
             case ("block", tenant):
                 bench.blocked ^= {tenant}
+            case ("fill", is_full):
+                bench.is_full = is_full
+            case ("room",):
+                bench.queue.retry_lacking_room()
             case _:
                 bench.queue.retry("m")
         assert list(bench.queue) == inside and bench.queue.num_bytes == 10 * len(inside)
@@ -182,6 +213,7 @@ def test_whatever_happens_counts_are_right_and_all_that_stay_are_served(steps: l
         assert all(bench.queue.num_of(tenant) == of[tenant] for tenant in "abcd")
         assert bench.queue.num_tenants == len(of)
     bench.blocked.clear()
+    bench.is_full = False
     bench.queue.retry("m")
     assert set(bench.serve(len(inside))) == set(inside) and not len(bench.queue)
 

@@ -22,7 +22,6 @@ from radixmesh.daemons.router.chat.xml_calls import GlmCalls, QwenCoderCalls
 
 CallFormat = Callable[[ToolUse, CallIds], CallReader]
 AUTO, NONE = "auto", "none"
-HARMONY = "gpt_oss"
 
 _CALLS: Mapping[str, CallFormat] = {
     **dict.fromkeys(("hermes", "qwen", "qwen25"), HermesCalls),

@@ -57,7 +57,8 @@ class Retirement:
     async def tick(self) -> None:
         """One look."""
         for address, link in tuple(self._leaving.items()):
-            if link.num_running and link.is_connected and self._pool.has(link):
+            # Not draining any more: another process is there by now, with nothing to wait for.
+            if link.num_running and link.is_connected and link.is_draining and self._pool.has(link):
                 continue
             # Before the removal, which takes turns: the address may be added again meanwhile.
             self._leaving.pop(address, None)

@@ -15,6 +15,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import islice
 from typing import Generic, TypeVar
 
@@ -27,6 +28,15 @@ _MAX_LEFT = 4_096
 _MAX_LINES = 256
 
 T = TypeVar("T")
+
+
+class Turn(Enum):
+    """Outcome of a turn. PASSED: the entry cannot be served now, others may. FULL: nor can any other one of its line
+    that has no higher priority."""
+
+    SERVED = auto()
+    PASSED = auto()
+    FULL = auto()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,21 +111,32 @@ class _Line(Generic[T]):
         self.flows: dict[str, _Flow[T]] = {}
         self.heap: list[tuple[float, int, str]] = []
         self.set_aside: dict[str, None] = {}
+        # Tenants set aside only because all is full.
+        self.lacking_room: dict[str, None] = {}
         self.left: OrderedDict[str, float] = OrderedDict()
         self._serial = 0
 
     def push(self, flow: _Flow[T]) -> None:
         if len(self.heap) > 2 * len(self.flows) + 64:
             # Places of tenants that came and went, or were set aside: a client that cancels adds one each time.
-            self.heap = [(flow.tag, n, name) for n, (name, flow) in enumerate(self.flows.items()) if self._waits(flow)]
+            self.heap = [(flow.tag, n, name) for n, (name, flow) in enumerate(self.flows.items()) if self.waits(flow)]
             heapq.heapify(self.heap)
             self._serial = len(self.heap) + self._serial
             return
         self._serial += 1
         heapq.heappush(self.heap, (flow.tag, self._serial, flow.tenant))
 
-    def _waits(self, flow: _Flow[T]) -> bool:
-        return flow.tenant not in self.set_aside
+    def waits(self, flow: _Flow[T]) -> bool:
+        """True unless the tenant is set aside."""
+        return flow.tenant not in self.set_aside and flow.tenant not in self.lacking_room
+
+    def bring_back(self, tenants: Iterable[str]) -> None:
+        """Those of the tenants that were set aside have turns again."""
+        for tenant in tenants:
+            if tenant in self.set_aside or tenant in self.lacking_room:
+                self.set_aside.pop(tenant, None)
+                self.lacking_room.pop(tenant, None)
+                self.push(self.flows[tenant])
 
     def flow_of(self, tenant: str) -> _Flow[T]:
         flow = self.flows.get(tenant)
@@ -128,6 +149,7 @@ class _Line(Generic[T]):
         """The tenant has no entries any more. Its place in the heap is passed over when its turn comes."""
         del self.flows[flow.tenant]
         self.set_aside.pop(flow.tenant, None)
+        self.lacking_room.pop(flow.tenant, None)
         if flow.tag > self.virtual:
             self.left[flow.tenant] = flow.tag
             self.left.move_to_end(flow.tenant)
@@ -139,7 +161,7 @@ class _Line(Generic[T]):
         while self.heap:
             tag, _, tenant = heapq.heappop(self.heap)
             flow = self.flows.get(tenant)
-            if flow is not None and flow.tag == tag and self._waits(flow):
+            if flow is not None and flow.tag == tag and self.waits(flow):
                 return flow
         return None
 
@@ -204,31 +226,42 @@ class FairQueue(Generic[T]):
         for item in tuple(self._tickets):
             self.remove(item)
 
-    def take(self, line: str, serve: Callable[[T], bool], most_tries: int = 16) -> bool:
+    def take(self, line: str, serve: Callable[[T], Turn], most_tries: int = 16) -> bool:
         """Serves the next entry that can be served; False if there is none, or none of so many.
 
-        serve: True if the entry got what it waits for: it has called served() then, also for others that go along. A
-        tenant none of whose first entries is served is set aside: see retry().
+        serve: SERVED if the entry got what it waits for: it has called served() then, also for others that go along. A
+        tenant none of whose first entries is served is set aside: see retry() and retry_lacking_room().
         """
         found = self._lines.get(line)
+        full: int | None = None
         while found is not None and most_tries > 0 and (flow := found.pop()) is not None:
-            found.virtual = max(found.virtual, flow.tag)
+            most_tries -= 1
+            tag, lacks_room = flow.tag, False
             for item in flow.first():
+                priority = self._tickets[item].priority
+                if full is not None and priority <= full:
+                    lacks_room = True
+                    continue
                 most_tries -= 1
-                if serve(item):
+                turn = serve(item)
+                if turn is Turn.SERVED:
+                    found.virtual = max(found.virtual, tag)
                     return True
-            found.set_aside[flow.tenant] = None
+                if turn is Turn.FULL:
+                    full, lacks_room = priority, True
+            (found.lacking_room if lacks_room else found.set_aside)[flow.tenant] = None
         return False
 
     def retry(self, line: str, tenant: str | None = None) -> None:
         """Something has changed for those that were set aside, or for one of them: they have turns again."""
         found = self._lines.get(line)
-        if found is None:
-            return
-        for name in tuple(found.set_aside) if tenant is None else (tenant,):
-            if name in found.set_aside:
-                del found.set_aside[name]
-                found.push(found.flows[name])
+        if found is not None:
+            found.bring_back((*found.set_aside, *found.lacking_room) if tenant is None else (tenant,))
+
+    def retry_lacking_room(self) -> None:
+        """There is room somewhere: tenants that were set aside for want of it have turns again."""
+        for line in self._lines.values():
+            line.bring_back(tuple(line.lacking_room))
 
     def is_contended(self, line: str) -> bool:
         """True if a newcomer to the line would overtake somebody."""
@@ -247,7 +280,7 @@ class FairQueue(Generic[T]):
         flow.remove(item, ticket.rank, is_served=is_served)
         if is_served:
             flow.tag += ticket.cost / self._weight_of(ticket.tenant)
-            if len(flow) and ticket.tenant not in line.set_aside:
+            if len(flow) and line.waits(flow):
                 line.push(flow)
         if not len(flow):
             line.drop(flow)

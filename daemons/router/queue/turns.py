@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from radixmesh.daemons.router.peers.candidates import able, fitting
+from radixmesh.daemons.router.queue.fair_queue import Turn
 from radixmesh.daemons.router.queue.waiting_outputs import WaitingOutputs
 from radixmesh.daemons.router.requests.journal import Output, Request
 
@@ -96,7 +97,7 @@ class QueueTurns:
         """Turns for all that wait, at any scheduler, while there is room."""
         for line in self._waiting.lines:
             self._waiting.retry(line)
-        while num_rounds and self._pool.placement.has_room() and self._serve_lines(self._place):
+        while num_rounds and self._pool.placement.has_room() and self._serve_lines():
             num_rounds -= 1
 
     def _call_soon(self) -> None:
@@ -105,35 +106,46 @@ class QueueTurns:
 
     def _serve_roomy(self) -> None:
         self._handle = None
-        links, self._roomy = tuple(self._roomy), {}
+        links = [link for link in self._roomy if self._takes_more(link)]
+        self._roomy = {}
+        if links:
+            # All tenants, not only the one whose output has left: it would keep the room for ever.
+            self._waiting.retry_lacking_room()
         if self._is_any_roomy:
             self._is_any_roomy = False
-            while self._pool.placement.has_room() and self._serve_lines(self._place):
+            while self._pool.placement.has_room() and self._serve_lines():
                 pass
         for link in links:
-            while self._pool.has(link) and link.takes_submits and not self._pool.placement.is_full(link):
-                if not self._serve_lines(self._place):
-                    break
+            while self._takes_more(link) and self._serve_lines():
+                pass
 
-    def _serve_lines(self, place: Callable[[Output], bool]) -> bool:
+    def _takes_more(self, link: SchedulerLink) -> bool:
+        return self._pool.has(link) and link.takes_submits and not self._pool.placement.is_full(link)
+
+    def _serve_lines(self) -> bool:
         """One turn in each line: none waits for another to be empty. True if anybody was served."""
         lines = self._waiting.lines
         self._num_turns += 1
         first = self._num_turns % len(lines) if lines else 0
-        served = [self._waiting.take(line, place) for line in (*lines[first:], *lines[:first])]
+        served = [self._waiting.take(line, self._place) for line in (*lines[first:], *lines[:first])]
         return any(served)
 
-    def _place(self, output: Output) -> bool:
+    def _place(self, output: Output) -> Turn:
         """Places it and its siblings that wait, wherever there is room."""
         if self._waiting.running.is_at_limit(output.request.resolved.tenant):
-            return False
+            return Turn.PASSED
         self._pool.place(output)
         if output in self._waiting:
-            return False
+            return Turn.FULL if self._lacks_only_room(output) else Turn.PASSED
         for sibling in output.request.outputs:
             if sibling in self._waiting:
                 self._pool.place(sibling)
-        return True
+        return Turn.SERVED
+
+    def _lacks_only_room(self, output: Output) -> bool:
+        """True if schedulers could take it that are all full, and none was left out because it had refused it."""
+        now = self._clock()
+        return not any(until > now for until in output.backoff_until.values()) and self.waits_for_room(output)
 
     def _has_room(self, link: SchedulerLink, output: Output) -> bool:
         return not self._pool.placement.is_full(link, is_urgent=output.request.resolved.priority > 0)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.router.queue.fair_queue import FairQueue, Ticket
+from radixmesh.daemons.router.queue.fair_queue import FairQueue, Ticket, Turn
 from radixmesh.daemons.router.queue.tenants import RunningOutputs, TenantShares
 from radixmesh.daemons.router.requests.journal import Output, Request, journal_size
 from radixmesh.daemons.runtime.errors import MeshError
@@ -149,13 +149,17 @@ class WaitingOutputs:
         """True if somebody waits in that line: a newcomer has its turn behind."""
         return self._queue.is_contended(line)
 
-    def take(self, line: str, serve: Callable[[Output], bool]) -> bool:
+    def take(self, line: str, serve: Callable[[Output], Turn]) -> bool:
         """Serves the output whose turn it is: see FairQueue.take()."""
         return self._queue.take(line, serve)
 
     def retry(self, line: str, tenant: str | None = None) -> None:
         """Those that nobody could take have turns again."""
         self._queue.retry(line, tenant)
+
+    def retry_lacking_room(self) -> None:
+        """Those that found all schedulers full have turns again."""
+        self._queue.retry_lacking_room()
 
     def _refused(self, reason: str, found: str) -> MeshError:
         self.num_refused += 1

@@ -22,11 +22,10 @@ MISSED_ROUNDS = 7
 class Heartbeat:
     """The counts of all ranks, in a thread. `store`: a connection of its own, for the meeting alone."""
 
-    def __init__(self, store: Store, rank: int, size: int, period_s: float = PERIOD_S) -> None:
+    def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
-        self._period_s = period_s
         self._is_over = threading.Event()
         self.num_rounds = 0
         """Rounds that were completed here; stands still while the store does not answer."""
@@ -57,8 +56,8 @@ class Heartbeat:
             for index, count in enumerate(counts):
                 missed[index] = missed[index] + 1 if count == seen[index] else 0
                 if missed[index] >= MISSED_ROUNDS:
-                    self.lost = f"rank {self._others[index]} has been silent for {self._period_s * MISSED_ROUNDS:g} s"
+                    self.lost = f"rank {self._others[index]} has been silent for {PERIOD_S * MISSED_ROUNDS:g} s"
                     return
             seen = counts
             self.num_rounds += 1
-            self._is_over.wait(self._period_s)
+            self._is_over.wait(PERIOD_S)

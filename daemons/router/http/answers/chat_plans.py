@@ -18,6 +18,7 @@ from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.source import MAX_SOURCE_BYTES
 from radixmesh.router.v1 import router_pb2
 
 # Tokens at the end of a prompt that tell whether it opens a thought.
@@ -86,9 +87,12 @@ class ChatPlans:
         Raises INVALID_ARGUMENT or UNSUPPORTED for a call that cannot be made sure of, and what the mesh says where its
         model is not known.
         """
-        served = self._router.schedulers.served(request.model)
-        identity = served.identity if served is not None else await self._awaited(request)
-        table = await self._table_of(identity)
+        try:
+            async with asyncio.timeout(request.deadline_ms / 1000 if request.HasField("deadline_ms") else None):
+                identity, table = await self._model_of(request.model)
+        except TimeoutError as error:
+            message = "the request's deadline_ms passed before it could start: give it more time"
+            raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
         form = self._format_of(identity, table)
         has_special = table is not None and table.has_special_in(form.markers)
         ignored: tuple[str, ...] = ()
@@ -114,21 +118,16 @@ class ChatPlans:
             request.stop.skip_special_tokens = False
         return plan
 
-    async def _awaited(self, request: router_pb2.GenerateRequest) -> ServedIdentity:
+    async def _model_of(self, name: str) -> tuple[ServedIdentity, TokenTable | None]:
+        """Waits for both. The table is None where tokenizers tell none."""
+        served = self._router.schedulers.served(name)
+        identity = served.identity if served is not None else await self._router.model_identity(name)
         try:
-            async with asyncio.timeout(request.deadline_ms / 1000 if request.HasField("deadline_ms") else None):
-                return await self._router.model_identity(request.model)
-        except TimeoutError as error:
-            message = "the request's deadline_ms passed before it could start: give it more time"
-            raise MeshError(ErrorReason.ERROR_REASON_DEADLINE_EXCEEDED, message) from error
-
-    async def _table_of(self, identity: ServedIdentity) -> TokenTable | None:
-        try:
-            return await self._tables.of(identity)
+            return identity, await self._tables.of(identity)
         except MeshError as error:
             if error.reason != ErrorReason.ERROR_REASON_UNSUPPORTED:
                 raise
-            return None
+            return identity, None
 
     def _format_of(self, identity: ServedIdentity, table: TokenTable | None) -> ChatFormat:
         key = identity.tokenizer_fingerprint
@@ -162,6 +161,12 @@ def _guide(
         is_open = is_unguided(use, calls, has_special_markup=has_special)
         return False, ("tools.strict",) if is_open else ()
     if not request.HasField("grammar"):
+        size = len(grammar.structural_tag.encode())
+        if size > MAX_SOURCE_BYTES:
+            message = (
+                f"tools: their grammar has {size} bytes, at most {MAX_SOURCE_BYTES} are taken: send fewer or shorter"
+            )
+            raise MeshError(ErrorReason.ERROR_REASON_INVALID_GRAMMAR, message, {"field": "tools"})
         request.grammar.structural_tag = grammar.structural_tag
         return grammar.is_list, ()
     # The answer keeps to its own constraint, or is a call: the model may begin with either.

@@ -47,16 +47,25 @@ class TokenTables:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._tables: dict[str, TokenTable] = {}
-        self._lock = asyncio.Lock()
+        self._loading: dict[str, asyncio.Task[TokenTable]] = {}
 
     async def of(self, identity: ServedIdentity) -> TokenTable:
         """The table of a model. Raises NO_REPLICA, or TOKENIZER_MISMATCH where tokenizers have another vocabulary."""
         wanted = identity.tokenizer_fingerprint
-        async with self._lock:
-            table = self._tables.get(wanted)
-            if table is None:
-                table = self._tables[wanted] = await self._load(identity)
+        if (table := self._tables.get(wanted)) is not None:
             return table
+        task = self._loading.get(wanted)
+        if task is None:
+            task = self._loading[wanted] = asyncio.create_task(self._load(identity))
+            task.add_done_callback(lambda done: self._loaded(wanted, done))
+        # All who wait share one attempt, and its failure. A client that leaves does not end it for others.
+        return await asyncio.shield(task)
+
+    def _loaded(self, wanted: str, task: asyncio.Task[TokenTable]) -> None:
+        del self._loading[wanted]
+        # An exception is read although all who waited may have left.
+        if not task.cancelled() and task.exception() is None:
+            self._tables[wanted] = task.result()
 
     async def _load(self, identity: ServedIdentity) -> TokenTable:
         vocabulary = await self._router.vocabulary()

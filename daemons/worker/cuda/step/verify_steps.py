@@ -49,7 +49,8 @@ each position is a decode of its own, whose KV is split."""
 
 
 class Verifying(NamedTuple):
-    """A launched step: `num_rows` rows and `padded` with padding; who asks for logprobs, by row and by position."""
+    """A launched step. padded: its rows and those of padding. asking: the rows that ask for logprobs; positions: the
+    positions of these rows."""
 
     num_rows: int
     padded: int

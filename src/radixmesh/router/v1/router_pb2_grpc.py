@@ -295,7 +295,8 @@ class RouterAdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DrainScheduler(self, request, context):
-        """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for.
+        """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for. It lasts until that
+        process ends: one that is started again at its address gets requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

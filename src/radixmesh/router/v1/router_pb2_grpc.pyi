@@ -126,7 +126,9 @@ class RouterAdminServiceStub:
     RemoveScheduler: _grpc.UnaryUnaryMultiCallable[_router_pb2.RemoveSchedulerRequest, _router_pb2.RemoveSchedulerResponse]
     """RemoveScheduler disconnects; its requests move to others, or wait for one. With finish_outputs they end there first."""
     DrainScheduler: _grpc.UnaryUnaryMultiCallable[_router_pb2.DrainSchedulerRequest, _router_pb2.DrainSchedulerResponse]
-    """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for."""
+    """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for. It lasts until that
+    process ends: one that is started again at its address gets requests.
+    """
     MoveOutputs: _grpc.UnaryUnaryMultiCallable[_router_pb2.MoveOutputsRequest, _router_pb2.MoveOutputsResponse]
     """MoveOutputs lets running outputs go on at another scheduler: each where it stands, as after the death of a scheduler."""
     ListSchedulers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListSchedulersRequest, _router_pb2.ListSchedulersResponse]
@@ -142,7 +144,9 @@ class RouterAdminServiceAsyncStub(RouterAdminServiceStub):
     RemoveScheduler: _aio.UnaryUnaryMultiCallable[_router_pb2.RemoveSchedulerRequest, _router_pb2.RemoveSchedulerResponse]  # type: ignore[assignment]
     """RemoveScheduler disconnects; its requests move to others, or wait for one. With finish_outputs they end there first."""
     DrainScheduler: _aio.UnaryUnaryMultiCallable[_router_pb2.DrainSchedulerRequest, _router_pb2.DrainSchedulerResponse]  # type: ignore[assignment]
-    """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for."""
+    """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for. It lasts until that
+    process ends: one that is started again at its address gets requests.
+    """
     MoveOutputs: _aio.UnaryUnaryMultiCallable[_router_pb2.MoveOutputsRequest, _router_pb2.MoveOutputsResponse]  # type: ignore[assignment]
     """MoveOutputs lets running outputs go on at another scheduler: each where it stands, as after the death of a scheduler."""
     ListSchedulers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListSchedulersRequest, _router_pb2.ListSchedulersResponse]  # type: ignore[assignment]
@@ -173,7 +177,9 @@ class RouterAdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.DrainSchedulerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.DrainSchedulerResponse, _abc.Awaitable[_router_pb2.DrainSchedulerResponse]]:
-        """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for."""
+        """DrainScheduler sends no new requests there; running ones finish, or go on elsewhere where that is asked for. It lasts until that
+        process ends: one that is started again at its address gets requests.
+        """
 
     @_abc_1.abstractmethod
     def MoveOutputs(
