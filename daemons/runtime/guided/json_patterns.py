@@ -103,7 +103,7 @@ def _class(part: str) -> str:
 
 
 def _has_plain(members: str) -> bool:
-    """True if a class has a character that stands for itself in a JSON string; "-" between two others does not count."""
+    """True if a character of a class stands for itself in a JSON string. "-" between two others does not count."""
     if members[0] == "-" or members[-1] == "-":
         return True
     characters = (_character(member) for member in _PARTS.findall(members.replace("[", "\\[")) if member != "-")
