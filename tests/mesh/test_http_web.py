@@ -105,6 +105,8 @@ async def test_pages_may_use_nothing_unless_their_origin_is_named(router: HttpPr
     granted = await ask(shared, "OPTIONS", "/v1/completions", {"origin": PAGE, **question})
     assert (granted.status_code, granted.headers[allowed]) == (200, PAGE), "asked without a key"
     assert "authorization" in granted.headers["access-control-allow-headers"]
+    deletes = {"origin": PAGE, "access-control-request-method": "DELETE"}
+    assert (await ask(shared, "OPTIONS", "/v1/responses/resp_1", deletes)).status_code == 200
     stranger = await ask(shared, "OPTIONS", "/v1/completions", {"origin": "https://evil.example", **question})
     assert stranger.status_code == 400 and allowed not in stranger.headers
     for headers, status in ((KEY, 400), ({}, 401)):

@@ -16,6 +16,7 @@ from radixmesh.client import AsyncClient, Completion
 from radixmesh.client.errors import DeadlineExceededError, OverloadedError, UnavailableError
 from radixmesh.daemons.router.daemon import RouterDaemon
 from radixmesh.daemons.router.http.server.server import HttpServer
+from radixmesh.daemons.router.peers import scheduler_pool
 from radixmesh.daemons.runtime.arrays import pack_ints
 from radixmesh.daemons.runtime.sampling import output_seed
 from radixmesh.router.v1 import router_pb2
@@ -130,15 +131,17 @@ async def test_a_tenant_without_outputs_at_schedulers_gets_its_share_of_the_room
         await mesh.settle()
 
 
-async def test_outputs_of_the_only_scheduler_end_in_time_when_it_is_removed() -> None:
+async def test_outputs_of_the_only_scheduler_end_in_time_when_it_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_pool, "_LATE_A_TICK", 2)
     async with router_mesh(scheduler_wait_s=0.5) as mesh, mesh.client() as client:
         mesh.fakes[0].step_s = 0.02
-        running = asyncio.create_task(client.complete(PROMPT, max_tokens=400, ignore_eos=True))
-        await until(lambda: mesh.fakes[0].num_tokens > 5)
+        running = [asyncio.create_task(client.complete(PROMPT, max_tokens=400, ignore_eos=True)) for _ in range(7)]
+        await until(lambda: mesh.fakes[0].num_running == 7 and mesh.fakes[0].num_tokens > 50)
         await mesh.router().schedulers.remove(mesh.schedulers[0].address)
         async with asyncio.timeout(60):
-            with pytest.raises(UnavailableError, match="no scheduler could take"):
-                await running
+            for answer in running:
+                with pytest.raises(UnavailableError, match="no scheduler could take"):
+                    await answer
 
 
 async def test_within_a_tenant_the_higher_priority_goes_first() -> None:

@@ -232,6 +232,57 @@ def test_what_cannot_be_followed_fails_its_slot_alone(guided: Guided) -> None:
     )
 
 
+def start(guided: Guided, steps: Steps, sources: Sequence[GrammarSource]) -> list[int]:
+    """Admits an output a source, greedy; the first tokens."""
+    admits = []
+    for slot, source in enumerate(sources):
+        artefact = guided.backend.compile(source)
+        guided.blobs.put(blob_hash(artefact), artefact)
+        admits.append(replace(admit(slot, [5, 6, 7], max_total_len=64), grammar_hash=blob_hash(artefact)))
+    grants = tuple(grant(slot, range(64 * slot, 64 * slot + 64)) for slot in range(len(sources)))
+    chunks = tuple(chunk(slot, 3) for slot in range(len(sources)))
+    return steps.run(admits=tuple(admits), grants=grants, chunks=chunks).ids.tolist()
+
+
+def test_a_draft_that_leaves_no_token_ends_its_output_alone(guided: Guided) -> None:
+    dead = GrammarSource(GrammarForm.EBNF, 'root ::= "abcdefgh" dead\ndead ::= dead "x"')
+    alive = GrammarSource(GrammarForm.REGEX, "abcdefghijklmnop")
+    guided.runner.verify(jump_forward, max_drafts=7)
+    try:
+        steps = guided.steps()
+        texts: list[list[int]] = [[token] for token in start(guided, steps, [dead, alive])]
+        errors = []
+        for _ in range(16):
+            result = steps.run(decodes=[0, 1])
+            errors += result.slot_errors
+            for text, ids in zip(texts, np.split(result.ids, result.counts[:1]), strict=True):
+                text += ids.tolist()
+    finally:
+        guided.runner.max_tokens_per_row = 1
+        guided.runner._drafter = None
+    assert [(error.slot, error.error.reason_name) for error in errors] == [(0, "INVALID_GRAMMAR")]
+    assert guided.text(texts[0]) == "abcdefgh"
+    eos = set(guided.vocabulary.identity.eos_ids)
+    end = next(index for index, token in enumerate(texts[1]) if token in eos)
+    assert guided.text(texts[1][:end]) == "abcdefghijklmnop"
+
+
+def test_a_matcher_that_takes_no_allowed_token_ends_its_output_alone(
+    guided: Guided, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As llguidance's does beyond its bounds."""
+    steps = guided.steps()
+    source = GrammarSource(GrammarForm.REGEX, "[ab]{60}")
+    start(guided, steps, [source, source])
+    broken = steps.executor.table.occupant(0).guide
+    assert broken is not None
+    monkeypatch.setattr(broken, "accept", lambda token: False)
+    results = [steps.run(decodes=[0, 1]) for _ in range(3)]
+    assert [result.counts.tolist() for result in results] == [[1, 1], [0, 1], [0, 1]]
+    errors = [error for result in results for error in result.slot_errors]
+    assert [(error.slot, error.error.reason_name) for error in errors] == [(0, "INVALID_GRAMMAR")]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_a_masked_row_leaves_an_allowed_id(data: st.DataObject) -> None:

@@ -74,6 +74,8 @@ def takes(schema: object, text: str) -> bool:
         ("pattern", {"type": "string", "pattern": "(a$)+"}),
         ("pattern", {"type": "string", "pattern": "^(?!a)b"}),
         ("pattern", {"type": "string", "pattern": "^[^]$"}),
+        ("pattern", {"type": "string", "pattern": '^["\\\\]$'}),
+        ("pattern", {"type": "string", "pattern": "^[\\x22\\n]$"}),
         ("pattern", {"type": "string", "pattern": "\\bword"}),
         ("propertyNames", {"type": "object", "properties": AB, "propertyNames": {"pattern": "^[a-z]$"}}),
         ("patternProperties", {"type": "object", "properties": AB, "patternProperties": {"^[a-z]$": {}}}),

@@ -57,6 +57,7 @@ class Discovery:
             # As a rule somebody is in the middle of writing it, or the only replica restarts.
             self._failed(state, name, "it names no address: the last list holds")
             return
+        num_ignored = state.num_ignored
         state.error, state.num_named = "", len(found)
         others: set[str] = set().union(*(other.addresses for other in self.states.values() if other is not state))
         usable = {address for address in found if _is_address(address)}
@@ -74,7 +75,7 @@ class Discovery:
             log.info("replica_gone", source=name, address=address)
             self._brought.discard(address)
             self._members.retire(address, moves_outputs=True)
-        if state.num_ignored:
+        if state.num_ignored not in (0, num_ignored):
             log.warning("replicas_ignored", source=name, count=state.num_ignored, max=self._max_schedulers)
 
     async def _follow(self, name: str, source: AddressSource) -> None:
@@ -86,6 +87,9 @@ class Discovery:
                     pause_s = _MIN_PAUSE_S
             except (OSError, SourceError) as error:
                 self._failed(self.states[name], name, str(error) or type(error).__name__)
+            except Exception as error:
+                # Whatever a source stumbles over (a token with a line break, a name that is none): the router runs on.
+                self._failed(self.states[name], name, f"{type(error).__name__}: {error}")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 

@@ -55,6 +55,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         """Its outputs go on elsewhere as soon as another scheduler can take them."""
         self.identity: ServedIdentity | None = None
         self.adapters: tuple[str, ...] = ()
+        self._last_served: tuple[ServedIdentity | None, str, bool] = (None, "", False)
         self._page_size = self._num_pages = 0
         self.load = scheduler_pb2.Load()
         self.group_since = self._clock()
@@ -130,7 +131,12 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     def serves(self, model: str, identity: ServedIdentity) -> bool:
         """True if outputs here are what the identity promises, now or once the scheduler is back."""
-        return self.identity is not None and model in self.models and is_same_model(self.identity, identity)
+        asked, of_model, answer = self._last_served
+        if asked is identity and of_model == model:  # Every placement asks every link, mostly for the same model.
+            return answer
+        answer = self.identity is not None and model in self.models and is_same_model(self.identity, identity)
+        self._last_served = (identity, model, answer)
+        return answer
 
     @property
     def takes_submits(self) -> bool:
@@ -215,6 +221,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             # A drain is of a process: the one that was started since is there to be used.
             self.is_draining = self.is_left = False
         self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
+        self._last_served = (None, "", False)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 
 from radixmesh.daemons.router.peers.candidates import able, fitting, nobody
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
@@ -27,6 +28,8 @@ _MAX_BACKOFF_S = 2.0
 _ABORT_TIMEOUT_S = 2.0
 # Turns in the queue at each tick, beside those that events bring.
 _ROUNDS_A_TICK = 16
+# Outputs looked at that have waited long: each asks every scheduler, and thousands come at once.
+_LATE_A_TICK = 256
 
 
 class SchedulerPool(PeerPool):
@@ -276,7 +279,8 @@ class SchedulerPool(PeerPool):
         # All else that could let an output run is an event; backoffs and slow starts just pass. Ten thousand may wait.
         if any(link.takes_submits for link in self.links):
             self.turns.serve_all(_ROUNDS_A_TICK)
-        late = [output for output in self.waiting if now - (output.waiting_since or now) > self._wait_s]
+        waited = (output for output in self.waiting if now - (output.waiting_since or now) > self._wait_s)
+        late = list(islice(waited, _LATE_A_TICK))
         lost = [output for output in late if not self.turns.waits_for_room(output)]
         for output in late:
             # For room it may take as long as it takes; the wait for a scheduler begins when there is none any more.

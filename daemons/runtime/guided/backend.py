@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,10 +58,11 @@ class GreedyTokens:
         self._ids = {text: token for token, text in enumerate(vocabulary.token_bytes) if text}
         self._longest = max(map(len, self._ids))
 
-    def encode(self, text: bytes) -> list[int]:
-        """Bytes that no token stands for are left out."""
-        ids, start = [], 0
-        while start < len(text):
+    def encode(self, text: bytes, most: int = sys.maxsize) -> list[int]:
+        """At most so many tokens. Bytes that no token stands for are left out."""
+        ids: list[int] = []
+        start = 0
+        while start < len(text) and len(ids) < most:
             for end in range(min(len(text), start + self._longest), start, -1):
                 token = self._ids.get(text[start:end])
                 if token is not None:

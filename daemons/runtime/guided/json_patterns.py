@@ -88,8 +88,9 @@ def _character(part: str) -> str | None:
 def _class(part: str) -> str:
     """With the brackets in it escaped: the library knows names of classes like [:alpha:]."""
     head = 2 if part.startswith("[^") else 1
-    if not part[head:-1]:
-        raise ValueError(f"the character class {part!r}")
+    # The library takes the quotes themselves where nothing else is left.
+    if not part[head:-1] or (head == 1 and not _has_plain(part[1:-1])):
+        raise ValueError(f"the character class {part[:40]!r}")
     if r"\S" in part or (head == 1 and (r"\D" in part or r"\W" in part)):
         raise ValueError(f"the character class {part[:40]!r}")
     spaces = _SPACES if head == 2 and r"\s" in part else ""
@@ -99,6 +100,14 @@ def _class(part: str) -> str:
         + re.sub(r"(\\.)|\[", lambda found: found[1] or "\\[", part[head:-1], flags=re.DOTALL)
         + "]"
     )
+
+
+def _has_plain(members: str) -> bool:
+    """True if a character of a class stands for itself in a JSON string. "-" between two others does not count."""
+    if members[0] == "-" or members[-1] == "-":
+        return True
+    characters = (_character(member) for member in _PARTS.findall(members.replace("[", "\\[")) if member != "-")
+    return any(character is None or (character >= " " and character not in _ESCAPES) for character in characters)
 
 
 def _check_anchors(parts: list[str]) -> None:

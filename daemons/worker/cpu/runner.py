@@ -177,13 +177,17 @@ class CpuRunner(ModelRunner):
         if not inputs:
             return {}, {}
         rows = self._logits(hidden_TD, np.array(chosen, np.int64))
-        sampled = _sample_rows(*_masked(rows, inputs, num_drafts))
+        masked, adjusted, single_rows, stuck_rows = _masked(rows, inputs, num_drafts)
+        sampled = _sample_rows(masked, adjusted, single_rows)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         for index, of_segment in rows_of.items():
             drafts = segments[index].ids[1:].tolist() if len(of_segment) > 1 else []
             accepted = 0
             while accepted < len(drafts) and sampled[of_segment[accepted]] == drafts[accepted]:
+                # The next step fails the output; the token before is its last.
+                if of_segment[accepted + 1] in stuck_rows:
+                    break
                 accepted += 1
             first = of_segment.start
             tokens[index] = sampled[first : first + accepted + 1]
@@ -255,26 +259,29 @@ def _after(sample: SampleInput, drafts: IntArray) -> SampleInput:
 
 def _masked(
     rows: FloatArray, inputs: Sequence[SampleInput], num_drafts: Sequence[int]
-) -> tuple[FloatArray, Sequence[SampleInput], Set[int]]:
+) -> tuple[FloatArray, Sequence[SampleInput], Set[int], Set[int]]:
     """Rows and inputs as they are sampled: of outputs that follow a grammar, what it forbids cannot be. And the rows in
-    which one token is left.
+    which one token is left, and those in which none is.
 
     num_drafts: how many of an input's last output ids are drafts. Logprobs are those of the rows as they were.
     """
     if all(sample.guide is None for sample in inputs):
-        return rows, inputs, frozenset()
-    masked, adjusted, single_rows = rows.copy(), list(inputs), set()
+        return rows, inputs, frozenset(), frozenset()
+    masked, adjusted, single_rows, stuck_rows = rows.copy(), list(inputs), set(), set()
     for index, (sample, number) in enumerate(zip(inputs, num_drafts, strict=True)):
         drafts = sample.output_ids[len(sample.output_ids) - number :].tolist()
         allowed = None if sample.guide is None else sample.guide.allowed(drafts)
-        if allowed is None or not allowed.any():
+        if allowed is None:
+            continue
+        if not allowed.any():
+            stuck_rows.add(index)
             continue
         masked[index], keeps_suppression = mask_row(rows[index], allowed, sample.suppressed_ids)
         if not keeps_suppression:
             adjusted[index] = replace(sample, suppressed_ids=sample.suppressed_ids[:0])
         if np.count_nonzero(allowed) == 1:
             single_rows.add(index)
-    return masked, adjusted, single_rows
+    return masked, adjusted, single_rows, stuck_rows
 
 
 def _sample_rows(rows: FloatArray, inputs: Sequence[SampleInput], single_rows: Set[int] = frozenset()) -> list[int]:

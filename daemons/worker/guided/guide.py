@@ -42,14 +42,11 @@ class Guide:
     def forced_ids(self, most: int) -> Sequence[int]:
         """Tokens of the text that must follow, at most so many; () where the grammar has a choice.
 
-        The output may cut that text in other places: they are drafts, which sampling confirms or not. Nothing is
-        drafted where no token may follow the text: what is sampled behind it would be against the grammar.
+        The output may cut that text in other places: they are drafts, which sampling confirms or not.
         """
-        forced = () if most < 1 or self._matcher.is_over else self._tokens.encode(self._matcher.forced_text())[:most]
-        if not forced:
+        if most < 1 or self._matcher.is_over:
             return ()
-        allowed = self.allowed(forced)
-        return forced if allowed is not None and allowed.any() else ()
+        return self._tokens.encode(self._matcher.forced_text(), most)
 
     def is_stuck(self) -> bool:
         """No token may follow, not even the end."""

@@ -228,8 +228,13 @@ class StepExecutor:
         if guide is None:
             return
         for token in tokens:
-            # Behind the end of an output come tokens that nobody reads.
-            assert guide.accept(token) or guide.is_over, f"slot {row.slot} sampled {token} against its grammar"
+            if guide.accept(token):
+                continue
+            # Behind the end of an output come tokens that nobody reads. Anything else is a library that met a bound of
+            # its own, or broken logits: that output ends, the others go on.
+            if not guide.is_over:
+                self.blobs.fail(row.slot, row.generation, stuck())
+            return
 
     def _builder(self, plan: StepPlan) -> ResultBuilder:
         return ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))

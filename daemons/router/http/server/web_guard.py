@@ -79,7 +79,7 @@ def allow_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=("GET", "POST"),
+        allow_methods=("GET", "POST", "DELETE"),
         allow_headers=(ANY,),
         expose_headers=("x-request-id", IGNORED_HEADER, "retry-after"),
     )
