@@ -95,8 +95,11 @@ class PlanDriver:
         min_tokens: int | None = None,
         suppressed: Sequence[int] = (1, 33),
     ) -> None:
-        """A request, its prompt in chunks; whoever decodes in its slot is released by the same plan. cached: full pages that hold its beginning; copied: what of the page behind
-        them is copied into its first own one. pages: its own; None: the next, in falling order."""
+        """A request, its prompt in chunks; the same plan releases the one that decodes in its slot.
+
+        cached: full pages that hold its beginning; copied: what of the page behind them is copied into its first own
+        one. pages: its own; None: the next, in falling order.
+        """
         total, cached_len = len(prompt) + num_out, len(cached) * self._page_size
         cached_len += 0 if copied is None else copied.num_tokens
         num_pages = -(-total // self._page_size) - len(cached)
