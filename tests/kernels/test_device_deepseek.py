@@ -51,7 +51,7 @@ def test_logits_are_those_of_transformers(shape: str, tmp_path: Path) -> None:
 
 
 def test_the_tiny_model_knows_its_texts() -> None:
-    """Every token of the shorter texts from the true ones before it; nothing of such a model is captured."""
+    """Every token of the shorter texts from the true ones before it."""
     settings = replace(_SETTINGS, max_total_len=1200, max_tokens_per_step=1200)
     runner = load_device_runner(TINY_DEEPSEEK, settings, HostDevice())
     assert isinstance(runner, DeviceRunner)

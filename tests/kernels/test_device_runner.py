@@ -10,7 +10,16 @@ import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.drafting import check_same_outputs, drafter_of, drive_long, outputs_of
-from support.plan_driver import GREEDY, OPTIONS, PLAIN_OPTIONS, check_same, drive, logprob_tolerance
+from support.plan_driver import (
+    GREEDY,
+    OPTIONS,
+    PLAIN_OPTIONS,
+    PROMPTS,
+    PlanDriver,
+    check_same,
+    drive,
+    logprob_tolerance,
+)
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.errors import MeshError
@@ -220,6 +229,26 @@ def test_drafts_change_no_output(monkeypatch, page_size, max_drafts, lag, option
     check_same_outputs(got, want, num_out=num_out, atol=logprob_tolerance(MODEL))
     counts = np.concatenate([result.counts for result in got.results])
     assert counts.max() > 1 and counts.max() <= max_drafts + 1
+
+
+def test_slots_are_taken_again_while_steps_with_drafts_of_their_former_requests_run():
+    options = [OPTIONS[3], GREEDY]
+
+    def drive_twice(runner, lag):
+        driver = PlanDriver(runner, lag=lag)
+        for prompts in (PROMPTS[2:], PROMPTS[:2]):
+            for slot, (prompt, sampling) in enumerate(zip(prompts, options, strict=True)):
+                driver.add(slot, prompt, sampling, chunk_len=64, num_out=6)
+            driver.run()
+        driver.finish(6)
+        return driver.tokens
+
+    runner = _device_runner(4)
+    outputs: dict[int, list[int]] = {}
+    runner.verify(lambda sample, most: outputs.get(len(sample.prompt_ids), [])[len(sample.output_ids) :], max_drafts=3)
+    want = drive_twice(_cpu_runner(4), 0)
+    outputs.update((len(PROMPTS[slot]), tokens) for slot, tokens in want.items())
+    assert drive_twice(runner, 2) == want and all(len(tokens) == 6 for tokens in want.values())
 
 
 def test_attention_that_needs_exact_lengths_verifies_nothing(monkeypatch):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.fake_compose import fake_compose
 
 from radixmesh.daemons.cluster.errors import AlreadyRunningError, ComposeError, NoRestartCuresError, StartTimeoutError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
@@ -19,29 +20,7 @@ from radixmesh.daemons.cluster.processes.process_status import ProcessState
 from radixmesh.daemons.cluster.run_folder import find_run_folder, is_supervised, read_state
 
 REPOSITORY = Path(__file__).parents[2]
-FAKE_DAEMON = Path(__file__).with_name("fake_daemon.py")
-COMPOSE = f"""
-name: fakes
-x-fake: &fake
-  command: [python, {FAKE_DAEMON}]
-  restart: unless-stopped
-  stop_grace_period: 1s
-  healthcheck: &health
-    test: [CMD, radixmesh, health, "127.0.0.1:50051"]
-    interval: 100ms
-    timeout: 200ms
-    retries: 10
-    start_period: 20s
-    start_interval: 50ms
-services:
-  router:
-    <<: *fake
-    environment: {{RADIXMESH_LISTEN: "0.0.0.0:50051", FAKE_PEERS: "worker:50051"}}
-    depends_on: {{worker: {{condition: service_healthy}}}}
-  worker:
-    <<: *fake
-    environment: {{RADIXMESH_LISTEN: "0.0.0.0:50051"}}
-"""
+COMPOSE = fake_compose()
 
 
 class Journal:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from support.fake_compose import fake_compose
 
 from radixmesh.daemons.cluster.errors import RollAbortedError, RollRefusedError, UnknownServiceError
 from radixmesh.daemons.cluster.local_cluster import LocalCluster
@@ -19,30 +20,7 @@ from radixmesh.daemons.cluster.processes.process_status import ProcessState
 from radixmesh.daemons.cluster.roll.roller import RollEvent
 
 REPOSITORY = Path(__file__).parents[2]
-FAKE_DAEMON = Path(__file__).with_name("fake_daemon.py")
-COMPOSE = f"""
-name: fakes
-x-fake: &fake
-  command: [python, {FAKE_DAEMON}]
-  restart: unless-stopped
-  stop_grace_period: 5s
-  healthcheck: &health
-    test: [CMD, radixmesh, health, "127.0.0.1:50051"]
-    interval: 100ms
-    timeout: 1s
-    retries: 100
-    start_period: 60s
-    start_interval: 50ms
-services:
-  router:
-    <<: *fake
-    environment: {{RADIXMESH_LISTEN: "0.0.0.0:50051", FAKE_PEERS: "worker:50051"}}
-    depends_on: {{worker: {{condition: service_healthy}}}}
-  worker:
-    <<: *fake
-    deploy: {{replicas: 2}}
-    environment: {{RADIXMESH_LISTEN: "0.0.0.0:50051"}}
-"""
+COMPOSE = fake_compose(grace="5s", timeout="1s", retries=100, start_period="60s", num_workers=2)
 
 
 @pytest.fixture

@@ -8,16 +8,15 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from support import docs_pages
 from support.docs_pages import ROOT
 from support.jobs import recitations
-from support.mesh import SERVICES, Mesh, running_mesh
+from support.mesh import SERVICES, Mesh
 from support.oracle import Oracle
 
 from radixmesh.client import Client, errors
@@ -37,13 +36,6 @@ pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PAGE = ROOT / "docs" / "language.md"
 CHOICES = [" les sanglots longs", " a", " zzz zzz"]
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def mesh() -> AsyncIterator[Mesh]:
-    async with running_mesh("cpu") as mesh:
-        yield mesh
-        assert mesh.bugs == []
 
 
 @pytest.fixture
@@ -125,6 +117,18 @@ async def test_forks_equal_separate_requests_and_take_their_prefix_from_the_cach
     num_prompt = len(await mesh.client.tokenize(title))
     # One of six computes it, and the last generation has it too.
     assert state.usage.cached_tokens >= 5 * (num_prompt - 16)
+
+
+async def test_a_fork_shows_the_text_of_what_it_inherits(client: Client) -> None:
+    @function
+    def forked(s: Any) -> str:
+        s += "Once" + gen("first", max_tokens=6, ignore_eos=True)
+        (fork,) = s.fork(1)
+        return "".join(fork.text_iter("first"))
+
+    async with asyncio.timeout(60):
+        state = await asyncio.to_thread(forked.run, client=client)
+    assert state.result == state["first"] != ""
 
 
 async def test_a_seed_makes_runs_equal_and_forks_differ(client: Client) -> None:

@@ -46,7 +46,9 @@ class PlanDriver:
         self.results: list[StepResult] = []
         self._page_size, self._lag = runner.page_size, lag
         self._launched: deque[StepHandle[StepResult]] = deque()
-        self._rows: deque[list[int]] = deque()
+        # (slot, generation) of each row.
+        self._rows: deque[list[tuple[int, int]]] = deque()
+        self._generations: dict[int, int] = {}
         self._decodes: list[int] = []
         self._step = 0
         self._next_page = 0
@@ -74,7 +76,8 @@ class PlanDriver:
             decode_set=np.array(self._decodes, np.int32),
         )
         self._launched.append(self.executor.launch(plan))
-        self._rows.append([*self._decodes, *([chunk.slot] if chunk is not None and is_last else [])])
+        slots = [*self._decodes, *([chunk.slot] if chunk is not None and is_last else [])]
+        self._rows.append([(slot, self._generations[slot]) for slot in slots])
         while len(self._launched) > self._lag:
             self._take()
 
@@ -92,8 +95,11 @@ class PlanDriver:
         min_tokens: int | None = None,
         suppressed: Sequence[int] = (1, 33),
     ) -> None:
-        """A request, its prompt in chunks. cached: full pages that hold its beginning; copied: what of the page behind
-        them is copied into its first own one. pages: its own; None: the next, in falling order."""
+        """A request, its prompt in chunks; the same plan releases the one that decodes in its slot.
+
+        cached: full pages that hold its beginning; copied: what of the page behind them is copied into its first own
+        one. pages: its own; None: the next, in falling order.
+        """
         total, cached_len = len(prompt) + num_out, len(cached) * self._page_size
         cached_len += 0 if copied is None else copied.num_tokens
         num_pages = -(-total // self._page_size) - len(cached)
@@ -102,9 +108,14 @@ class PlanDriver:
             self._next_page += num_pages
         pages = pages[:num_pages]
         self.pages[slot] = np.concatenate([cached, pages])
+        releases: tuple[Release, ...] = ()
+        if slot in self._decodes:
+            self._decodes.remove(slot)
+            releases = (Release(slot=slot, generation=self._generations[slot]),)
+        self._generations[slot] = self._generations.get(slot, 0) + 1
         admit = Admit(
             slot=slot,
-            generation=1,
+            generation=self._generations[slot],
             request_id=f"r{slot}",
             prompt_ids=np.array(prompt, np.int32),
             max_total_len=total,
@@ -123,6 +134,7 @@ class PlanDriver:
                 is_last=start + length == len(prompt),
                 admits=(admit,) if start == cached_len else (),
                 grants=(Grant(slot=slot, pages=pages),) if start == cached_len else (),
+                releases=releases if start == cached_len else (),
                 copies=(copied,) if start == cached_len and copied is not None else (),
             )
         self._decodes.append(slot)
@@ -132,7 +144,7 @@ class PlanDriver:
         for _ in range(num_steps):
             self.run()
         first = self._decodes.pop(0)
-        self.run(releases=(Release(slot=first, generation=1),))
+        self.run(releases=(Release(slot=first, generation=self._generations[first]),))
         while self._launched:
             self._take()
 
@@ -140,8 +152,10 @@ class PlanDriver:
         result = self._launched.popleft().result()
         self.results.append(result)
         ids = iter(result.ids.tolist())
-        for slot, count in zip(self._rows.popleft(), result.counts.tolist(), strict=True):
-            self.tokens[slot] += [next(ids) for _ in range(count)]
+        for (slot, generation), count in zip(self._rows.popleft(), result.counts.tolist(), strict=True):
+            tokens = [next(ids) for _ in range(count)]
+            if generation == self._generations[slot]:
+                self.tokens[slot] += tokens
 
 
 def drive(

@@ -36,11 +36,10 @@ class Members:
         self.there.add(address)
         return is_new
 
-    def retire(self, address: str, *, moves_outputs: bool) -> int:
+    def retire(self, address: str, *, moves_outputs: bool) -> None:
         assert moves_outputs
         self.there.remove(address)
         self.retired.append(address)
-        return 0
 
 
 def discovery(members: Members, *names: str, most: int = 100) -> Discovery:
@@ -228,7 +227,10 @@ def event(kind: str, found: object) -> bytes:
 
 @asynccontextmanager
 async def cluster(
-    tmp_path: Path, lists: list[tuple[list[dict[str, object]], str]], watches: list[tuple[int, list[bytes]]]
+    tmp_path: Path,
+    lists: list[tuple[list[dict[str, object]], str]],
+    watches: list[tuple[int, list[bytes]]],
+    pause_s: float = 0.0,
 ) -> AsyncIterator[tuple[FakeApi, KubernetesSource]]:
     """An API server that gives these lists and watches in turn; the last watch stays open."""
 
@@ -245,7 +247,8 @@ async def cluster(
     server = await asyncio.start_server(api, "127.0.0.1", 0)
     try:
         port = server.sockets[0].getsockname()[1]
-        yield api, KubernetesSource("prod/mesh", "grpc", api=f"http://127.0.0.1:{port}", account=tmp_path)
+        url = f"http://127.0.0.1:{port}"
+        yield api, KubernetesSource("prod/mesh", "grpc", api=url, account=tmp_path, pause_s=pause_s)
     finally:
         server.close()
 
@@ -283,6 +286,17 @@ async def test_endpoint_slices_are_listed_watched_and_listed_again_when_changes_
     path = unquote(urlsplit(api.targets[0]).path)
     assert path == "/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"
     assert "labelSelector=kubernetes.io/service-name=mesh" in unquote(api.targets[0])
+
+
+async def test_watches_that_end_at_once_are_opened_with_pauses(tmp_path: Path) -> None:
+    first = [slice_of("s1", "10.0.0.1")]
+    async with cluster(tmp_path, [(first, "5")], [(200, [])] * 10_000, pause_s=0.2) as (api, source):
+        watch = source.watch()
+        assert await anext(watch) == {A}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await anext(watch)
+        assert len(api.targets) < 20
 
 
 async def test_terminating_pods_are_gone_and_ports_go_by_number_too(tmp_path: Path) -> None:

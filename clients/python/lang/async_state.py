@@ -43,7 +43,7 @@ class AsyncState:
         self._variables: dict[str, Value] = dict(parent._variables) if parent is not None else {}
         self._outputs: dict[str, CompletionOutput | Scored] = dict(parent._outputs) if parent is not None else {}
         # Variable -> its start in the text, and its end once it has one.
-        self._spans: dict[str, tuple[int, int | None]] = {}
+        self._spans: dict[str, tuple[int, int | None]] = dict(parent._spans) if parent is not None else {}
         self._queue: deque[Part] = deque()
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Addresses behind a DNS name (A and AAAA records), resolved again and again."""
+"""Addresses behind a DNS name (A records, or AAAA where there are none), resolved again and again."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ a dozen packages for the two requests that are made here.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import ssl
 from collections.abc import AsyncGenerator, Mapping
@@ -22,6 +23,8 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _MAX_BYTES, _MAX_LINE_BYTES = 32 << 20, 4 << 20
 # The API server ends a watch after so long, and a new one goes on behind it.
 _WATCH_S = 240
+# Between two watches: a proxy that cannot stream ends each of them at once.
+_PAUSE_S = 1.0
 _GONE = 410
 
 
@@ -72,7 +75,9 @@ class _Status(msgspec.Struct):
 class KubernetesSource(AddressSource):
     """service: "namespace/name". port: a number, or a port's name. api: URL, "" = the cluster that this runs in."""
 
-    def __init__(self, service: str, port: str, *, api: str = "", account: Path = ACCOUNT) -> None:
+    def __init__(
+        self, service: str, port: str, *, api: str = "", account: Path = ACCOUNT, pause_s: float = _PAUSE_S
+    ) -> None:
         namespace, _, name = service.partition("/")
         selector = quote(f"kubernetes.io/service-name={name}")
         base = f"/apis/discovery.k8s.io/v1/namespaces/{quote(namespace)}/endpointslices"
@@ -80,6 +85,7 @@ class KubernetesSource(AddressSource):
         self._port = port
         self._api = api
         self._account = account
+        self._pause_s = pause_s
         self._slices: dict[str, frozenset[str]] = {}
         self._version = ""
 
@@ -99,6 +105,7 @@ class KubernetesSource(AddressSource):
                         yield self._all()
             if not is_known:  # Changes since then are not kept any more.
                 yield await self._list()
+            await asyncio.sleep(self._pause_s)
 
     async def _list(self) -> frozenset[str]:
         async with get(self._endpoint(), self._target, self._headers()) as response:

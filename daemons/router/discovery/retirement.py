@@ -35,18 +35,14 @@ class Retirement:
         self._pool.add(address)
         return is_new
 
-    def retire(self, address: str, *, moves_outputs: bool) -> int:
-        """Nothing new goes there; what runs there ends there or moves, and then it is removed. What runs there still.
-
-        Returns 0 for one that is not there any more, as an operator may have removed it.
-        """
+    def retire(self, address: str, *, moves_outputs: bool) -> None:
+        """Nothing new goes there; what runs there ends there or moves, and then it is removed."""
         try:
             link = self._pool.link(address)
         except MeshError:
-            return 0
+            return  # An operator has removed it.
         self._pool.drain(address, moves_outputs=moves_outputs)
         self._leaving[address] = link
-        return link.num_running
 
     async def run(self) -> None:
         """Removes those that are empty, or away, for ever."""
