@@ -12,8 +12,9 @@ from radixmesh.daemons.router.http.bodies.body import Body
 from radixmesh.daemons.router.http.bodies.field_decoders import decoders_of
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
-from radixmesh.daemons.router.http.endpoints.embedding_request import EmbeddingRequest
+from radixmesh.daemons.router.http.endpoints.embedding_request import ClassifyRequest, EmbeddingRequest
 from radixmesh.daemons.router.http.endpoints.native_request import NativeRequest, NativeSampling
+from radixmesh.daemons.router.http.endpoints.score_requests import RerankRequest, ScoreRequest
 from radixmesh.daemons.router.http.endpoints.text_requests import DetokenizeRequest, TokenizeRequest
 from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
 from radixmesh.daemons.router.http.translated.ollama_request import (
@@ -33,6 +34,9 @@ ROUTES: Mapping[str, type[Body]] = {
     "/api/generate": OllamaGenerateRequest,
     "/api/show": OllamaShowRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/score": ScoreRequest,
+    "/rerank": RerankRequest,
+    "/classify": ClassifyRequest,
     "/generate": NativeRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
@@ -48,6 +52,9 @@ _BASES: Mapping[str, dict[str, object]] = {
     "/api/generate": {"model": "tiny-llama", "prompt": "x", "options": {"num_predict": 1}},
     "/api/show": {"model": "tiny-llama"},
     "/v1/embeddings": {"input": "x"},
+    "/v1/score": {"query": "x", "items": ["x"]},
+    "/rerank": {"query": "x", "documents": ["x"]},
+    "/classify": {"input": "x"},
     "/generate": {"text": "x", "sampling_params": {"max_new_tokens": 1}},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [7]},
@@ -156,6 +163,10 @@ _OF_ROUTE: Mapping[tuple[str, str], Edge] = {
     ("/v1/chat/completions", "tools"): Edge(
         _functions([{"x": [1] * 60_000}]), _functions([{"x": [1] * 65_536}]), "TOO_LARGE", 1
     ),
+    ("/v1/score", "query"): Edge("s" * 1000, ["s"] * 2, "INVALID_ARGUMENT", 1),
+    ("/rerank", "query"): Edge("s" * 1000, ["s"], "INVALID_ARGUMENT", 1),
+    **{("/v1/score", name): _TEXTS._replace(wrong=1) for name in ("items", "text_1", "text_2")},
+    ("/rerank", "documents"): _TEXTS._replace(wrong=1),
     ("/tokenize", "prompt"): Edge(["a"] * 4096, ["a"] * 4097, "TOO_LARGE"),
 }
 
@@ -221,6 +232,8 @@ def _body(path: str, field: str, value: object) -> bytes:
     base = dict(_BASES[path])
     if path == "/generate" and field in sized_fields(NativeSampling):
         return json.dumps({**base, "sampling_params": {"max_new_tokens": 1, field: value}}).encode()
+    if path == "/v1/score" and field in ("text_1", "text_2"):
+        base = {"text_1": ["x"] * 1024 if field == "text_2" else "x", "text_2": ["x"] * 1024}
     if field in ("messages", "input_ids"):
         base = {name: kept for name, kept in base.items() if name not in ("prompt", "text")}
     if path == "/tokenize" and field in ("tools", "chat_template_kwargs"):

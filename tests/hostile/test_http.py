@@ -18,6 +18,8 @@ from support.http import events_of, http_address, http_client
 from support.invariants import known_job, observed_mesh
 from support.mesh import Mesh
 
+from radixmesh.daemons.router.http.openapi import OPERATIONS, NoBody
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # A quiet machine needs a tenth of it; before bodies were counted, bodies of 1 MiB alone took 5 s.
 SILENCE_S = 2.0
@@ -36,6 +38,8 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 async def test_every_field_of_every_route_has_an_edge() -> None:
     missing = {(path, field) for path in ROUTES for field in fields_of(path) if not has_edge(path, field)}
+    kinds = {operation.body for operation in OPERATIONS.values()} - {None, NoBody}
+    assert kinds == set(ROUTES.values()), "each body has a route in tests/hostile/http_bodies.py"
     assert not missing, f"say in tests/hostile/http_bodies.py what the largest legal of these fields is: {missing}"
 
 

@@ -46,7 +46,7 @@ class AnyTextBackend(GrammarBackend):
     def compile(self, source: GrammarSource) -> bytes:
         return b"any/1\n"
 
-    def load(self, artefact: bytes) -> CompiledGrammar:
+    def _read(self, data: bytes) -> CompiledGrammar:
         return AnyText()
 
 

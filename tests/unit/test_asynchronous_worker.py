@@ -40,6 +40,18 @@ def _submit_load(
     return wanted
 
 
+def _check_load(world: LaggingWorld, records: list) -> None:
+    world.run(depth=world.lag + 1)
+    for record in records:
+        assert record.rejected is None and record.finished is not None
+        assert record.tokens == world.expected(record.submission)
+    world.check_clean()
+    # Pages adopted here are hit by the next round, and the worker compares every page that is named with its record:
+    # one that was written down wrongly refuses the plan.
+    world.begin_epoch()
+    assert world.planner.state.pages.pool.num_cached > 0
+
+
 @pytest.mark.parametrize("lag", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_tokens_and_records_are_those_of_a_worker_that_waits(lag, page_size):
@@ -47,16 +59,7 @@ def test_tokens_and_records_are_those_of_a_worker_that_waits(lag, page_size):
     # Little memory: requests are retracted, pages change hands while steps that wrote them still run.
     world = LaggingWorld(lag=lag, page_size=page_size, num_pages=160 // page_size, num_slots=6)
     for _ in range(4):
-        records = _submit_load(world, rng, 24)
-        world.run(depth=lag + 1)
-        for record in records:
-            assert record.rejected is None and record.finished is not None
-            assert record.tokens == world.expected(record.submission)
-        world.check_clean()
-        # Pages adopted here are hit by the next round, and the worker compares every page that is named with its
-        # record: one that was written down wrongly refuses the plan.
-        world.begin_epoch()
-        assert world.planner.state.pages.pool.num_cached > 0
+        _check_load(world, _submit_load(world, rng, 24))
 
 
 @pytest.mark.parametrize("lag", [0, 1, 3])
@@ -69,14 +72,7 @@ def test_rows_of_any_number_of_tokens_over_steps_in_flight(lag, page_size, most)
         lag=lag, page_size=page_size, num_pages=240 // page_size, num_slots=6, runner_class=runner_class
     )
     for _ in range(3):
-        records = _submit_load(world, rng, 24, has_min_tokens=False)
-        world.run(depth=lag + 1)
-        for record in records:
-            assert record.rejected is None and record.finished is not None
-            assert record.tokens == world.expected(record.submission)
-        world.check_clean()
-        world.begin_epoch()
-        assert world.planner.state.pages.pool.num_cached > 0
+        _check_load(world, _submit_load(world, rng, 24, has_min_tokens=False))
 
 
 def test_a_slot_that_changes_hands_keeps_both_requests_apart():

@@ -104,7 +104,7 @@ def test_a_slot_pins_its_blob_and_one_without_it_fails_alone() -> None:
     clock = Clock()
     store = BlobStore(max_bytes=10, max_blob_bytes=10, ttl_s=1.0, clock=clock)
     steps = Steps(simulated_executor(runner_class=GrammarRunner, blobs=store, grammars=any_text_store()))
-    here, gone = put(store, b"0123456789"), hash_of(b"elsewhere")
+    here, gone = put(store, b"any/1\n0123"), hash_of(b"elsewhere")
     first = steps.run(
         admits=(guided(0, here), guided(1, gone), admit(2, [5, 6, 7])),
         grants=tuple(grant(slot, range(8 * slot, 8 * slot + 8)) for slot in range(3)),
@@ -125,7 +125,7 @@ def test_a_slot_pins_its_blob_and_one_without_it_fails_alone() -> None:
 def test_a_new_epoch_lets_go_of_what_slots_held() -> None:
     store = BlobStore(max_bytes=10, max_blob_bytes=10)
     executor = simulated_executor(runner_class=GrammarRunner, blobs=store, grammars=any_text_store())
-    here = put(store, b"0123456789")
+    here = put(store, b"any/1\n0123")
     Steps(executor).run(admits=(guided(0, here),), has_forward=False)
     executor.begin_epoch(2)
     put(store, b"other")

@@ -110,6 +110,41 @@ async def test_more_than_may_wait_is_refused(folder: Path) -> None:
         compiler.close()
 
 
+@pytest.mark.parametrize("limit", ["memory", "artefact_bytes"])
+async def test_a_process_that_met_a_bound_does_not_keep_what_it_took(folder: Path, limit: str) -> None:
+    memory_bytes = (128 if limit == "memory" else 1024) << 20
+    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(timeout_s=60.0, memory_bytes=memory_bytes))
+    try:
+        await compiler.compile(GrammarSource(GrammarForm.REGEX, "a"))
+        (pid,) = compiler.pids
+        with pytest.raises(MeshError) as caught:
+            await compiler.compile(GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps({"const": "a" * 60_000})))
+        assert caught.value.metadata["limit"] == limit
+        assert (await compiler.compile(GrammarSource(GrammarForm.REGEX, "b"))).data
+        assert compiler.pids != [pid]
+    finally:
+        compiler.close()
+
+
+async def test_a_grammar_that_nobody_waits_for_any_more_leaves_the_queue(folder: Path) -> None:
+    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(max_waiting=3))
+    letters = [GrammarSource(GrammarForm.REGEX, letter) for letter in "abcd"]
+    try:
+        first, left, left_by_one, stays = (
+            asyncio.ensure_future(compiler.compile(letters[number])) for number in (0, 1, 2, 2)
+        )
+        await asyncio.sleep(0)
+        left.cancel()
+        left_by_one.cancel()
+        await asyncio.wait([left, left_by_one])
+        assert left.cancelled() and left_by_one.cancelled()
+        done = await asyncio.gather(first, stays, compiler.compile(letters[3]), return_exceptions=True)
+        assert [bool(getattr(artefact, "data", b"")) for artefact in done] == [True] * 3, done
+        assert (await compiler.compile(letters[1])).data
+    finally:
+        compiler.close()
+
+
 def test_a_source_is_one_of_five_and_bounded() -> None:
     assert grammar_source(common_pb2.Grammar(any_json=True)) == GrammarSource(GrammarForm.ANY_JSON)
     for message, reason in (

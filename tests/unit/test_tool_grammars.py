@@ -201,7 +201,7 @@ def test_schemas_of_tools_are_bounded_together_as_a_grammar_follows_them() -> No
     ]
     with pytest.raises(MeshError) as caught:
         read_tools(json.dumps(tools).encode(), None, None)
-    assert caught.value.metadata == {"limit": "source_bytes"}
+    assert caught.value.metadata == {"field": "tools", "limit": "source_bytes"}
 
 
 def test_tools_keep_their_form_on_the_way_between_processes() -> None:

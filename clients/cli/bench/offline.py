@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from radixmesh.cli.routers import find_routers
 from radixmesh.cli.serve import serve_environment
 from radixmesh.cli.terminal import Terminal
 from radixmesh.daemons.cluster.errors import ClusterError, NotRunningError
+
+_Bench = Callable[[argparse.Namespace, Target, np.random.Generator, int | None], Awaitable[list[dict[str, object]]]]
 
 _START_S = 900.0
 _WARMUP_LEN = 8
@@ -63,7 +65,7 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _run(parser: argparse.ArgumentParser, arguments: list[str], bench: object) -> int:
+def _run(parser: argparse.ArgumentParser, arguments: list[str], bench: _Bench) -> int:
     options = parser.parse_args(arguments)
     try:
         rows = asyncio.run(_measure(options, bench))
@@ -79,14 +81,12 @@ def _run(parser: argparse.ArgumentParser, arguments: list[str], bench: object) -
     return 0
 
 
-async def _measure(options: argparse.Namespace, bench: object) -> list[dict[str, object]]:
-    assert callable(bench)
+async def _measure(options: argparse.Namespace, bench: _Bench) -> list[dict[str, object]]:
     async with _address(options) as address, open_target(address, TargetOptions(tls=access_of(options).tls)) as target:
         vocab_size = await target.prepare()
         source = np.random.default_rng(options.seed)
         await _send(target, _turns(source, 2, _WARMUP_LEN, _WARMUP_LEN, vocab_size))
-        rows: list[dict[str, object]] = await bench(options, target, source, vocab_size)
-        return rows
+        return await bench(options, target, source, vocab_size)
 
 
 @asynccontextmanager

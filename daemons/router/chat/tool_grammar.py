@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from radixmesh.daemons.router.chat.parts import Tool, ToolMode, ToolUse
+from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
+from radixmesh.daemons.runtime.guided.source import MAX_SOURCE_BYTES
 
 # As JSON schemas that stand alone: blanks without end would be a text without end.
 _MAX_WHITESPACE = 16
@@ -77,6 +79,14 @@ def tool_grammar(use: ToolUse, calls: str, *, has_special_markup: bool) -> ToolG
         is_one = use.mode is ToolMode.NAMED or not use.parallel
         return ToolGrammar(_tag(_calls(own or _LIST, tools, is_one=is_one)), is_list=own is None)
     return None
+
+
+def check_size(num_bytes: int) -> None:
+    """Raises INVALID_GRAMMAR naming the tools, of whose schemas the grammar is made, where it is too long."""
+    if num_bytes > MAX_SOURCE_BYTES:
+        message = f"tools have {num_bytes} bytes as a grammar: send fewer or shorter ones, {MAX_SOURCE_BYTES} at most"
+        metadata = {"field": "tools", "limit": "source_bytes"}
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_GRAMMAR, message, metadata)
 
 
 def is_unguided(use: ToolUse, calls: str, *, has_special_markup: bool) -> bool:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.source import GrammarSource
+from radixmesh.daemons.runtime.guided.source import GrammarSource, invalid_grammar
 from radixmesh.daemons.runtime.model_folder.token_bytes import token_bytes
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 
@@ -125,9 +125,18 @@ class GrammarBackend(ABC):
         memory: called in a process of its own.
         """
 
-    @abstractmethod
     def load(self, artefact: bytes) -> CompiledGrammar:
         """Raises INVALID_GRAMMAR for bytes that are no artefact of this format and vocabulary."""
+        head, _, data = artefact.partition(b"\n")
+        if head != self.format.encode():
+            given = head[:64].decode(errors="replace")
+            message = f"the grammar is of format {given!r}, this worker follows {self.format!r}: compile it anew"
+            raise invalid_grammar(message, "format")
+        return self._read(data)
+
+    @abstractmethod
+    def _read(self, data: bytes) -> CompiledGrammar:
+        """data: the artefact behind its format. Raises INVALID_GRAMMAR."""
 
 
 def installed_format(name: str) -> str:

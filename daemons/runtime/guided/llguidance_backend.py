@@ -61,17 +61,13 @@ class LLGuidanceBackend(GrammarBackend):
             raise invalid_grammar(f"the {source.form.value} cannot be compiled: {words}", "")
         return self._head + grammar.encode()
 
-    def load(self, artefact: bytes) -> CompiledGrammar:
-        if not artefact.startswith(self._head):
-            given = artefact[:64].split(b"\n", 1)[0].decode(errors="replace")
-            message = f"the grammar is of format {given!r}, this worker follows {self.format!r}: compile it anew"
-            raise invalid_grammar(message, "format")
-        text = artefact[len(self._head) :].decode(errors="replace")
+    def _read(self, data: bytes) -> CompiledGrammar:
+        text = data.decode(errors="replace")
         matcher = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
         if matcher.is_error():
             message = f"the grammar's bytes cannot be read ({matcher.get_error()[:200]}): compile it anew"
             raise invalid_grammar(message, "format")
-        return _Compiled(matcher, self._eos_ids, _MIN_BYTES + 8 * len(artefact))
+        return _Compiled(matcher, self._eos_ids, _MIN_BYTES + 8 * len(data))
 
 
 class _TokenTexts:

@@ -65,14 +65,9 @@ class XGrammarBackend(GrammarBackend):
             raise invalid_grammar(message, "keyword")
         return artefact
 
-    def load(self, artefact: bytes) -> CompiledGrammar:
-        if not artefact.startswith(self._head):
-            given = artefact[:64].split(b"\n", 1)[0].decode(errors="replace")
-            message = f"the grammar is of format {given!r}, this worker follows {self.format!r}: compile it anew"
-            raise invalid_grammar(message, "format")
+    def _read(self, data: bytes) -> CompiledGrammar:
         try:
-            text = artefact[len(self._head) :].decode()
-            compiled = xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+            compiled = xgrammar.CompiledGrammar.deserialize_json(data.decode(), self._info)
         except (RuntimeError, ValueError) as error:
             message = f"the grammar's bytes cannot be read ({_reason(error)}): compile it anew for this model"
             raise invalid_grammar(message, "format") from error

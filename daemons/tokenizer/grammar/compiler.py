@@ -17,6 +17,9 @@ from radixmesh.daemons.tokenizer.grammar.processes import CompilerProcess, Compi
 
 log = get_logger(__name__)
 
+# Of an artefact in the cache beside its data.
+_ENTRY_BYTES = 1024
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarLimits:
@@ -42,6 +45,15 @@ class Artefact:
     is_cached: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class _Job:
+    """num_waiting: callers. has_begun: it has a process."""
+
+    task: asyncio.Task[Artefact]
+    num_waiting: int = 0
+    has_begun: bool = False
+
+
 class GrammarCompiler:
     """On the event loop. format: of the artefacts; "" = the library is not installed.
 
@@ -57,7 +69,7 @@ class GrammarCompiler:
         self._idle: list[CompilerProcess] = []
         self._artefacts: OrderedDict[str, Artefact] = OrderedDict()
         self._num_bytes = 0
-        self._running: dict[str, asyncio.Task[Artefact]] = {}
+        self._running: dict[str, _Job] = {}
         self._is_closed = False
 
     async def compile(self, source: GrammarSource, timeout_s: float = 0.0) -> Artefact:
@@ -74,17 +86,24 @@ class GrammarCompiler:
         if known is not None:
             self._artefacts.move_to_end(digest)
             return known
-        task = self._running.get(digest)
-        if task is None:
+        job = self._running.get(digest)
+        if job is None:
             if len(self._running) >= self._limits.max_waiting:
                 message = f"{len(self._running)} grammars wait to be compiled: retry later, or on another replica"
                 raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "500"})
             most_s = min(timeout_s or self._limits.timeout_s, self._limits.timeout_s)
-            task = asyncio.create_task(self._compile(source, digest, most_s))
-            self._running[digest] = task
-            task.add_done_callback(lambda done: self._ended(digest, done))
-        # A client that leaves does not take the others' compilation with it.
-        return await asyncio.shield(task)
+            job = self._running[digest] = _Job(asyncio.create_task(self._compile(source, digest, most_s)))
+            job.task.add_done_callback(lambda _: self._ended(digest, job))
+        job.num_waiting += 1
+        try:
+            # A client that leaves does not take the others' compilation with it.
+            return await asyncio.shield(job.task)
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting and not job.has_begun:
+                # Nobody waits for it any more: those behind it need not wait for it either.
+                self._ended(digest, job)
+                job.task.cancel()
 
     @property
     def pids(self) -> list[int]:
@@ -97,17 +116,16 @@ class GrammarCompiler:
             process.close()
         self._idle = []
 
-    def _ended(self, digest: str, task: asyncio.Task[Artefact]) -> None:
-        del self._running[digest]
-        if not task.cancelled():
-            task.exception()  # Read, though all who waited may have left.
+    def _ended(self, digest: str, job: _Job) -> None:
+        if self._running.get(digest) is job:
+            del self._running[digest]
+        if job.task.done() and not job.task.cancelled():
+            job.task.exception()  # Read, though all who waited may have left.
 
     async def _compile(self, source: GrammarSource, digest: str, timeout_s: float) -> Artefact:
         async with self._turn:
+            self._running[digest].has_begun = True
             data = await self._by_process(source, timeout_s)
-        if len(data) > self._limits.artefact_bytes:
-            message = f"the compiled grammar has {len(data)} bytes, {self._limits.artefact_bytes} at most: simplify it"
-            raise invalid_grammar(message, "artefact_bytes")
         artefact = Artefact(await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()), data)
         self._keep(digest, artefact)
         return artefact
@@ -129,11 +147,12 @@ class GrammarCompiler:
         is_whole = False
         try:
             async with asyncio.timeout(timeout_s):
-                data = await process.compile(source)
+                data = await process.compile(source, self._limits.artefact_bytes)
             is_whole = True
             return data
-        except MeshError:
-            is_whole = True  # Its answer was read to the end.
+        except MeshError as error:
+            # After a bound it keeps the memory that it took, and the rest of its answer.
+            is_whole = error.metadata.get("limit") not in ("memory", "artefact_bytes")
             raise
         except TimeoutError as error:
             message = f"the {source.form.value} is not compiled within {timeout_s:g} s: simplify it"
@@ -158,7 +177,7 @@ class GrammarCompiler:
 
     def _keep(self, digest: str, artefact: Artefact) -> None:
         self._artefacts[digest] = Artefact(artefact.hash, artefact.data, is_cached=True)
-        self._num_bytes += len(artefact.data)
+        self._num_bytes += len(artefact.data) + _ENTRY_BYTES
         while self._num_bytes > self._limits.cache_bytes:
             _, dropped = self._artefacts.popitem(last=False)
-            self._num_bytes -= len(dropped.data)
+            self._num_bytes -= len(dropped.data) + _ENTRY_BYTES

@@ -11,12 +11,13 @@ from pathlib import Path
 from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.source import GrammarSource
+from radixmesh.daemons.runtime.guided.source import GrammarSource, invalid_grammar
 from radixmesh.daemons.tokenizer.grammar.compiler_process import HEAD
 
 _MODULE = "radixmesh.daemons.tokenizer.grammar.compiler_process"
 # It imports torch and transformers, and sorts the vocabulary.
 _START_S = 120.0
+_MAX_READY_BYTES = 64 << 10
 
 
 class CompilerProcessEnded(Exception):
@@ -38,7 +39,7 @@ class CompilerProcess:
         found = cls(*await asyncio.to_thread(_spawn, [str(folder), backend], [str(memory_bytes), str(timeout_s)]))
         try:
             async with asyncio.timeout(_START_S):
-                found.format = (await found._answer()).decode()
+                found.format = (await found._answer(_MAX_READY_BYTES)).decode()
         except BaseException as error:
             found.close()
             if isinstance(error, TimeoutError | CompilerProcessEnded):
@@ -54,8 +55,8 @@ class CompilerProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    async def compile(self, source: GrammarSource) -> bytes:
-        """The artefact. Raises MeshError INVALID_GRAMMAR, CompilerProcessEnded."""
+    async def compile(self, source: GrammarSource, max_bytes: int) -> bytes:
+        """The artefact, at most so large. Raises MeshError INVALID_GRAMMAR, CompilerProcessEnded."""
         payload = source.to_bytes()
         try:
             loop = asyncio.get_running_loop()
@@ -63,7 +64,7 @@ class CompilerProcess:
             await loop.sock_sendall(self._link, payload)
         except OSError as error:
             raise CompilerProcessEnded from error
-        return await self._answer()
+        return await self._answer(max_bytes)
 
     def close(self) -> None:
         """Kills it: what it compiles is lost."""
@@ -72,8 +73,11 @@ class CompilerProcess:
         # A killed process is gone within a moment; nobody else would fetch its end.
         asyncio.get_running_loop().run_in_executor(None, self._process.wait)
 
-    async def _answer(self) -> bytes:
+    async def _answer(self, max_bytes: int) -> bytes:
         length, letter = HEAD.unpack(await self._receive(HEAD.size))
+        if length > max_bytes:
+            message = f"the compiled grammar has {length} bytes, {max_bytes} at most: simplify it"
+            raise invalid_grammar(message, "artefact_bytes")
         payload = await self._receive(length)
         if letter == b"X":
             raise MeshError.from_proto(common_pb2.Error.FromString(payload))

@@ -9,7 +9,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.router.chat.formats import ChatFormat
 from radixmesh.daemons.router.chat.parts import ChatParser, ChatPart, ContentDelta, ReasoningDelta, ToolMode, ToolUse
-from radixmesh.daemons.router.chat.tool_grammar import is_unguided, tool_grammar
+from radixmesh.daemons.router.chat.tool_grammar import check_size, is_unguided, tool_grammar
 from radixmesh.daemons.router.http.answers.tokens import TokenTable, TokenTables
 from radixmesh.daemons.router.http.bodies.field_decoders import invalid
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
@@ -18,7 +18,6 @@ from radixmesh.daemons.router.router import Router
 from radixmesh.daemons.router.served_identity import ServedIdentity
 from radixmesh.daemons.runtime.arrays import unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.source import MAX_SOURCE_BYTES
 from radixmesh.router.v1 import router_pb2
 
 # Tokens at the end of a prompt that tell whether it opens a thought.
@@ -161,12 +160,7 @@ def _guide(
         is_open = is_unguided(use, calls, has_special_markup=has_special)
         return False, ("tools.strict",) if is_open else ()
     if not request.HasField("grammar"):
-        size = len(grammar.structural_tag.encode())
-        if size > MAX_SOURCE_BYTES:
-            message = (
-                f"tools: their grammar has {size} bytes, at most {MAX_SOURCE_BYTES} are taken: send fewer or shorter"
-            )
-            raise MeshError(ErrorReason.ERROR_REASON_INVALID_GRAMMAR, message, {"field": "tools"})
+        check_size(len(grammar.structural_tag.encode()))
         request.grammar.structural_tag = grammar.structural_tag
         return grammar.is_list, ()
     # The answer keeps to its own constraint, or is a call: the model may begin with either.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from radixmesh.daemons.router.chat.parts import Tool, ToolMode, ToolUse
+from radixmesh.daemons.router.chat.tool_grammar import check_size
 from radixmesh.daemons.router.http.bodies.field_decoders import (
     check_values,
     decode,
@@ -21,7 +22,6 @@ from radixmesh.daemons.router.http.bodies.field_decoders import (
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.json_schemas import followable
-from radixmesh.daemons.runtime.guided.source import MAX_SOURCE_BYTES, invalid_grammar
 
 MAX_TOOLS = 1024
 # Of one tool's parameters: a grammar of all of them has at most 1 MiB, and is read on every router that resumes it.
@@ -45,9 +45,7 @@ def read_tools(tools: Bytes | None, choice: Bytes | None, parallel: bool | None)
             read.append(_tool(raw, f"tools.{place}", is_guided=is_guided))
             # One grammar has all of them; a schema spelt out for it may be larger than it was sent.
             num_bytes += len(read[-1].guided)
-            if num_bytes > MAX_SOURCE_BYTES:
-                text = f"the schemas of tools have {num_bytes} bytes for a grammar: {MAX_SOURCE_BYTES} at most"
-                raise invalid_grammar(text, "source_bytes")
+            check_size(num_bytes)
         if len({tool.name for tool in read}) < len(read):
             raise invalid("tools", "tools has two functions of one name: name each once")
     if mode is ToolMode.AUTO and any(tool.strict for tool in read):
