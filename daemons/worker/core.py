@@ -316,7 +316,8 @@ class WorkerCore:
             self.holder.fail(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"}))
 
     def close(self) -> None:
-        """No further steps run."""
+        """No further steps run, and nobody waits for other ranks any more: threads that do would outlive the loop."""
+        self.member.abort()
         self._queue.close()
         if self._recorder is not None:
             self._recorder.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 
 import pytest
 from support.plans import first_plan
@@ -15,7 +17,7 @@ from radixmesh.daemons.runtime.steps.step import StepPlan
 from radixmesh.daemons.runtime.steps.step_codec import encode_plan
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
-from radixmesh.daemons.worker.group_member import UnconnectedMember
+from radixmesh.daemons.worker.group_member import CollectiveAborted, UnconnectedMember
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.worker.v1 import worker_pb2
@@ -120,11 +122,11 @@ async def test_a_stranger_cannot_inject_the_next_step_of_a_live_holder() -> None
                 await asyncio.sleep(0.005)
 
 
-def _group_worker(**changes: object):
+def _group_worker(kind: type[UnconnectedMember] = UnconnectedMember, **changes: object):
     """Rank 0 of two."""
 
     def make(runtime, settings):
-        return WorkerDaemon(runtime, settings, UnconnectedMember(RankLayout(tp_size=2, tp_rank=0)))
+        return WorkerDaemon(runtime, settings, kind(RankLayout(tp_size=2, tp_rank=0)))
 
     values = {"backend": Backend.SIMULATED, "simulated_time": ClockKind.VIRTUAL, "num_pages": 64, **changes}
     return running(make, WorkerSettings(**values))  # type: ignore[arg-type]
@@ -152,6 +154,38 @@ async def test_completed_plans_are_kept_and_do_not_hide_a_silent_holder() -> Non
         await a.result()
         async with WorkerClient(worker.address, "b") as b:
             assert list((await b.greet()).retained_plans) == [sent[2], encode_plan(covering, group_completed_step=2)]
+
+
+class _LonelyMember(UnconnectedMember):
+    """The other rank never comes."""
+
+    def __init__(self, layout: RankLayout) -> None:
+        super().__init__(layout)
+        self.is_aborted, self.waits = threading.Event(), threading.Event()
+
+    def form(self, generation: int, rendezvous: str, member_instance_ids: Sequence[str]) -> None:
+        self.is_aborted.clear()
+        self.waits.set()
+        assert self.is_aborted.wait(30)
+        raise CollectiveAborted("left")
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+
+
+async def test_a_worker_that_leaves_waits_for_no_other_rank() -> None:
+    """Its thread would hold up the end of the process."""
+    async with _group_worker(_LonelyMember) as worker, WorkerClient(worker.address, "a") as a:
+        await a.greet()
+        await _fence(a, 1)
+        core = worker.daemon.core
+        layout = core.member.layout.to_proto()
+        request = worker_pb2.FormGroupRequest(epoch=1, instance_id="a", generation=1, layout=layout)
+        forming = asyncio.ensure_future(core.formation.form(request))
+        assert await asyncio.to_thread(core.member.waits.wait, 30)
+        await worker.daemon.close()
+        with pytest.raises(MeshError, match="the group was left while it formed"):
+            await forming
 
 
 async def test_only_the_fence_forms_a_group_of_the_layout_and_never_an_old_generation() -> None:
