@@ -18,7 +18,7 @@ from support.rank_process import RankProcess
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives import heartbeat
 from radixmesh.daemons.worker.collectives.communicator import Communicator, Meeting
-from radixmesh.daemons.worker.collectives.member import CollectiveMember
+from radixmesh.daemons.worker.collectives.member import _MOST_ATTEMPTS, CollectiveMember
 from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
 
 T = TypeVar("T")
@@ -115,6 +115,34 @@ def test_an_attempt_that_was_abandoned_takes_nothing_from_a_later_one() -> None:
         members[0]._connect = refuse
         members[0].form(9, members[0].rendezvous, ["a", "b"])
     assert "12/0/a,b/0/1" in store.list_keys()
+
+
+def test_attempts_that_were_abandoned_are_bounded() -> None:
+    is_over = threading.Event()
+
+    def connect(meeting: Meeting) -> Communicator:
+        is_over.wait(TIMEOUT_S)
+        return refuse(meeting)
+
+    member = CollectiveMember(RankLayout(tp_size=2, tp_rank=1), "127.0.0.1", connect)
+
+    def attempt(generation: int) -> str:
+        with pytest.raises(CollectiveAborted) as caught:
+            member.form(generation, "127.0.0.1:1", ["a", "b"])
+        return str(caught.value)
+
+    with ThreadPoolExecutor(1) as thread:
+        for generation in range(_MOST_ATTEMPTS):
+            forming = thread.submit(attempt, generation)
+            while not forming.done():  # It may not have begun.
+                member.abort()
+                time.sleep(0.001)
+            assert "was left while it formed" in forming.result()
+        assert "form the group in a minute" in thread.submit(attempt, 100).result(TIMEOUT_S)
+    is_over.set()
+    deadline = time.monotonic() + TIMEOUT_S
+    while "nobody comes" not in attempt(101):
+        assert time.monotonic() < deadline
 
 
 def refuse(meeting: Meeting) -> Communicator:

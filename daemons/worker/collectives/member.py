@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _BACKLOG = 1024
+# Threads: an attempt that nobody waits for any more goes on until a library's time limit, a minute or two.
+_MOST_ATTEMPTS = 64
 
 
 class CollectiveMember:
@@ -37,6 +39,7 @@ class CollectiveMember:
         self._connect = connect
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
+        self._num_attempts = 0
         self._store_lock = threading.Lock()
         self._store: TCPStore | None = None
         self._listener: socket.socket | None = None
@@ -63,11 +66,12 @@ class CollectiveMember:
         name = f"{generation}/{layout.dp_rank}/{members}"
         meeting = Meeting(address=address, name=name, host=self._host, rank=layout.tp_rank, size=layout.tp_size)
         with self._lock:
+            if self._num_attempts >= _MOST_ATTEMPTS:
+                raise RankLost(f"{_MOST_ATTEMPTS} attempts to meet others are not over yet: form the group in a minute")
+            self._num_attempts += 1
             attempt = self._attempt = _Attempt()
         # The libraries' calls cannot be interrupted: they go on in a thread whose outcome nobody may want any more.
-        threading.Thread(
-            target=attempt.run, args=(lambda: self._meet(meeting),), name="group-meets", daemon=True
-        ).start()
+        threading.Thread(target=self._run, args=(attempt, meeting), name="group-meets", daemon=True).start()
         attempt.is_over.wait()
         with self._lock:
             if attempt is not self._attempt or attempt.communicator is None:
@@ -79,6 +83,11 @@ class CollectiveMember:
             attempt, self._attempt = self._attempt, None
         if attempt is not None:
             attempt.abandon()
+
+    def _run(self, attempt: _Attempt, meeting: Meeting) -> None:
+        attempt.run(lambda: self._meet(meeting))
+        with self._lock:
+            self._num_attempts -= 1
 
     def _meet(self, meeting: Meeting) -> Communicator:
         # An attempt that was abandoned may still be here.
