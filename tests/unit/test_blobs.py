@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from support.grammars import any_text_store
+from support.grammars import AnyText, AnyTextBackend, any_text_store
 from support.planner_world import World
 from support.plans import Steps, admit, chunk, grant, simulated_executor
 
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import CompiledGrammar
 from radixmesh.daemons.runtime.sampling import Stop
 from radixmesh.daemons.runtime.steps.step import Admit, NoToken, Release, SlotError
+from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 
@@ -159,3 +163,25 @@ def test_a_request_whose_blob_was_dropped_is_admitted_again_a_few_times(num_miss
         else:
             assert record.tokens == world.expected(record.submission)
     world.check_clean()
+
+
+def test_a_grammar_that_is_there_is_had_while_another_one_is_read() -> None:
+    is_reading, may_end = threading.Event(), threading.Event()
+
+    class SlowBackend(AnyTextBackend):
+        def _read(self, data: bytes) -> CompiledGrammar:
+            if data == b"slow":
+                is_reading.set()
+                assert may_end.wait(60)
+            return AnyText()
+
+    store = GrammarStore("any/1", SlowBackend)
+    known = store.get("known", b"any/1\nx")
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(store.get, "slow", b"any/1\nslow")
+        assert is_reading.wait(60)
+        try:
+            assert threads.submit(store.get, "known", b"").result(timeout=10) is known
+        finally:
+            may_end.set()
+        assert slow.result(timeout=60) is store.get("slow", b"")

@@ -17,6 +17,8 @@ from radixmesh.tokenizer.v1 import tokenizer_pb2
 MAX_LIVE_BYTES = 256 << 20
 # Grammars of ended requests, kept for the next ones that bring the same.
 _MAX_KEPT_BYTES = 32 << 20
+# Small ones take more memory than their bytes.
+_MAX_KEPT = 4096
 
 Compile = Callable[[tokenizer_pb2.CompileGrammarRequest], Awaitable[tokenizer_pb2.CompileGrammarResponse]]
 
@@ -94,7 +96,7 @@ class Grammars:
             self._num_kept_bytes += len(grammar.data)
         self._kept[digest] = grammar
         self._kept.move_to_end(digest)
-        while self._num_kept_bytes > _MAX_KEPT_BYTES:
+        while self._num_kept_bytes > _MAX_KEPT_BYTES or len(self._kept) > _MAX_KEPT:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

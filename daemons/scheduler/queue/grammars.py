@@ -13,6 +13,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 MAX_LIVE_BYTES = 256 << 20
 # Grammars that no request follows any more, for those that name one without bringing it.
 _MAX_KEPT_BYTES = 64 << 20
+# Small ones take more memory than their bytes.
+_MAX_KEPT = 4096
 MAX_GRAMMAR_BYTES = 16 << 20
 
 
@@ -81,7 +83,7 @@ class GrammarShelf:
             self._num_kept_bytes += len(grammar.data)
         self._kept[grammar.hash] = grammar
         self._kept.move_to_end(grammar.hash)
-        while self._num_kept_bytes > self._max_kept_bytes and len(self._kept) > 1:
+        while len(self._kept) > _MAX_KEPT or (self._num_kept_bytes > self._max_kept_bytes and len(self._kept) > 1):
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

@@ -17,8 +17,8 @@ from radixmesh.daemons.tokenizer.grammar.processes import CompilerProcess, Compi
 
 log = get_logger(__name__)
 
-# Of an artefact in the cache beside its data.
-_ENTRY_BYTES = 1024
+# Artefacts in the cache: small ones take more memory than their bytes.
+_MAX_KEPT = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class GrammarCompiler:
 
     def _keep(self, digest: str, artefact: Artefact) -> None:
         self._artefacts[digest] = Artefact(artefact.hash, artefact.data, is_cached=True)
-        self._num_bytes += len(artefact.data) + _ENTRY_BYTES
-        while self._num_bytes > self._limits.cache_bytes:
+        self._num_bytes += len(artefact.data)
+        while self._num_bytes > self._limits.cache_bytes or len(self._artefacts) > _MAX_KEPT:
             _, dropped = self._artefacts.popitem(last=False)
-            self._num_bytes -= len(dropped.data) + _ENTRY_BYTES
+            self._num_bytes -= len(dropped.data)

@@ -27,7 +27,9 @@ class GrammarStore:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._grammars: OrderedDict[str, CompiledGrammar] = OrderedDict()
+        # The step thread, which asks for what is there, does not wait for a grammar that is being read.
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
 
     def is_grammar(self, blob: bytes) -> bool:
         """True for a blob that says it is one, of whatever version."""
@@ -42,17 +44,30 @@ class GrammarStore:
 
     def get(self, blob_hash: str, blob: bytes) -> CompiledGrammar:
         """The grammar of a blob, read when it is first asked for. Raises INVALID_GRAMMAR, UNSUPPORTED."""
-        with self._lock:
-            found = self._grammars.get(blob_hash)
+        found = self._known(blob_hash)
+        if found is not None:
+            return found
+        with self._reading:
+            found = self._known(blob_hash)  # Another thread may have read it meanwhile.
             if found is not None:
-                self._grammars.move_to_end(blob_hash)
                 return found
             if self._backend is None:
                 self._backend = self._make_backend()
             grammar = self._backend.load(blob)
+            self._keep(blob_hash, grammar)
+            return grammar
+
+    def _known(self, blob_hash: str) -> CompiledGrammar | None:
+        with self._lock:
+            found = self._grammars.get(blob_hash)
+            if found is not None:
+                self._grammars.move_to_end(blob_hash)
+            return found
+
+    def _keep(self, blob_hash: str, grammar: CompiledGrammar) -> None:
+        with self._lock:
             self._grammars[blob_hash] = grammar
             self._num_bytes += grammar.num_bytes
             while self._num_bytes > self._max_bytes and len(self._grammars) > 1:
                 _, dropped = self._grammars.popitem(last=False)
                 self._num_bytes -= dropped.num_bytes
-            return grammar
