@@ -208,14 +208,14 @@ def _ranks(report: Run) -> str:
 def _pairs(report: Run) -> str:
     rows = []
     for run in report["runs"]:
-        times = run["all_ms"]
-        cells = [f"{run[f'{tree}_ms']:.2f} ({min(times[tree]):.2f})" for tree in ("before", "after")]
         load = f"{min(run['load_average']):.0f} to {max(run['load_average']):.0f}"
         name = run["arguments"].removeprefix("--workload multi-turn --closed ").removeprefix("scheduler_ranks.py ")
-        rows.append([f"`{name}`", *cells, run["ratio"], run["ratio_of_best"], len(times["after"]), load])
+        spread = f"{min(run['ratios']):.2f} to {max(run['ratios']):.2f}"
+        times = (f"{run[f'{tree}_ms']:.2f}" for tree in ("before", "after"))
+        rows.append([f"`{name}`", *times, f"{run['ratio']:.2f}", spread, len(run["ratios"]), load])
     commits = report["commits"]
     before, after = (f"{tree} ({commits[tree]})" for tree in ("before", "after"))
-    return _table(f"run, {before} ms, {after} ms, ratio, of the least, pairs, load", rows)
+    return _table(f"run, {before} ms, {after} ms, ratio, of the pairs, pairs, load", rows)
 
 
 TABLES: dict[str, Callable[[Run], str]] = {
