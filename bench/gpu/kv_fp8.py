@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 from gpu.attention import time_graph
-from gpu.shapes import SHAPES, write_shape
+from gpu.shapes import SHAPES, kv_bytes_per_token, write_shape
 from gpu.steps import Bench
 
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
@@ -67,7 +68,7 @@ def attention(shape: dict[str, object], rows: int, context: int, configs: list[S
             workspace = DecodeWorkspace(rows, heads, kv_heads, dim, "cuda", dtype, config=config)
             plan_decode(lens, workspace)
             out = torch.empty_like(q)
-            seconds = time_graph(lambda o=out, k=keys, v=values, w=workspace: paged_decode(q, k, v, *place, w, o))
+            seconds = time_graph(partial(paged_decode, q, keys, values, *place, workspace, out))
             error = max(float((out[row].float() - want).norm() / want.norm()) for row, want in wants)
             num_bytes = 2 * num_tokens * kv_heads * dim * dtype.itemsize
             found.append(
@@ -82,8 +83,8 @@ def attention(shape: dict[str, object], rows: int, context: int, configs: list[S
             print(json.dumps(found[-1]), file=sys.stderr, flush=True)
         starts = torch.tensor([0, 2048], device="cuda", dtype=torch.int32)
         chunk_q = torch.randn(2048, heads, dim, device="cuda", dtype=torch.bfloat16)
-        chunk = (tables, slots[:1], starts, lens[:1], 1, scale, None, 2048)
-        seconds = time_graph(lambda k=keys, v=values: paged_extend(chunk_q, k, v, *chunk))
+        chunk = (keys, values, tables, slots[:1], starts, lens[:1], 1, scale, None, 2048)
+        seconds = time_graph(partial(paged_extend, chunk_q, *chunk))
         found[-1]["extend_2048_us"] = round(seconds * 1e6, 1)
     return found
 
@@ -139,7 +140,7 @@ def model(shape: str, rows: int, contexts: list[int], kv_dtype: str) -> tuple[di
         "pages": kv_dtype,
         "load_s": round(time.perf_counter() - started, 1),
         "tokens_of_kv": runner.num_pages,
-        "kv_gib": round(sum(p.nbytes for p in runner.pool._planes.values()) / 2**30, 1),
+        "kv_gib": round(runner.num_pages * kv_bytes_per_token(shape) / (2 if kv_dtype == "fp8" else 1) / 2**30, 1),
     }
     of_prompts = logits(runner)
     bench = SharingBench(runner, rows)
