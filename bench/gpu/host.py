@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -30,7 +31,11 @@ from gpu.shapes import write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
 
+from radixmesh.daemons.runtime.arrays import IntArray
+
 _RECORDER = str(Path(__file__).parents[1] / "span_recorder.py")
+# Tokens of a run at either end that are not measured.
+_EDGE = 32
 _PROMPT, _TOKENS, _TRACED = 128, 512, 60
 _START_EVENTS = ("weights_loaded", "gemm_tuned", "gemm_pdl_tuned", "memory_sized", "graphs_captured", "start_")
 
@@ -67,7 +72,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             result["start_s"] = round(time.monotonic() - started, 2)
             log = [json.loads(line) for line in (folder / "worker.log").read_text().splitlines() if line[:1] == "{"]
             result["start_log"] = [short_line(line) for line in log if line["event"].startswith(_START_EVENTS)]
-            runs = []
+            runs: list[dict[str, Any]] = []
             for depth in args.depths:
                 scheduler = f"scheduler-{depth}"
                 flags = {"workers": processes.address("worker"), "pipeline_depth": depth, "chunk_tokens": 8192}
@@ -90,43 +95,45 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
 
 async def _run(
     processes: Processes, scheduler: str, num_rows: int, metrics: str, args: argparse.Namespace
-) -> dict[str, object]:
+) -> dict[str, Any]:
     rng = np.random.default_rng(num_rows)
     prompts = [rng.integers(10, 30_000, _PROMPT).astype(np.int32) for _ in range(num_rows)]
     pids = {"worker": processes.pid("worker"), "scheduler": processes.pid(scheduler)}
     async with BulkStream(processes.address(scheduler), f"host-{num_rows}", f"{scheduler}-{num_rows}") as stream:
         await asyncio.sleep(0.3)
-        rates = []
-        for _ in range(args.repeats):
-            before = stream.num_tokens
-            submitted = time.monotonic()
-            await stream.submit(prompts, _TOKENS)
-            await stream.until(num_tokens=before + 32 * num_rows)
-            cpu, device = {name: _threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
-            start, tokens = time.monotonic_ns(), stream.num_tokens
-            await stream.until(num_tokens=before + (_TOKENS - 32) * num_rows)
-            end = time.monotonic_ns()
-            steps = (stream.num_tokens - tokens) / num_rows
-            after, cpu_after = await device_steps(metrics), {name: _threads_ns(pid) for name, pid in pids.items()}
-            await stream.until(num_tokens=before + _TOKENS * num_rows)
-            rates.append(round(_TOKENS * num_rows / (stream.last_token_at - submitted), 1))
+        decoded = [await _decode(stream, prompts, pids, metrics) for _ in range(args.repeats)]
         state = await stream.state()
-        idle = await _idle(processes, stream, prompts) if args.idle else {}
+        traced = await idle_of_trace(processes.address("worker"), stream, prompts, _TRACED) if args.idle else None
+    rates = [run["out_tok_s"] for run in decoded]
     return {
         "scheduler": scheduler,
         "rows": num_rows,
         "depth_reported": state.depth,
+        **decoded[-1],
         "out_tok_s": rates,
+        "traced": traced,
+    }
+
+
+async def _decode(stream: BulkStream, prompts: list[IntArray], pids: dict[str, int], metrics: str) -> dict[str, Any]:
+    """One run: its rate, and the CPU of its decode steps, without the first and the last of them."""
+    num_rows, before, submitted = len(prompts), stream.num_tokens, time.monotonic()
+    await stream.submit(prompts, _TOKENS)
+    await stream.until(num_tokens=before + _EDGE * num_rows)
+    cpu, device = {name: _threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
+    start, tokens = time.monotonic_ns(), stream.num_tokens
+    await stream.until(num_tokens=before + (_TOKENS - _EDGE) * num_rows)
+    end = time.monotonic_ns()
+    steps = (stream.num_tokens - tokens) / num_rows
+    cpu_after, after = {name: _threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
+    await stream.until(num_tokens=before + _TOKENS * num_rows)
+    return {
+        "out_tok_s": round(_TOKENS * num_rows / (stream.last_token_at - submitted), 1),
         "step_us": round((end - start) / steps / 1e3, 1),
         "device_us": round((after[0] - device[0]) / max(1, after[1] - device[1]) * 1e6, 1),
         "cpu_us_per_step": {name: _cpu_of(cpu[name], cpu_after[name], steps) for name in pids},
         "ns": [start, end],
-        **idle,
     }
-
-
-async def _idle(processes: Processes, stream: BulkStream, prompts: list[np.ndarray]) -> dict[str, object]:
-    return {"traced": await idle_of_trace(processes.address("worker"), stream, prompts, _TRACED)}
 
 
 def _threads_ns(pid: int) -> dict[str, int]:
@@ -150,14 +157,15 @@ def _cpu_of(before: dict[str, int], after: dict[str, int], steps: float) -> dict
     }
 
 
-def _times(runs: list[dict[str, object]], scheduler: str) -> object:
-    return next(run["ns"] for run in reversed(runs) if run["scheduler"] == scheduler)
+def _times(runs: list[dict[str, Any]], scheduler: str) -> list[int]:
+    found: list[int] = next(run["ns"] for run in reversed(runs) if run["scheduler"] == scheduler)
+    return found
 
 
-def _spans(path: Path, window: object) -> dict[str, object]:
+def _spans(path: Path, window: list[int]) -> dict[str, object]:
     """By label and thread: calls and microseconds a step; and what ten steps in the middle looked like."""
     record = json.loads(path.read_text())
-    start, end = window  # type: ignore[misc]
+    start, end = window
     spans = sorted((s for s in record["spans"] if start <= s[2] and s[3] <= end), key=lambda s: s[2])
     times: dict[str, list[int]] = defaultdict(list)
     for label, thread, first, last in spans:

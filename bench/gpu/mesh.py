@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -141,7 +142,7 @@ def _get(url: str) -> str:
         return str(answer.read().decode())
 
 
-def short_line(fields: dict[str, object]) -> dict[str, object]:
+def short_line(fields: Mapping[str, object]) -> dict[str, object]:
     """A line of the log without where it comes from."""
     return {key: value for key, value in fields.items() if key not in ("ts", "level", "daemon", "instance", "logger")}
 
