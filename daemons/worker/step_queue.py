@@ -52,7 +52,7 @@ class StepQueue:
             for start in starts:
                 steps.append(start())
                 if steps[-1].is_done:
-                    # What a runner computes at once reads what the step before it left.
+                    # A runner that computes at once reads tokens of the step before: those have to be settled.
                     self._finish_all()
                     for step in steps:
                         step.result()
