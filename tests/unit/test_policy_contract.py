@@ -17,7 +17,8 @@ def candidates_of(loads: dict[str, int], **columns: list[int]) -> Candidates:
     given = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
     none = np.zeros(len(loads), dtype=np.int64)
     return Candidates(
-        addresses=list(loads),
+        names=list(loads),
+        rows=np.arange(len(loads)),
         num_outputs=np.array(list(loads.values()), dtype=np.int64),
         matched_tokens=given.get("matched_tokens", none),
         queued_tokens=given.get("queued_tokens", none),
