@@ -3,7 +3,8 @@
 python bench/router_decision.py [--prompt 4096] [--tokens 1000000,10000000]
 
 A decision: the schedulers that may take the output, keys of the prompt, longest match at each of them, choice; noting
-what was sent is beside it. Memory: by tracemalloc, of one replica's view that holds prompts of 2,048 tokens which share their first halves in groups of 16.
+what was sent is beside it. Memory: by tracemalloc, of one replica's view that holds prompts of 2,048 tokens which share
+their first halves in groups of 16.
 """
 
 from __future__ import annotations
