@@ -95,7 +95,7 @@ _IDENTITY = ServedIdentity(name="model", model_fingerprint="f", vocab_size=128_0
 
 
 class _Link(SimpleNamespace):
-    """What is read of a scheduler's link."""
+    """The part of a scheduler's link that the table reads."""
 
     __hash__ = object.__hash__
 

@@ -28,7 +28,7 @@ class Clock:
 
 
 class FakeLink(SimpleNamespace):
-    """What the table reads of a link."""
+    """The part of a link that the table reads."""
 
     __hash__ = object.__hash__
 
