@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from gpu.shapes import write_shape
+from gpu.shapes import sampling_temperature, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
 
@@ -52,13 +52,15 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
                 flags = {"workers": processes.address("worker"), "pipeline_depth": depth, "chunk_tokens": 8192}
                 await processes.start(name, "scheduler", flags)
                 for num_rows in args.rows:
-                    rows.append({"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows)})
+                    rows.append(
+                        {"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows, args.shape)}
+                    )
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
                 await processes.stop(name)
     return rows
 
 
-async def _idle(processes: Processes, scheduler: str, num_rows: int) -> dict[str, object]:
+async def _idle(processes: Processes, scheduler: str, num_rows: int, shape: str) -> dict[str, object]:
     rng = np.random.default_rng(num_rows)
     prompts = [rng.integers(10, 30_000, 128).astype(np.int32) for _ in range(num_rows)]
     async with (
@@ -66,7 +68,7 @@ async def _idle(processes: Processes, scheduler: str, num_rows: int) -> dict[str
         BulkStream(processes.address(scheduler), f"idle-{num_rows}", f"{scheduler}-{num_rows}") as stream,
     ):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        await stream.submit(prompts, _TOKENS)
+        await stream.submit(prompts, _TOKENS, temperature=sampling_temperature(shape))
         await stream.until(num_tokens=60 * num_rows)
         start = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START, num_steps=_STEPS)
         await stub.Profile(start)

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
-from gpu.shapes import workload_roofline_s, write_shape
+from gpu.shapes import sampling_temperature, workload_roofline_s, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes, cpu_s
 
@@ -81,7 +81,7 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
         cpu = {n: cpu_s(processes.pid(n)) for n in ("worker", "scheduler")}
         busy, steps = await _device(metrics)
         start = time.monotonic()
-        await stream.submit(prompts, lengths)
+        await stream.submit(prompts, lengths, temperature=sampling_temperature(args.shape))
         await stream.until(num_finished=len(turns), timeout_s=args.timeout_s)
         wall = stream.last_token_at - start
         after_busy, after_steps = await _device(metrics)

@@ -52,10 +52,16 @@ class BulkStream:
         return await self._stub.GetState(scheduler_pb2.GetStateRequest())
 
     async def submit(
-        self, prompts: Sequence[IntArray], max_tokens: int | Sequence[int], num_top: Mapping[int, int] | None = None
+        self,
+        prompts: Sequence[IntArray],
+        max_tokens: int | Sequence[int],
+        num_top: Mapping[int, int] | None = None,
+        *,
+        temperature: float = 0.0,
     ) -> None:
-        """Greedy requests that go on to their length; `max_tokens` of each, or of all. num_top: the alternatives whose
-        logprobs are asked for, by number of the prompt; others ask for no logprobs."""
+        """Requests that go on to their length; `max_tokens` of each, or of all. num_top: the alternatives whose
+        logprobs are asked for, by number of the prompt; others ask for no logprobs. Seeds are the numbers of requests
+        in the stream."""
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         index = 0
         for start in range(0, len(prompts), _FRAME_OF):
@@ -63,10 +69,11 @@ class BulkStream:
             for prompt, length in zip(
                 prompts[start : start + _FRAME_OF], lengths[start : start + _FRAME_OF], strict=True
             ):
-                sampling = common_pb2.SamplingParams(temperature=0.0)
+                sampling = common_pb2.SamplingParams(temperature=temperature)
                 if num_top and index in num_top:
                     sampling.num_top_logprobs = num_top[index]
                 self._num_sent += 1
+                sampling.seed = self._num_sent
                 index += 1
                 frame.submits.add(
                     handle=self._num_sent,
