@@ -45,9 +45,9 @@ def main() -> None:
 class Run:
     """One policy on one workload. Events are (time, number, kind, replica)."""
 
-    def __init__(self, policy: str, workload: str, num_replicas: int) -> None:
+    def __init__(self, policy: str, workload: str, num_replicas: int, seed: int = 1) -> None:
         self._now = 0.0
-        random = np.random.default_rng(1)
+        random = np.random.default_rng(seed)
         conversations, concurrency, kv_tokens = WORKLOADS[workload](random, num_replicas)
         self._placement = Placement(make_policy(policy), now=lambda: self._now, seed=0)
         self._replicas = [ReplicaModel(StepCost(), BlockCache(kv_tokens)) for _ in range(num_replicas)]

@@ -39,6 +39,17 @@ _LLAMA = {
 }
 
 SHAPES: dict[str, dict[str, object]] = {
+    "llama-3.2-1b": {
+        **_LLAMA,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+    },
     "llama-3.2-3b": {
         **_LLAMA,
         "hidden_size": 3072,

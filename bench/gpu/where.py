@@ -153,11 +153,13 @@ async def _run(processes: Processes, name: str, args: argparse.Namespace, *, is_
     async with (
         open_channel(processes.address("worker")) as channel,
         # Another salt every run: nothing may be found in the cache that the run before left there.
-        BulkStream(processes.address("scheduler"), label, label) as stream,
+        BulkStream(
+            processes.address("scheduler"), label, label, temperature=sampling_temperature(args.shape)
+        ) as stream,
     ):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         start = time.monotonic()
-        await stream.submit(prompts, lengths, temperature=sampling_temperature(args.shape))
+        await stream.submit(prompts, lengths)
         finished = asyncio.ensure_future(stream.until(num_finished=len(turns), timeout_s=args.timeout_s))
         while is_traced and not finished.done():
             paths.append(await _traced_window(stub, finished, args.window_s))

@@ -85,7 +85,7 @@ async def ask(port: int, line: bytes = b"hello\n") -> tuple[bytes, asyncio.Strea
 
 
 async def test_connections_are_spread_and_follow_who_serves() -> None:
-    async with front("a", "b") as (_door, pool, servers, port):
+    async with front("a", "b") as (_listener, pool, servers, port):
         await until(lambda: all(backend.is_serving for backend in pool.backends))
         answers = [await ask(port) for _ in range(6)]
         assert sorted(answer for answer, _, _ in answers) == [b"a hello\n"] * 3 + [b"b hello\n"] * 3
@@ -105,7 +105,7 @@ async def test_a_router_that_refuses_is_passed_over_and_one_that_is_awaited_gets
         await until(lambda: all(backend.is_serving for backend in pool.backends))
         servers[0].stop()  # Its probe still says that it serves.
         assert [(await ask(port))[0] for _ in range(4)] == [b"b hello\n"] * 4
-    async with front("a") as (_door, pool, servers, port):
+    async with front("a") as (_listener, pool, servers, port):
         servers[0].is_serving = False
         await until(lambda: not pool.backends[0].is_serving)
         asking = asyncio.create_task(ask(port))
