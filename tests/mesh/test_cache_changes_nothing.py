@@ -121,7 +121,7 @@ def check_pressure(state: scheduler_pb2.GetStateResponse, *, is_cached: bool) ->
 
 
 async def test_outputs_over_pages_of_fp8_are_the_same_with_and_without_the_cache() -> None:
-    """What is quantised once is read by all who share it; without a cache each computes and quantises its own."""
+    """All who share a page read what was quantised once; without a cache each computes and quantises its own."""
     wishes = wishes_of("tiny-llama", 12)
     plain = await undisturbed("tiny-llama", wishes, kv_dtype="fp8")
     cached = await run("tiny-llama", wishes, 4, cache="radix", kv_dtype="fp8")
