@@ -31,12 +31,14 @@ from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks, yielded
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.guided.guide import MaskSink
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
@@ -75,6 +77,7 @@ class DeviceRunner(ModelRunner):
 
     is_asynchronous = True
     suppresses_rows = True
+    mask_wait_s = 0.002
 
     def __init__(
         self,
@@ -117,11 +120,16 @@ class DeviceRunner(ModelRunner):
                 device=device.torch_device,
             )
             self._sampler = self._create_sampler(max_rows=limits.num_slots)
+            self.takes_grammars = not self._attention.needs_exact_lengths
+            self.masks = SlotMasks(
+                device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
+            )
             self._prompts = PromptSteps(
                 device,
                 model,
                 self._attention,
                 self.slots,
+                self.masks,
                 page_size=pool.page_size,
                 max_tokens=limits.max_tokens_per_step,
                 max_total_len=limits.max_total_len,
@@ -130,7 +138,7 @@ class DeviceRunner(ModelRunner):
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self.slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             vectors = PromptVectors(device, model, embed_pooling)
-            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
+            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors, self.masks)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, model)
@@ -146,6 +154,8 @@ class DeviceRunner(ModelRunner):
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
         self.max_tokens_per_row = 1 + max_drafts
+        # Masks of drafted positions are not built.
+        self.takes_grammars = False
         max_rows = self._limits.num_slots * self.max_tokens_per_row
         with self.device.in_order(), torch.inference_mode():
             self._attention.reserve(max_rows)
@@ -168,8 +178,12 @@ class DeviceRunner(ModelRunner):
         self._admissions += 1
         self.slots.admitted(admit)
         self._sampler.admitted(admit)
+        self.masks.admitted(admit)
         if self._verify is not None:
             self._verify.admitted(admit)
+
+    def mask_sink(self, admit: Admit) -> MaskSink | None:
+        return self.masks.sink(admit)
 
     def warm_up(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
@@ -189,6 +203,7 @@ class DeviceRunner(ModelRunner):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
+            self.masks.warm_up(self.model.dtype, self.vocab_size, self._sampler.tokens_SL)
             for rows, segments in warm_up_steps(
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
@@ -202,6 +217,7 @@ class DeviceRunner(ModelRunner):
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         with self.device.in_order():
             self._sampler.send()
+            self.masks.send()
             if self._verify is not None:
                 return self._launch_verify(self._verify, rows, segments)
             if not segments:
@@ -225,12 +241,20 @@ class DeviceRunner(ModelRunner):
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
         target = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
-        asking = self._sampler.asking(rows.slots)
-        self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, target)
-        self._sampler.logprobs(logits_TV, views.slots, target, self._tokens.logprobs, asking)
+        asking = self._sampler.tokens_of(
+            logits_TV,
+            views.slots,
+            views.kv_lens,
+            rows.slots,
+            target,
+            self.masks,
+            self._tokens.logprobs,
+            has_highest=True,
+        )
         end = self._clock.end(self.device)
         self._decodes.fence(end)
-        return self._handle(start, end, self._tokens.fetch(num_rows, end, asking), num_rows)
+        fetched = self._tokens.fetch(num_rows, end, asking)
+        return self._handle(start, end, fetched, num_rows, is_guided=self.masks.is_guided(rows.slots))
 
     def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
@@ -244,6 +268,7 @@ class DeviceRunner(ModelRunner):
         """A step of decodes alone, whose inputs are staged, with all rows sampled greedily: its logits. Graphs record
         it."""
         views, tables = self._decodes.fetch(num_rows), self.slots.page_tables
+        self.masks.clamp(views.slots, views.positions, views.kv_lens)
         x_TD = scatter_embed(
             views.slots,
             views.tokens,
@@ -290,7 +315,8 @@ class DeviceRunner(ModelRunner):
         start = self._clock.begin(self.device)
         chunks = self._chunks.launch(rows, segments, self._sampler, self._admissions)
         end = self._clock.end(self.device)
-        return self._handle(start, end, self._chunks.fetch(chunks, end), len(rows.slots), chunks)
+        is_guided = self.masks.is_guided(rows.slots)
+        return self._handle(start, end, self._chunks.fetch(chunks, end), len(rows.slots), chunks, is_guided=is_guided)
 
     def _launch_verify(
         self, verify: VerifySteps, rows: DecodeRows, segments: Sequence[Segment]
@@ -329,17 +355,24 @@ class DeviceRunner(ModelRunner):
         fetched: StepHandle[Fetched],
         num_rows: int,
         chunks: LaunchedChunks = NO_CHUNKS,
+        *,
+        is_guided: bool = False,
     ) -> StepHandle[StepOutput]:
-        """A step on the device. The clock places steps in the order in which their results are asked for."""
+        """A step on the device. The clock places steps in the order in which their results are asked for. is_guided:
+        rows may have no token."""
 
         def collect() -> StepOutput:
             end.wait()
             start_ns, end_ns = self._clock.place(start, end)
             got = fetched.result()
+            tokens, counts = yielded(got.tokens[:num_rows]) if is_guided else (got.tokens[:num_rows], None)
             return StepOutput(
-                tokens=got.tokens[:num_rows],
+                tokens=tokens,
+                counts=counts,
                 segments=chunks.outputs(got, self._host_logits),
-                logprobs={row: of_row for row, of_row in got.logprobs.items() if row < num_rows},
+                logprobs={
+                    row: of_row for row, of_row in got.logprobs.items() if row < num_rows and got.tokens[row] >= 0
+                },
                 start_ns=start_ns,
                 end_ns=end_ns,
             )

@@ -11,6 +11,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptForward, PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import Collect, PromptVectors
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, NOTHING, Asking, Fetched, TokenRing
@@ -60,8 +61,9 @@ class ChunkSteps:
         slots: SlotState,
         tokens: TokenRing,
         vectors: PromptVectors,
+        masks: SlotMasks,
     ) -> None:
-        self._prompts, self._model, self._vectors = prompts, model, vectors
+        self._prompts, self._model, self._vectors, self._masks = prompts, model, vectors, masks
         self._slots, self._tokens = slots, tokens
 
     def launch(
@@ -70,14 +72,22 @@ class ChunkSteps:
         """Launches a forward, and samples all rows whose token is wanted."""
         sampled = [i for i, s in enumerate(segments) if s.sample is not None]
         slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in sampled], np.int32)])
-        ring_index, asking = self._tokens.take() if len(slots) else 0, sampler.asking(slots)
+        ring_index, asking = self._tokens.take() if len(slots) else 0, NOBODY
         forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=admissions)
         if len(slots):
             to = forward.sampled
             target = self._tokens.target(to.ring_index_1, self._slots.last_tokens)
             logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
-            sampler.sample(logits_TV, to.slots, to.positions, slots, target)
-            sampler.logprobs(logits_TV, to.slots, target, self._tokens.logprobs, asking)
+            asking = sampler.tokens_of(
+                logits_TV,
+                to.slots,
+                to.positions,
+                slots,
+                target,
+                self._masks,
+                self._tokens.logprobs,
+                has_highest=False,
+            )
             self._slots.sampled(to.slots, to.positions)
         kept, vectors = {}, {}
         for index, segment in enumerate(segments):

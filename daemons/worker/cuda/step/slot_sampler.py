@@ -11,6 +11,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.kernels.sampling.logprobs import LogprobScratch, compile_logprobs, token_logprobs
@@ -54,6 +55,37 @@ class SlotSampler:
     def tokens_SL(self) -> torch.Tensor:
         """Prompt and output of slots with penalties, int32 [slots + 1, max_total_len]."""
         return self._params.tokens_SL
+
+    def tokens_of(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+        masks: SlotMasks,
+        ring_RTL: torch.Tensor,
+        *,
+        has_highest: bool,
+    ) -> Asking:
+        """Samples rows into `target` under the masks of their slots, and writes the logprobs that they ask for into
+        `ring_RTL`: those of the logits as they were. Returns the rows that ask.
+
+        has_highest: `sample_greedily` of the same logits ran just before; rows that are all greedy are done then.
+        """
+        asking = self.asking(host_slots)
+        is_guided = masks.is_guided(host_slots)
+        as_they_were_TV = logits_TV.clone() if is_guided and asking.rows else logits_TV
+        if is_guided:
+            masks.apply(logits_TV, slots, positions)
+        if is_guided or not has_highest:
+            self.sample(logits_TV, slots, positions, host_slots, target)
+        else:
+            self.resample(logits_TV, slots, positions, host_slots, target)
+        if is_guided:
+            masks.settle(slots, positions, target, self.tokens_SL)
+        self.logprobs(as_they_were_TV, slots, target, ring_RTL, asking)
+        return asking
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
