@@ -1,4 +1,4 @@
-"""Masks of grammars before sampling: the host writes them while the forward runs, the device reads once whose are there.
+"""Masks of grammars before sampling: the host writes them while the forward runs, the device looks once for them.
 
     take      the mask of each row: there, if the host has written the one for just this position     read once, no wait
     apply     logits of ids that a mask forbids become -inf

@@ -1,4 +1,4 @@
-"""Guided decoding on a GPU: the CPU worker's tokens, with graphs and without, steps ahead or not; late masks skip rows."""
+"""Guided decoding on a GPU: the CPU worker's tokens, with graphs and without; late masks skip rows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def expected() -> list[list[int]]:
     return [_cut(tokens) for tokens in run.tokens]
 
 
-@pytest.mark.parametrize(("cuda_graphs", "lag", "page_size"), [(True, 0, 1), (True, 2, 16), (True, 3, 1), (False, 1, 1)])
+@pytest.mark.parametrize(
+    ("cuda_graphs", "lag", "page_size"), [(True, 0, 1), (True, 2, 16), (True, 3, 1), (False, 1, 1)]
+)
 def test_guided_rows_are_those_of_the_cpu_worker(expected, cuda_graphs, lag, page_size):
     settings = replace(
         TINY_SETTINGS,

@@ -44,7 +44,7 @@ NUM_TOKENS = 10
 
 
 def _cut(tokens: list[int]) -> list[int]:
-    """What counts of an output: up to its end, at most NUM_TOKENS."""
+    """An output up to its end, at most NUM_TOKENS of it."""
     eos = set(vocabulary().identity.eos_ids)
     end = next((index + 1 for index, token in enumerate(tokens) if token in eos), len(tokens))
     return tokens[: min(end, NUM_TOKENS)]

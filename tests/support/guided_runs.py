@@ -57,9 +57,7 @@ class GuidedRun:
     ) -> None:
         blobs = BlobStore(max_bytes=1 << 24, max_blob_bytes=1 << 23)
         grammars = GrammarStore(make_backend().format, make_backend)
-        executor = StepExecutor(
-            runner, num_slots=num_slots, max_tokens_per_step=128, blobs=blobs, grammars=grammars
-        )
+        executor = StepExecutor(runner, num_slots=num_slots, max_tokens_per_step=128, blobs=blobs, grammars=grammars)
         executor.begin_epoch(1)
         self.steps = Steps(executor)
         self.tokens: list[list[int]] = [[] for _ in sources]

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
@@ -112,6 +112,10 @@ class DeviceRunner(ModelRunner):
         with device.in_order(), torch.inference_mode():
             self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
             self._attention = create_attention(self.slots.page_tables)
+            self.takes_grammars = not self._attention.needs_exact_lengths
+            self.masks = SlotMasks(
+                device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
+            )
             self._create_sampler = partial(
                 SlotSampler,
                 limits.num_slots,
@@ -119,11 +123,7 @@ class DeviceRunner(ModelRunner):
                 max_total_len=limits.max_total_len,
                 device=device.torch_device,
             )
-            self._sampler = self._create_sampler(max_rows=limits.num_slots)
-            self.takes_grammars = not self._attention.needs_exact_lengths
-            self.masks = SlotMasks(
-                device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
-            )
+            self._sampler = self._create_sampler(max_rows=limits.num_slots, masks=self.masks)
             self._prompts = PromptSteps(
                 device,
                 model,
@@ -138,7 +138,7 @@ class DeviceRunner(ModelRunner):
             self._decodes = DecodeBuffer(device, max_rows=limits.num_slots, dummy_slot=self.slots.dummy_slot)
             self._tokens = TokenRing(device, max_rows=limits.num_slots)
             vectors = PromptVectors(device, model, embed_pooling)
-            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors, self.masks)
+            self._chunks = ChunkSteps(self._prompts, model, self.slots, self._tokens, vectors)
             self._graphs = DecodeGraphs(device, limits.graph_rows)
             self._clock = DeviceClock(device.record_event())
         self._host_logits = HostLogits(device, model)
@@ -178,7 +178,6 @@ class DeviceRunner(ModelRunner):
         self._admissions += 1
         self.slots.admitted(admit)
         self._sampler.admitted(admit)
-        self.masks.admitted(admit)
         if self._verify is not None:
             self._verify.admitted(admit)
 
@@ -203,7 +202,6 @@ class DeviceRunner(ModelRunner):
                     self._graphs.capture(num_rows, variant, partial(self._decode, num_rows, variant), send)
             self._prompts.warm_up()
             self._sampler.warm_up(self.model.dtype)
-            self.masks.warm_up(self.model.dtype, self.vocab_size, self._sampler.tokens_SL)
             for rows, segments in warm_up_steps(
                 num_slots=self._limits.num_slots,
                 max_prompt_len=self.max_total_len - 1,
@@ -217,7 +215,6 @@ class DeviceRunner(ModelRunner):
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         with self.device.in_order():
             self._sampler.send()
-            self.masks.send()
             if self._verify is not None:
                 return self._launch_verify(self._verify, rows, segments)
             if not segments:
@@ -231,7 +228,7 @@ class DeviceRunner(ModelRunner):
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
-            return self._handle(start, start, StepHandle.of(NOTHING), 0)
+            return self._handle(start, start, StepHandle.of(NOTHING), rows.slots)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
@@ -241,20 +238,13 @@ class DeviceRunner(ModelRunner):
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
         target = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
+        logprobs = self._tokens.logprobs
         asking = self._sampler.tokens_of(
-            logits_TV,
-            views.slots,
-            views.kv_lens,
-            rows.slots,
-            target,
-            self.masks,
-            self._tokens.logprobs,
-            has_highest=True,
+            logits_TV, views.slots, views.kv_lens, rows.slots, target, logprobs, has_highest=True
         )
         end = self._clock.end(self.device)
         self._decodes.fence(end)
-        fetched = self._tokens.fetch(num_rows, end, asking)
-        return self._handle(start, end, fetched, num_rows, is_guided=self.masks.is_guided(rows.slots))
+        return self._handle(start, end, self._tokens.fetch(num_rows, end, asking), rows.slots)
 
     def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
@@ -315,8 +305,7 @@ class DeviceRunner(ModelRunner):
         start = self._clock.begin(self.device)
         chunks = self._chunks.launch(rows, segments, self._sampler, self._admissions)
         end = self._clock.end(self.device)
-        is_guided = self.masks.is_guided(rows.slots)
-        return self._handle(start, end, self._chunks.fetch(chunks, end), len(rows.slots), chunks, is_guided=is_guided)
+        return self._handle(start, end, self._chunks.fetch(chunks, end), rows.slots, chunks)
 
     def _launch_verify(
         self, verify: VerifySteps, rows: DecodeRows, segments: Sequence[Segment]
@@ -353,13 +342,12 @@ class DeviceRunner(ModelRunner):
         start: TimedEvent,
         end: TimedEvent,
         fetched: StepHandle[Fetched],
-        num_rows: int,
+        slots: IntArray,
         chunks: LaunchedChunks = NO_CHUNKS,
-        *,
-        is_guided: bool = False,
     ) -> StepHandle[StepOutput]:
-        """A step on the device. The clock places steps in the order in which their results are asked for. is_guided:
-        rows may have no token."""
+        """A step on the device, of decode rows of `slots`. The clock places steps in the order in which their results
+        are asked for."""
+        num_rows, is_guided = len(slots), self.masks.is_guided(slots)
 
         def collect() -> StepOutput:
             end.wait()
@@ -370,9 +358,7 @@ class DeviceRunner(ModelRunner):
                 tokens=tokens,
                 counts=counts,
                 segments=chunks.outputs(got, self._host_logits),
-                logprobs={
-                    row: of_row for row, of_row in got.logprobs.items() if row < num_rows and got.tokens[row] >= 0
-                },
+                logprobs={row: of for row, of in got.logprobs.items() if row < num_rows and got.tokens[row] >= 0},
                 start_ns=start_ns,
                 end_ns=end_ns,
             )

@@ -42,8 +42,10 @@ class SlotGuides:
         self._filler.begin(guide)
         return guide
 
-    def of(self, slot: int) -> Guide | None:
-        return self._guides.get(slot)
+    def is_late(self, slot: int) -> bool:
+        """The slot follows a grammar, and the mask of its next token is not there."""
+        guide = self._guides.get(slot)
+        return guide is not None and not guide.is_ready
 
     def released(self, slot: int) -> None:
         """The slot is free."""

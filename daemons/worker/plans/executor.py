@@ -24,7 +24,7 @@ from radixmesh.daemons.worker.guided.guides import SlotGuides
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
-from radixmesh.daemons.worker.plans.guided_rows import settle_guided, without_late
+from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
@@ -130,6 +130,8 @@ class StepExecutor:
         batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if self._launched and self._needs_tokens(batch):
             self.finish_all()
+            # Rows that yielded nothing have taken back the length that they were counted with.
+            batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if len(self._guides):
             batch = self._with_masks(batch)
         builder = self._builder(plan)
@@ -139,7 +141,8 @@ class StepExecutor:
         if most > 1 and not self._is_bounded:
             output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
-            self._guide(batch, output)
+            if len(self._guides):
+                self._guides.follow(sampled_tokens(batch, output, None, self.table))
             return StepHandle.of(builder.build_forward(batch, output))
         settle = partial(self._settle, plan.step_id, running, batch, self._written(batch), builder)
         self._advance(batch)
@@ -223,31 +226,7 @@ class StepExecutor:
         guides.wait(sampled, self.runner.mask_wait_s)
         for slot, error in guides.errors():
             self.blobs.fail(slot, int(self.table.generations[slot]), error)
-
-        def is_late(slot: int) -> bool:
-            guide = guides.of(slot)
-            return guide is not None and not guide.is_ready
-
-        return without_late(batch, is_late)
-
-    def _guide(self, batch: ForwardBatch, output: StepOutput, tokens: IntArray | None = None) -> None:
-        """Guides follow what was sampled for their slots. tokens: of the rows, -1 where there is none."""
-        if not len(self._guides):
-            return
-        moves: list[tuple[int, Sequence[int]]] = []
-        for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
-            if segment.sample is not None and self._is_same(row.slot, row.generation):
-                moves.append((row.slot, got.tokens))
-        if tokens is not None and batch.is_certain is not None:
-            for index in np.flatnonzero(~batch.is_certain & (tokens >= 0)).tolist():
-                slot = int(batch.rows.slots[index])
-                if self._is_same(slot, int(batch.row_generations[index])):
-                    moves.append((slot, (int(tokens[index]),)))
-        self._guides.follow(moves)
-
-    def _is_same(self, slot: int, generation: int) -> bool:
-        """The slot is still held by this generation: a released one keeps its own."""
-        return bool(self.table.is_occupied[slot] and self.table.generations[slot] == generation)
+        return without_late(batch, guides.is_late)
 
     def _builder(self, plan: StepPlan) -> ResultBuilder:
         return ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
@@ -341,7 +320,8 @@ class StepExecutor:
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
-        self._guide(batch, output, tokens)
+        if len(self._guides):
+            self._guides.follow(sampled_tokens(batch, output, tokens, self.table))
         return builder.build_forward(batch, output)
 
     def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray) -> None:

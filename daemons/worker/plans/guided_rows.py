@@ -99,3 +99,25 @@ def late_indexes(batch: ForwardBatch, output: StepOutput) -> Sequence[int]:
     if output.counts is not None and batch.is_certain is not None:
         indexes += batch.row_indexes[(output.counts == 0) & ~batch.is_certain].tolist()
     return indexes
+
+
+def sampled_tokens(
+    batch: ForwardBatch, output: StepOutput, tokens: IntArray | None, table: SlotTable
+) -> list[tuple[int, Sequence[int]]]:
+    """Tokens of slots that may follow a grammar and still hold the request of the launch. tokens: of the
+    rows, -1 where there is none; None: no row follows one."""
+
+    def is_same(slot: int, generation: int) -> bool:
+        # A released slot keeps its generation.
+        return bool(table.is_occupied[slot] and table.generations[slot] == generation)
+
+    sampled: list[tuple[int, Sequence[int]]] = []
+    for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
+        if segment.sample is not None and is_same(row.slot, row.generation):
+            sampled.append((row.slot, got.tokens))
+    if tokens is not None and batch.is_certain is not None:
+        for index in np.flatnonzero(~batch.is_certain & (tokens >= 0)).tolist():
+            slot = int(batch.rows.slots[index])
+            if is_same(slot, int(batch.row_generations[index])):
+                sampled.append((slot, (int(tokens[index]),)))
+    return sampled

@@ -11,7 +11,6 @@ from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits, KeptPrompt
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptForward, PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import Collect, PromptVectors
-from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, NOTHING, Asking, Fetched, TokenRing
@@ -61,9 +60,8 @@ class ChunkSteps:
         slots: SlotState,
         tokens: TokenRing,
         vectors: PromptVectors,
-        masks: SlotMasks,
     ) -> None:
-        self._prompts, self._model, self._vectors, self._masks = prompts, model, vectors, masks
+        self._prompts, self._model, self._vectors = prompts, model, vectors
         self._slots, self._tokens = slots, tokens
 
     def launch(
@@ -78,16 +76,8 @@ class ChunkSteps:
             to = forward.sampled
             target = self._tokens.target(to.ring_index_1, self._slots.last_tokens)
             logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
-            asking = sampler.tokens_of(
-                logits_TV,
-                to.slots,
-                to.positions,
-                slots,
-                target,
-                self._masks,
-                self._tokens.logprobs,
-                has_highest=False,
-            )
+            logprobs = self._tokens.logprobs
+            asking = sampler.tokens_of(logits_TV, to.slots, to.positions, slots, target, logprobs, has_highest=False)
             self._slots.sampled(to.slots, to.positions)
         kept, vectors = {}, {}
         for index, segment in enumerate(segments):

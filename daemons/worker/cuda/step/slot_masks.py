@@ -1,7 +1,7 @@
 """Masks of the slots that follow grammars: threads of the host write them, the device reads them where they lie.
 
     host      token n known -> words of the mask of n + 1 -> its position
-    device                    forward of n + 1 ----------------> is the position there? mask, sample : row yields nothing
+    device                    forward of n + 1 ----------> is the position there?  mask, sample : nothing is yielded
 
 A step is launched before the token that its masks depend on is known. The device looks once, in stream order behind the
 forward, whether a mask is there, and waits for none. A mask is written only when the token of the one before is on the
@@ -133,7 +133,8 @@ class SlotMasks:
             self._free.append(row)
 
     def words(self, row: int) -> MaskWords:
-        return self._words[row]
+        words: MaskWords = self._words[row]
+        return words
 
 
 class _Row(MaskSink):
