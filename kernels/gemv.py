@@ -1,4 +1,4 @@
-"""Matrix-vector products (GEMV) with big weights at memory speed, for up to 8 rows.
+"""GEMV with big weights at memory speed, for up to 8 rows.
 
 M rows, K features in, N features out, F mlp features.
 

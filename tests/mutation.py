@@ -299,10 +299,10 @@ def _report(copy: Copy, mutants: Sequence[Mutant], file: Path | None) -> None:
         module = _module_of(ROOT / mutant.path)
         chosen = copy.quick(tests.near(module), _MOST) or copy.quick(tests.far(module), _MOST)
         survives = not chosen or copy.survives(mutant, chosen)
-        verdict = "killed" if not survives else "SURVIVES" if chosen else "UNTESTED by quick tests"
-        print(f"{number}/{len(mutants)} {verdict}: {mutant.path}:{mutant.line}  {mutant.change}", flush=True)
+        outcome = "killed" if not survives else "SURVIVES" if chosen else "UNTESTED by quick tests"
+        print(f"{number}/{len(mutants)} {outcome}: {mutant.path}:{mutant.line}  {mutant.change}", flush=True)
         if survives:
-            survivors.append({**asdict(mutant), "verdict": verdict, "tests": chosen})
+            survivors.append({**asdict(mutant), "outcome": outcome, "tests": chosen})
             if file is not None:
                 file.write_text(json.dumps(survivors, indent=1) + "\n")
     print(f"{len(survivors)} of {len(mutants)} survive")

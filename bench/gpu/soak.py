@@ -41,10 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from endurance.baseline import BaselineDecode, baseline_decode
 from endurance.client_processes import ClientProcesses
-from endurance.load import LoadMix
-from endurance.mesh import EnduranceMesh, Kill
-from endurance.samples import Sample, drift_of, gpu_growth, lives_of, take_sample
-from endurance.verdict import (
+from endurance.faults import (
     AtRest,
     Bounds,
     drift_faults,
@@ -53,6 +50,9 @@ from endurance.verdict import (
     mesh_faults,
     request_faults,
 )
+from endurance.load import LoadMix
+from endurance.mesh import EnduranceMesh, Kill
+from endurance.samples import Sample, drift_of, gpu_growth, lives_of, take_sample
 from gpu.shapes import SHAPES, write_shape
 from gpu.whole_mesh import write_tokenizer
 

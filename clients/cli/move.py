@@ -11,6 +11,9 @@ from radixmesh.router.v1 import router_pb2
 if TYPE_CHECKING:
     from radixmesh.router.v1.router_pb2_grpc import RouterAdminServiceAsyncStub
 
+# The wire's own bound.
+_MAX_OUTPUTS = (1 << 32) - 1
+
 
 def run(arguments: list[str]) -> int:
     """Prints how many have moved: 0 if all routers have done it, 1 if one could not."""
@@ -25,6 +28,8 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--drain", action="store_true", help="send nothing new to the scheduler until it restarts")
     add_router_flags(parser)
     options = parser.parse_args(arguments)
+    if not 0 <= options.max <= _MAX_OUTPUTS:
+        parser.error(f"--max is {options.max}: write a number of outputs up to {_MAX_OUTPUTS}, 0 for all")
     if options.drain and (not options.source or options.request or options.target or options.max):
         parser.error("--drain takes --from, and moves all that is there: leave --request, --to and --max out")
     if not (options.request or options.source):
@@ -40,7 +45,7 @@ def run(arguments: list[str]) -> int:
             request_id=options.request,
             from_address=options.source,
             to_address=options.target,
-            max_outputs=max(0, options.max),
+            max_outputs=options.max,
         )
         moved = (await stub.MoveOutputs(request, timeout=TIMEOUT_S, metadata=metadata)).num_moved
         return {"moved": moved, "still_running": None}, f"{moved} moved"

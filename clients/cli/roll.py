@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 from radixmesh.cli.terminal import Terminal
@@ -38,10 +39,13 @@ def run(arguments: list[str]) -> int:
         help="how long a new process may take until it serves",
     )
     parser.add_argument(
-        "--no-trial", action="store_true", help="do not start a new process beside the old ones first, to see it serve"
+        "--no-canary", action="store_true", help="do not start a new process beside the old ones first, to see it serve"
     )
+    parser.add_argument("--no-trial", dest="no_canary", action="store_true", help=argparse.SUPPRESS)  # Deprecated.
     parser.add_argument("--json", action="store_true", help="one JSON object per event and line, for programs")
     options = parser.parse_args(arguments)
+    if "--no-trial" in arguments:
+        print("--no-trial is called --no-canary now: the old name goes with the next release", file=sys.stderr)
     terminal = Terminal()
 
     def on_event(event: RollEvent) -> None:
@@ -59,7 +63,7 @@ def run(arguments: list[str]) -> int:
             folder,
             options.services,
             ready_s=options.ready_s,
-            is_trying=not options.no_trial,
+            is_trying=not options.no_canary,
             on_event=on_event,
         )
     except RollAbortedError as error:

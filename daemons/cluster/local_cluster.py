@@ -214,7 +214,7 @@ class LocalCluster:
         ports = {**self._ports, **await asyncio.to_thread(assign_ports, own)}
         plan = plan_cluster(self._compose, ports, self._folder.volumes)
         (moved,) = (other for other in plan.processes if other.name == spec.name)
-        return self._make_supervisor(moved, is_trial=True)
+        return self._make_supervisor(moved, is_spare=True)
 
     async def __aenter__(self) -> "LocalCluster":
         await self.start()
@@ -231,15 +231,15 @@ class LocalCluster:
             folder.mkdir(parents=True, exist_ok=True)
         return plan
 
-    def _make_supervisor(self, spec: ProcessSpec, *, is_trial: bool = False) -> ProcessSupervisor:
+    def _make_supervisor(self, spec: ProcessSpec, *, is_spare: bool = False) -> ProcessSupervisor:
         return ProcessSupervisor(
             spec,
             folder=self._folder.path,
             hang_window_s=self._hang_window_s,
             dependencies_ready=lambda: self._wait_for_dependencies(spec),
             dependencies_healthy=lambda: self._are_dependencies_healthy(spec),
-            on_line=(lambda name, line: self._on_line(f"{name} (tried)", line)) if is_trial else self._on_line,
-            on_status=(lambda status: None) if is_trial else self._take_status,
+            on_line=(lambda name, line: self._on_line(f"{name} (tried)", line)) if is_spare else self._on_line,
+            on_status=(lambda status: None) if is_spare else self._take_status,
         )
 
     def supervisor(self, service: str, replica: int) -> ProcessSupervisor:
@@ -260,7 +260,7 @@ class LocalCluster:
                 await self._next_change()
 
     def _are_dependencies_healthy(self, spec: ProcessSpec) -> bool:
-        # One that is itself excused by its own dependencies is not healthy either: the blame goes down to the root.
+        # One that is itself excused by its own dependencies is not healthy either: the cause is looked for at the root.
         return all(
             status.state is ProcessState.HEALTHY
             for dependency in spec.depends_on

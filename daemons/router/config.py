@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -11,7 +12,9 @@ from radixmesh.daemons.router.discovery.sources import FORMS, make_sources
 from radixmesh.daemons.router.placement.policies import POLICIES
 from radixmesh.daemons.router.queue.tenants import TenantShares
 from radixmesh.daemons.router.requests.model_aliases import ModelAliases
+from radixmesh.daemons.runtime.addresses import parse_address
 from radixmesh.daemons.runtime.common_settings import CommonSettings
+from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.memory import share
 from radixmesh.daemons.runtime.settings import setting
 
@@ -151,6 +154,8 @@ class RouterSettings(CommonSettings):
         ):
             if given not in known:
                 raise ValueError(f"--{name} is {given!r}: choose one of {', '.join(known)}")
+        for name in ("tokenizers", "detokenizers", "schedulers"):
+            _check_addresses(name, getattr(self, name))
         make_sources(self.discover)
         TenantShares.parse(self.tenant_weights, self.tenant_max_outputs)
         for name in ("tenant_max_queue", "scheduler_max_outputs"):
@@ -189,3 +194,11 @@ class RouterSettings(CommonSettings):
         for name in ("client_stall_s", "peer_timeout_s", "scheduler_wait_s", "detokenizer_wait_s", "tokenizer_wait_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be > 0, not {getattr(self, name)}")
+
+
+def _check_addresses(name: str, addresses: Sequence[str]) -> None:
+    for address in addresses:
+        try:
+            parse_address(address)
+        except MeshError as error:
+            raise ValueError(f"--{name}: {error}") from None

@@ -14,6 +14,8 @@ from radixmesh.daemons.runtime.errors import MeshError
 UNIX_PREFIX = "unix:"
 # sockaddr_un.sun_path holds 108 bytes with its final zero.
 _MAX_UNIX_PATH_BYTES = 107
+# Of a DNS name, and of the zone that an IPv6 address may name.
+_MAX_NAME_CHARS = 253
 _PIN = "#"
 
 
@@ -29,8 +31,10 @@ def parse_address(address: str) -> str:
     if pin:
         return f"{_bracketed(ip)}:{split_host_port(name)[1]}"
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+    if not colon or not host or not port.isdecimal() or len(port) > 5 or int(port) > 65_535:
         raise _invalid(address, 'write "host:port" or "unix:/path"')
+    if not _can_be_looked_up(host):
+        raise _invalid(address, f"a name has at most {_MAX_NAME_CHARS} characters, and 1 to 63 between two dots")
     return address
 
 
@@ -65,6 +69,17 @@ def own_host(listen: Sequence[str]) -> str:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return "127.0.0.1"
+
+
+def _can_be_looked_up(host: str) -> bool:
+    """False for what ends a lookup with a UnicodeError, which is no OSError and would end who asked."""
+    if len(host) > _MAX_NAME_CHARS:
+        return False
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _bracketed(ip: str) -> str:

@@ -40,7 +40,7 @@ class WorkerSettings(CommonSettings):
     num_slots: int = setting(256, "requests that can hold a slot at a time")
     max_total_len: int | None = setting(None, "longest prompt + output in tokens; none: what the model takes")
     max_tokens_per_step: int = setting(2048, "most tokens, chunks and decodes together, of one step")
-    max_plans_in_flight: int = setting(4, "plans taken ahead of the running one, itself included")
+    max_plans_in_flight: int = setting(8, "plans taken ahead of the running one, itself included")
     max_blob_bytes: int = setting(32 * _MIB, "largest blob")
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
     jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "

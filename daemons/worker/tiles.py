@@ -1,6 +1,6 @@
 """Fixed tiles: how a row's result is kept from depending on the rows it is computed with.
 
-A matrix product of another shape may add in another order, so the same row may differ in its last bits when the batch
+A GEMM of another shape may add in another order, so the same row may differ in its last bits when the batch
 has another size. Here every function of rows runs on tiles of a few sizes only, and a size is used only if, on this
 hardware and these weights, it was seen to give every row the same bits as the other sizes, in every place of the tile
 (`agreeing_sizes`). Then a row's bits depend on the row alone: not on its neighbours, the batch size, nor the chunking.

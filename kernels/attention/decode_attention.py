@@ -65,8 +65,8 @@ def plan_decode(
 
     kv_lens_T: int32 [T] on the device, each row's KV length with its own token; 0 for a row of padding.
     skips_empty: rows with length 0, which must be the last ones, cost nothing and are left as they are in the output.
-    use_pdl: runs beside the kernel ahead (Hopper and later), which is the step's first: it does not write the lengths,
-    and all of the step before was over when it began.
+    use_pdl: runs beside the previous kernel (Hopper and later), which is the step's first: it does not write the
+    lengths, and all of the step before was over when it began.
     """
     if kv_lens_T.dtype != torch.int32:
         raise ValueError(f"KV lengths must be int32, not {kv_lens_T.dtype}")

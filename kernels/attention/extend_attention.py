@@ -2,7 +2,7 @@
 
 T rows, H query heads, K KV heads, D head_dim, C chunks, S tokens of the KV pool. The algorithm is FlashAttention-2 (Dao
 2023) with the keys gathered through page tables. A program takes some consecutive rows of one chunk and all query heads
-of one KV head: their (row, head) pairs are the rows of its products, so keys are read once for the group.
+of one KV head: their (row, head) pairs are the rows of its matmuls, so keys are read once for the group.
 
     blocks of the grid, BLOCK_Q rows each: chunk c owns starts[c] // BLOCK_Q + c .. starts[c + 1] // BLOCK_Q + c,
     at least as many as it needs; so they are found without a scan, and one without rows returns.
@@ -185,7 +185,7 @@ def _extend_kernel(
         is_row = (m < BLOCK_Q * GROUP) & (m_row < end)
         first_position = kv_len - end + first_row
         last_position = kv_len - end + tl.minimum(first_row + BLOCK_Q, end) - 1
-        # Pairs that pad the block see what the last row sees: no row of the product is without a key.
+        # Pairs that pad the block see what the last row sees: no row of the matmul is without a key.
         m_position = tl.minimum(kv_len - end + m_row, last_position)
         offset = m_row.to(tl.int64) * (H * D) + (kv_head * GROUP + m % GROUP) * D
         is_pair = is_row[:, None] & (d < D)[None, :]

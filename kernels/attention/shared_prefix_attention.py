@@ -1,7 +1,7 @@
 """Decode attention that reads a prefix shared by several rows once for all of them ("cascade").
 
 Rows whose page tables begin with the same pages form a group. One launch of the split-KV kernel takes groups as its
-units: the queries of up to R rows are the rows of one product with the prefix's keys. It leaves, for each row and head,
+units: the queries of up to R rows are the rows of one matmul with the prefix's keys. It leaves, for each row and head,
 the attention over the prefix with the logarithm of its sum; a second launch, plain decode over what each row has after
 its prefix, starts its online softmax from there. Softmax over a union from those of its parts: Milakov and Gimelshein
 2018; shared prefixes: Hydragen, Juravsky et al. 2024.
@@ -23,7 +23,7 @@ from radixmesh.kernels.attention.prefix_groups import PrefixGroup, split_groups
 from radixmesh.kernels.attention.split_kv import split_attention
 from radixmesh.kernels.attention.split_schedule import SplitConfig, SplitParts, SplitPlan, SplitShape
 
-# Rows of the product of a group's queries with keys: what one warp group multiplies.
+# Rows of the matmul of a group's queries with keys: what one warp group multiplies.
 _GROUP_QUERIES = 64
 
 

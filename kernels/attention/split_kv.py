@@ -13,8 +13,8 @@ A unit that a share's end cuts is merged by whichever of its programs arrives la
 A program leaves at most two parts: of the unit that it starts in the middle of, and of the one that it ends within.
 
 A program can take `heads` KV heads of a token at once, for longer contiguous reads. Their query heads fill the rows of
-one product that would otherwise be padding: queries lie block-diagonally in [queries, heads x head_dim], so a key row
-of all these heads gives each query its own score; of the product with the values each query keeps its own columns.
+one matmul that would otherwise be padding: queries lie block-diagonally in [queries, heads x head_dim], so a key row
+of all these heads gives each query its own score; of the matmul with the values each query keeps its own columns.
 """
 
 from __future__ import annotations

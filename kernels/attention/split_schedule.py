@@ -19,7 +19,7 @@ class SplitConfig:
     """Tuning of split-KV attention.
 
     heads: KV heads of a program. block_n: KV tokens of a tile. min_tiles: a program's least share.
-    num_stages: page table -> keys and values -> product is a pipeline of three, whose loads are (num_stages - 1) / 2
+    num_stages: page table -> keys and values -> matmul is a pipeline of three, whose loads are (num_stages - 1) / 2
     tiles ahead: 3, 5 or 7. programs_per_sm: must all be resident at once, or the last ones wait for the first.
     is_whole: units are never cut, so that a row's bits depend on nothing but the row. A unit belongs to the program
     in whose share it starts.
@@ -62,7 +62,7 @@ class SplitShape:
         return max(16, int(triton.next_power_of_2(self.head_dim)))
 
     def query_rows(self, config: SplitConfig) -> int:
-        """Query rows of a unit's product, padded to a power of two."""
+        """Query rows of a unit's matmul, padded to a power of two."""
         return int(triton.next_power_of_2(self.members * config.heads * self.group_size))
 
 
@@ -94,8 +94,8 @@ class SplitPlan:
     ) -> None:
         """Lays out KV positions [begin, end) of each unit; a unit gets at least `least_tiles` tiles, seen or not.
 
-        Units without tiles must all follow those with some. With `use_pdl` it runs beside the kernel ahead, which must
-        have begun behind all that wrote begins and ends or used the plan before (Hopper and later).
+        Units without tiles must all follow those with some. With `use_pdl` it runs beside the previous kernel, which
+        must have begun behind all that wrote begins and ends or used the plan before (Hopper and later).
         """
         num_units = ends_U.shape[0]
         if num_units > self.max_units:

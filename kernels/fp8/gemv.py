@@ -1,4 +1,4 @@
-"""Matrix-vector products (GEMV) with FP8 weights at memory speed. Rows stay in the model's dtype.
+"""GEMV with FP8 weights at memory speed. Rows stay in the model's dtype.
 
 M rows, K features in, N features out, F mlp features.
 

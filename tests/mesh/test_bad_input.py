@@ -473,7 +473,7 @@ async def test_eos_ids_that_a_resume_invents_end_nothing(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("text_bytes", [5000, 1], ids=["beyond the text", "within a character"])
 async def test_a_text_position_that_the_ids_do_not_have_ends_that_output(mesh: Mesh, text_bytes: int) -> None:
-    """Only the detokenizer can know; its verdict is the output's, and the other output goes on."""
+    """Only the detokenizer can know; its refusal is the output's, and the other output goes on."""
     resume = await good_resume(mesh)
     umlaut = await mesh.client.tokenize("ü")
     resume.outputs[0].output_ids = pack_ints(umlaut[-2:] if len(umlaut) > 2 else umlaut)

@@ -185,7 +185,7 @@ async def test_a_broken_resume_is_refused() -> None:
 
 
 async def test_more_text_than_the_ids_make_is_an_invalid_resume() -> None:
-    """Only the detokenizer can know; its verdict is the output's."""
+    """Only the detokenizer can know; its refusal is the output's."""
     async with router_mesh() as mesh, mesh.stub() as stub:
         resolved = router_pb2.Resolved(
             request_id="r",

@@ -261,5 +261,5 @@ class ChaosHour:
             deadline = record.submission.deadline_s
             is_late = deadline is not None and deadline <= self.world.now
             # Admitted in two plans that were refused: it may be why they were.
-            is_blamed = finished.error.reason == ErrorReason.ERROR_REASON_INTERNAL and self.counts["refuse"] >= 2
-            assert is_late or is_blamed, finished
+            is_isolated = finished.error.reason == ErrorReason.ERROR_REASON_INTERNAL and self.counts["refuse"] >= 2
+            assert is_late or is_isolated, finished

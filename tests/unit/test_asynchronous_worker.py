@@ -173,7 +173,7 @@ def _kinds(answers):
     ]
 
 
-def _check_blamed(answer, tmp_path):
+def _check_died(answer, tmp_path):
     assert answer.refusal.reason == common_pb2.ERROR_REASON_STEP_FAILED
     assert answer.response.refusal.step_id == answer.step_id
     (dump,) = tmp_path.glob("*.bin")
@@ -183,23 +183,23 @@ def _check_blamed(answer, tmp_path):
 def test_a_step_that_dies_ends_those_behind_it(tmp_path):
     answers = _answers(tmp_path, dies_at=2)
     assert _kinds(answers) == ["result", "died", "none", "none"]
-    _check_blamed(answers[1], tmp_path)
+    _check_died(answers[1], tmp_path)
 
 
 def test_the_step_that_died_is_blamed_not_the_one_that_waited_for_it(tmp_path):
     """Logprobs are told by the host: a decode that wants them waits for the step before as it is launched."""
     answers = _answers(tmp_path, dies_at=2, sampling=Sampling(temperature=0.0, num_top_logprobs=1))
     assert _kinds(answers) == ["result", "died", "none", "none"]
-    _check_blamed(answers[1], tmp_path)
+    _check_died(answers[1], tmp_path)
 
 
-def test_a_launch_that_fails_behind_a_dead_step_is_not_blamed(tmp_path):
+def test_a_launch_that_fails_behind_a_dead_step_is_no_death_of_its_own(tmp_path):
     answers = _answers(tmp_path, dies_at=2, refuses_at=3)
     assert _kinds(answers) == ["result", "died", "none", "none"]
-    _check_blamed(answers[1], tmp_path)
+    _check_died(answers[1], tmp_path)
 
 
 def test_steps_before_a_launch_that_fails_give_their_results(tmp_path):
     answers = _answers(tmp_path, refuses_at=3)
     assert _kinds(answers) == ["result", "result", "died", "none"]
-    _check_blamed(answers[2], tmp_path)
+    _check_died(answers[2], tmp_path)

@@ -14,7 +14,7 @@ from radixmesh.daemons.cluster.compose.compose import HealthCheck
 from radixmesh.daemons.cluster.processes.backoff import RestartBackoff
 from radixmesh.daemons.cluster.processes.cpu_starvation import CpuStarvation
 from radixmesh.daemons.cluster.processes.exits import MemoryKills, end_of
-from radixmesh.daemons.cluster.processes.hang_detector import HangDetector, ProbeAnswer, Verdict
+from radixmesh.daemons.cluster.processes.hang_detector import HangDetector, Liveness, ProbeAnswer
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 
 SERVING, NOT_SERVING = ProbeAnswer.SERVING, ProbeAnswer.NOT_SERVING
@@ -29,7 +29,7 @@ def make_detector():
 
 def seconds_until_hung(detector, answer, *, excused=False, limit=100):
     for second in range(1, limit + 1):
-        if detector.observe(answer, elapsed_s=1.0, excused=excused) is Verdict.HUNG:
+        if detector.observe(answer, elapsed_s=1.0, excused=excused) is Liveness.HUNG:
             return second
     return None
 
@@ -47,7 +47,7 @@ def seconds_until_hung(detector, answer, *, excused=False, limit=100):
 )
 def test_time_to_be_found_hung_after_serving(answer, excused, expected):
     detector = make_detector()
-    assert detector.observe(SERVING, elapsed_s=1.0, excused=False) is Verdict.HEALTHY
+    assert detector.observe(SERVING, elapsed_s=1.0, excused=False) is Liveness.HEALTHY
     assert seconds_until_hung(detector, answer, excused=excused) == expected
 
 
@@ -60,13 +60,13 @@ def test_one_good_answer_clears_everything():
     detector = make_detector()
     for _ in range(20):
         detector.observe(SERVING, elapsed_s=1.0, excused=False)
-        assert [detector.observe(SILENT, elapsed_s=1.0, excused=False) for _ in range(4)] == [Verdict.UNWELL] * 4
+        assert [detector.observe(SILENT, elapsed_s=1.0, excused=False) for _ in range(4)] == [Liveness.UNWELL] * 4
 
 
 def test_a_pause_of_the_supervisor_is_not_one_of_the_process():
     detector = make_detector()
     detector.observe(SERVING, elapsed_s=1.0, excused=False)
-    assert detector.observe(SILENT, elapsed_s=3600.0, excused=False) is Verdict.UNWELL
+    assert detector.observe(SILENT, elapsed_s=3600.0, excused=False) is Liveness.UNWELL
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_time_without_a_cpu_does_not_count(starved_s, expected):
     detector = make_detector()
     detector.observe(SERVING, elapsed_s=1.0, excused=False)
     num_checks = 1
-    while detector.observe(SILENT, elapsed_s=1.0, excused=False, starved_s=starved_s) is not Verdict.HUNG:
+    while detector.observe(SILENT, elapsed_s=1.0, excused=False, starved_s=starved_s) is not Liveness.HUNG:
         num_checks += 1
     assert num_checks in (expected, expected + 1), "sums of floats"
 

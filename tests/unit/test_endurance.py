@@ -77,8 +77,8 @@ def test_steps_that_become_slower_are_noticed() -> None:
 
 
 def test_what_grows_is_noticed() -> None:
+    from endurance.faults import Bounds, growth_faults
     from endurance.samples import lives_of
-    from endurance.verdict import Bounds, growth_faults
 
     bounds = Bounds(mb_min=10.0, gpu_mb=256.0, drift=0.1)
     assert growth_faults(lives_of(samples(100)), None, bounds) == []
@@ -99,7 +99,7 @@ def test_what_grows_is_noticed() -> None:
     ],
 )
 def test_what_clients_lost_is_noticed(counts: dict[str, int], failures: list[str], num_open: int, fault: str) -> None:
-    from endurance.verdict import request_faults
+    from endurance.faults import request_faults
 
     faults = request_faults(Counter(counts), failures, num_open)
     assert bool(faults) == bool(fault)
@@ -107,7 +107,7 @@ def test_what_clients_lost_is_noticed(counts: dict[str, int], failures: list[str
 
 
 def test_pages_that_do_not_come_back_are_noticed() -> None:
-    from endurance.verdict import AtRest
+    from endurance.faults import AtRest
 
     from radixmesh.scheduler.v1 import scheduler_pb2
 

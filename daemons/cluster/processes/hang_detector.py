@@ -28,8 +28,8 @@ class ProbeAnswer(enum.Enum):
     """The connection is taken and no answer comes: stopped or wedged."""
 
 
-class Verdict(enum.Enum):
-    """Judgement of the answers so far."""
+class Liveness(enum.Enum):
+    """State of a process, by its answers so far."""
 
     STARTING = "starting"
     HEALTHY = "healthy"
@@ -42,7 +42,7 @@ class HangDetector:
 
     Silence counts against a process at once; draining and a closed listener only after the time it has for stopping.
     NOT_SERVING before it ever served is loading and counts never; later it counts unless `excused`, which the caller
-    says while something the process depends on is itself not healthy: then it is not the one to blame, and killing it
+    says while something the process depends on is itself not healthy: then it is not the cause, and killing it
     would only spread the damage. Time in which it waited for a CPU counts never: on a loaded machine everybody is slow
     to answer, and restarts make it more so. A process that is stopped or blocked waits for none.
     """
@@ -55,8 +55,8 @@ class HangDetector:
         self._unwell_s = 0.0
         self._leaving_s = 0.0
 
-    def observe(self, answer: ProbeAnswer, *, elapsed_s: float, excused: bool, starved_s: float = 0.0) -> Verdict:
-        """Takes an answer and the seconds since the previous one, and returns the verdict.
+    def observe(self, answer: ProbeAnswer, *, elapsed_s: float, excused: bool, starved_s: float = 0.0) -> Liveness:
+        """Takes an answer and the seconds since the previous one, and returns the state of the process.
 
         starved_s: of those seconds, the ones that the process, or the one that asks it, had to wait for a CPU.
         """
@@ -66,14 +66,14 @@ class HangDetector:
         if answer is ProbeAnswer.SERVING:
             self._has_served = True
             self._unwell_s = self._leaving_s = 0.0
-            return Verdict.HEALTHY
+            return Liveness.HEALTHY
         if not self._has_served:
             is_alive = answer in (ProbeAnswer.NOT_SERVING, ProbeAnswer.DRAINING)
             self._unwell_s = 0.0 if is_alive else self._unwell_s + elapsed_s
-            return Verdict.HUNG if self._unwell_s >= self._check.start_period_s + self._window_s else Verdict.STARTING
+            return Liveness.HUNG if self._unwell_s >= self._check.start_period_s + self._window_s else Liveness.STARTING
         if answer in (ProbeAnswer.DRAINING, ProbeAnswer.REFUSED):
             self._leaving_s += elapsed_s
-            return Verdict.HUNG if self._leaving_s >= max(self._window_s, self._stop_grace_s) else Verdict.UNWELL
+            return Liveness.HUNG if self._leaving_s >= max(self._window_s, self._stop_grace_s) else Liveness.UNWELL
         is_excused = answer is ProbeAnswer.NOT_SERVING and excused
         self._unwell_s = 0.0 if is_excused else self._unwell_s + elapsed_s
-        return Verdict.HUNG if self._unwell_s >= self._window_s else Verdict.UNWELL
+        return Liveness.HUNG if self._unwell_s >= self._window_s else Liveness.UNWELL

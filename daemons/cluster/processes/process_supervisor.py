@@ -18,7 +18,7 @@ from radixmesh.daemons.cluster.processes.backoff import RestartBackoff
 from radixmesh.daemons.cluster.processes.child_process import ChildProcess
 from radixmesh.daemons.cluster.processes.cpu_starvation import CpuStarvation
 from radixmesh.daemons.cluster.processes.exits import MemoryKills, end_of, last_words, starts_in_vain
-from radixmesh.daemons.cluster.processes.hang_detector import HangDetector, Verdict
+from radixmesh.daemons.cluster.processes.hang_detector import HangDetector, Liveness
 from radixmesh.daemons.cluster.processes.health_probe import AlwaysServing, GrpcHealthProbe, HealthProbe, NeverReached
 from radixmesh.daemons.cluster.processes.process_status import ProcessState, ProcessStatus
 from radixmesh.daemons.runtime.common_settings import PredecessorEnd
@@ -29,9 +29,9 @@ from radixmesh.daemons.runtime.settings import PREFIX
 
 _RECENT_LINES = 200
 _STATES = {
-    Verdict.STARTING: ProcessState.STARTING,
-    Verdict.HEALTHY: ProcessState.HEALTHY,
-    Verdict.UNWELL: ProcessState.UNWELL,
+    Liveness.STARTING: ProcessState.STARTING,
+    Liveness.HEALTHY: ProcessState.HEALTHY,
+    Liveness.UNWELL: ProcessState.UNWELL,
 }
 
 
@@ -216,21 +216,21 @@ class ProcessSupervisor:
             if exited.done():
                 return None
             now = time.monotonic()
-            verdict = detector.observe(
+            liveness = detector.observe(
                 answer,
                 elapsed_s=now - previous,
                 excused=not self._dependencies_healthy(),
                 starved_s=max(starvation.take_s(), own.take_s()),
             )
             previous = now
-            if verdict is Verdict.HUNG:
+            if liveness is Liveness.HUNG:
                 return f"{answer.value} for {self._hang_window_s:g} s"
-            if verdict is Verdict.HEALTHY and self._healthy_since is None:
+            if liveness is Liveness.HEALTHY and self._healthy_since is None:
                 self._healthy_since, self._has_served = now, True
-            if _STATES[verdict] is not self.status.state:
-                detail = f"after {now - started:.1f} s" if verdict is Verdict.HEALTHY else answer.value
-                self._enter(_STATES[verdict], detail, pid=self.status.pid)
-            pause_s = self._check.start_interval_s if verdict is Verdict.STARTING else self._check.interval_s
+            if _STATES[liveness] is not self.status.state:
+                detail = f"after {now - started:.1f} s" if liveness is Liveness.HEALTHY else answer.value
+                self._enter(_STATES[liveness], detail, pid=self.status.pid)
+            pause_s = self._check.start_interval_s if liveness is Liveness.STARTING else self._check.interval_s
         return None
 
     def _remember_end(self, exit_code: int, memory: MemoryKills) -> None:

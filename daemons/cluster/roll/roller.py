@@ -23,7 +23,7 @@ _POLL_S = 0.02
 
 class RollEvent(NamedTuple):
     """Progress of one process: `trying`, `tried`, `leaving`, `starting`, `ready`, `restoring`; seconds in that state's
-    past: of a trial, of leaving, and from leaving to ready."""
+    past: of the spare process, of leaving, and from leaving to ready."""
 
     process: str
     what: str
@@ -92,12 +92,12 @@ class Roller:
     async def _try(self, spec: ProcessSpec) -> None:
         self._on_event(RollEvent(spec.name, "trying"))
         started = time.monotonic()
-        trial = await self._cluster.spare(spec)
-        trial.begin(waits=False)
+        spare = await self._cluster.spare(spec)
+        spare.begin(waits=False)
         try:
-            problem = await self._problem_of(trial)
+            problem = await self._problem_of(spare)
         finally:
-            await trial.stop()
+            await spare.stop()
         if problem:
             raise RollAbortedError(
                 f"the new {spec.name} does not serve: {problem}\nthe old one was left as it is; {self._told()}"

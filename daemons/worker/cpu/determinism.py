@@ -15,7 +15,7 @@ from radixmesh.daemons.worker.tiles import RowFunction, RowTiles, agreeing_sizes
 
 _log = get_logger(__name__)
 
-# One row alone is a matrix-vector product, which adds in another order and is not faster than two rows.
+# One row alone is a GEMV, which adds in another order and is not faster than two rows.
 _CANDIDATES = (2, 4, 8, 16, 32, 64, 128)
 # Another order of additions shows in many numbers of a row, but a row of a router's result may have two of them: as
 # many rows as give so many numbers, within limits.
@@ -24,7 +24,7 @@ _PROBE_ROWS = (16, 512)
 
 
 def verified_tiles(probes: Sequence[RowProbe], device: torch.device) -> RowTiles:
-    """Tiles that keep a row's bits, by trial of every row function of a model with the model's own weights.
+    """Tiles that keep a row's bits, by running every row function of a model with the model's own weights.
 
     The first function of a name is tried in full, the others of that name (other layers, other experts) in the sizes
     that are left. Usually very short and very tall tiles add in another order than the others. A function that no

@@ -13,7 +13,7 @@ def linear(x_TI: torch.Tensor, w_IO: torch.Tensor, b_O: torch.Tensor | None = No
 
 def plus(x_TD: torch.Tensor, b_D: torch.Tensor | None) -> torch.Tensor:
     """x + b, or x where there is no bias."""
-    # Apart from the product: with the bias inside, some libraries take another kernel.
+    # Apart from the matmul: with the bias inside, some libraries take another kernel.
     return x_TD if b_D is None else x_TD + b_D
 
 

@@ -1,11 +1,11 @@
 """Tiled attention in plain torch whose results do not depend on batch, chunking or page layout.
 
 The rows of a segment are cut, by position, into units of Q consecutive rows; keys go in tiles of B from position 0 on.
-Every product has the shape [Q x group, head_dim] x [head_dim, B], batched over units and KV heads, for prefill and
+Every matmul has the shape [Q x group, head_dim] x [head_dim, B], batched over units and KV heads, for prefill and
 decode alike, and the softmax is accumulated tile by tile (online softmax: Milakov and Gimelshein 2018; as in
 FlashAttention-2, Dao 2023). A row's place in its unit is position % Q; a key tile that a row sees nothing of changes
 none of its bits (the maximum stays, the correction factor is exp(0) = 1, the added terms are 0). What is left to vary
-is the number of units in a batched product, for which sizes are verified like any tile's (`tiles.py`).
+is the number of units in a batched matmul, for which sizes are verified like any tile's (`tiles.py`).
 
     positions      0 ........ Q ........ 2Q ....... 3Q         keys  0 ..... B ..... 2B
     segment             [start ............. end)                    tile 0 | tile 1 | ..
@@ -35,7 +35,7 @@ from radixmesh.daemons.worker.tiles import RowTiles, Tensors, agreeing_sizes
 _log = get_logger(__name__)
 
 KEY_TILE = 64
-# Rows of one product: small ones cost about as much, and more would only compute padding in decode.
+# Rows of one matmul: small ones cost about as much, and more would only compute padding in decode.
 _TARGET_PRODUCT_ROWS = 8
 _UNIT_COUNTS = (1, 2, 4, 8, 16, 32)
 _PROBE_UNITS = 8
@@ -78,7 +78,7 @@ class PagedTorchAttention(AttentionBackend):
         counts = agreeing_sizes(attend, rows, _UNIT_COUNTS)
         if len(counts) < len(_UNIT_COUNTS):
             _log.warning("attention_unit_counts_restricted", verified=counts, tried=_UNIT_COUNTS)
-        # A product of one unit is always of the same shape, and its rows' places are fixed by their positions.
+        # A matmul of one unit is always of the same shape, and its rows' places are fixed by their positions.
         return counts or (1,)
 
 
@@ -128,7 +128,7 @@ class _PagedTorchStep(BatchAttention):
             self._plans[window, chunk] = self._plan_for(window, chunk)
         plan = self._plans[window, chunk]
         tile = plan.unit_to_row.shape[0] // sum(group.num_units for group in plan.groups)
-        # [U, Q, K, G, D] -> [U, K, Q, G, D] -> [U x K, Q x G, D]: one product a unit and KV head.
+        # [U, Q, K, G, D] -> [U, K, Q, G, D] -> [U x K, Q x G, D]: one matmul a unit and KV head.
         query = query_THD.index_select(0, plan.unit_to_row).to(torch.float32).mul_(shape.scale)
         query = query.view(-1, tile, shape.num_kv_heads, shape.group_size, shape.head_dim).transpose(1, 2)
         query = query.reshape(-1, tile * shape.group_size, shape.head_dim)
@@ -158,7 +158,7 @@ class _PagedTorchStep(BatchAttention):
         keys, values = keys_SKD.view(-1, head_dim), values_SKD.view(-1, head_dim)
         state = _OnlineSoftmax(query, self._shape)
         for slots_UB, hidden_UQB in key_tiles:
-            # Gathered with the heads outside, which is the layout that the products want.
+            # Gathered with the heads outside, which is the layout that the matmuls want.
             index = (slots_UB[:, None, :] * num_kv_heads + self._heads_K1).view(-1)
             size = (query.shape[0], KEY_TILE, head_dim)
             keys_NBD = keys.index_select(0, index).view(size).to(torch.float32)

@@ -84,7 +84,7 @@ def extend_module(template: str, config: KernelConfig) -> ExtendModule:
     _check_installed()
     from flashinfer.jit import gen_batch_prefill_module
 
-    is_half_product = False  # Products of queries and keys are summed in float32.
+    is_half_product = False  # Scores of queries and keys are summed in float32.
     module: ExtendModule = _load(
         gen_batch_prefill_module(template, *_variant(config), is_half_product), _purpose(config)
     )

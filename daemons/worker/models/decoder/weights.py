@@ -1,7 +1,7 @@
 """The weights of a decoder, in the layout that the maths wants.
 
 Legend: D hidden size, d head_dim, Q heads x d, K kv heads x d, X = Q + K + K, F mlp size, E experts, V vocabulary.
-Projections are [in, out], so that a product of few rows reads them in order; q, k, v are one, gate and up are one.
+Projections are [in, out], so that a small-M GEMM reads them in order; q, k, v are one, gate and up are one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Judgement of a run: its faults in words. None = it passed."""
+"""Faults of a run, in words. None = it passed."""
 
 from __future__ import annotations
 
