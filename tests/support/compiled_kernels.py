@@ -134,7 +134,8 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
 
 
 def main() -> None:
-    """Arguments: attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ..."""
+    """Arguments: attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS
+    ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
