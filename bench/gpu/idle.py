@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from gpu.shapes import write_shape
+from gpu.shapes import sampling_temperature, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
 
@@ -53,16 +53,24 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
                 flags = {"workers": processes.address("worker"), "pipeline_depth": depth, "chunk_tokens": 8192}
                 await processes.start(name, "scheduler", flags)
                 for num_rows in args.rows:
-                    rows.append({"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows)})
+                    rows.append(
+                        {"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows, args.shape)}
+                    )
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
                 await processes.stop(name)
     return rows
 
 
-async def _idle(processes: Processes, scheduler: str, num_rows: int) -> dict[str, object]:
+async def _idle(processes: Processes, scheduler: str, num_rows: int, shape: str) -> dict[str, object]:
     rng = np.random.default_rng(num_rows)
     prompts = [rng.integers(10, 30_000, 128).astype(np.int32) for _ in range(num_rows)]
-    async with BulkStream(processes.address(scheduler), f"idle-{num_rows}", f"{scheduler}-{num_rows}") as stream:
+    stream = BulkStream(
+        processes.address(scheduler),
+        f"idle-{num_rows}",
+        f"{scheduler}-{num_rows}",
+        temperature=sampling_temperature(shape),
+    )
+    async with stream:
         found = await idle_of_trace(processes.address("worker"), stream, prompts, _STEPS)
         return {**found, "depth_reported": (await stream.state()).depth}
 

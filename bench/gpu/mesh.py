@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
-from gpu.shapes import workload_roofline_s, write_shape
+from gpu.shapes import sampling_temperature, workload_roofline_s, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes, cpu_s
 
@@ -81,7 +81,8 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
     turns = make_workload(name, num_requests=args.num_requests)
     prompts, lengths = [turn.new_ids for turn in turns], [turn.out_len for turn in turns]
     # Another salt every run: nothing may be found in the cache that the run before left there.
-    async with BulkStream(processes.address("scheduler"), f"{name}-{run}", f"{name}-{run}") as stream:
+    label, temperature = f"{name}-{run}", sampling_temperature(args.shape)
+    async with BulkStream(processes.address("scheduler"), label, label, temperature=temperature) as stream:
         await asyncio.sleep(0.5)
         cpu = {n: cpu_s(processes.pid(n)) for n in ("worker", "scheduler")}
         busy, steps = await device_steps(metrics)

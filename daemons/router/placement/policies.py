@@ -149,7 +149,8 @@ class CacheThreshold(PlacementPolicy):
         best = int(candidates.matched_tokens.argmax())
         if candidates.matched_tokens[best] > self._CACHE_SHARE * num_tokens:
             return best
-        return int(candidates.cached_tokens.argmin())
+        # The gateway counts a prompt when it is sent; here cached_tokens are of the last load.
+        return int((candidates.cached_tokens + candidates.queued_tokens).argmin())
 
 
 class CacheAware(PlacementPolicy):

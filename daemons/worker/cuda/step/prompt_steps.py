@@ -22,6 +22,7 @@ from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 from radixmesh.kernels.rope_kv import KvTarget
@@ -57,6 +58,7 @@ class PromptSteps:
         model: DeviceModel,
         attention: DeviceAttention,
         slots: SlotState,
+        masks: SlotMasks,
         *,
         page_size: int,
         max_tokens: int,
@@ -65,7 +67,7 @@ class PromptSteps:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._slots = slots
+        self._slots, self._masks = slots, masks
         self._page_size = page_size
         self._max_tokens = max_tokens
         self._max_total_len = max_total_len
@@ -138,6 +140,7 @@ class PromptSteps:
     def _run(self, views: PromptViews, max_chunk_len: int, variant: str) -> torch.Tensor:
         """Hidden states of all rows, [T, D]. What a graph records."""
         tables = self._slots.page_tables
+        views.clamp(self._masks)
         target = KvTarget(views.positions, views.slots, tables, self._page_size)
         attention = self._attention.begin(views.attention(tables, max_chunk_len), variant)
         return self._model.layers(self._model.embed(views.ids(self._slots.last_tokens)), target, attention)
