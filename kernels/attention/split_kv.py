@@ -87,7 +87,7 @@ def split_attention(
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
         WINDOW=window,
-        # What the product is multiplied by to be a share of the cap; the share is then scaled by the cap.
+        # The factor that makes a product a share of the cap; the share is then scaled by the cap.
         SOFTCAP=None if softcap is None else scale / softcap,
         MIN_TILES=config.min_tiles,
         IS_WHOLE=config.is_whole,
