@@ -47,7 +47,8 @@ class WorkerDaemon(Daemon):
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
 
     async def load(self) -> None:
-        model = await asyncio.to_thread(load_model, self._settings, self.core.member.group)
+        member = self.core.member
+        model = await asyncio.to_thread(load_model, self._settings, member.group, member.experts)
         executor = StepExecutor(
             model.runner,
             num_slots=self._settings.num_slots,
