@@ -75,7 +75,7 @@ async def test_tiny_deepseek_recites(tp_size: int, dp_size: int, ep_size: int) -
 
 
 async def single_worker_texts(folder: Path) -> list[Text]:
-    """What one worker says of some prompts."""
+    """Some prompts, with the tokens of one worker."""
     prompts = [list(range(3 + i, 20 + 2 * i)) for i in range(6)]
     async with (
         ranks_of(folder, 1, num_pages=NUM_TOKENS) as one,

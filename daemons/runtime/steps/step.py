@@ -178,7 +178,7 @@ class StepPlan:
     idle_ranks: tuple[int, ...] = ()
     """Data-parallel ranks without tokens, which take part in collectives."""
     dispatch: DispatchMode = DispatchMode.UNSPECIFIED
-    """Where experts are divided among ranks; the same on all of them, as everything that the header says."""
+    """Of experts that are divided among ranks; the same on all of them, as everything that the header says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

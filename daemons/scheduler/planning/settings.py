@@ -45,7 +45,7 @@ class PlannerSettings:
     inflight_prefix_min_tokens: int = 32
     """A request waits for a common prefix of at least so many tokens that another is computing."""
     dispatch: DispatchChoice = DispatchChoice()
-    """How experts that are divided among ranks are reached."""
+    """Way to experts that are divided among ranks."""
     check_invariants: bool = False
     """Verifies every page after every step and fails on a violation (tests)."""
 

@@ -69,9 +69,9 @@ class GlooCommunicator(Communicator):
         x = x.contiguous()
         assert len(x) == sum(to_ranks), (x.shape, to_ranks)
         came = torch.empty((sum(from_ranks), *x.shape[1:]), dtype=x.dtype)
-        options = dist.AllToAllOptions()  # type: ignore[attr-defined]
+        options = dist.AllToAllOptions()
         splits = list(from_ranks), list(to_ranks)
-        self._complete(lambda process_group: process_group.alltoall_base(came, x, *splits, options))
+        self._complete(lambda process_group: process_group.alltoall_base(came, x, *splits, options))  # type: ignore[attr-defined]
         return came
 
     def _complete(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:

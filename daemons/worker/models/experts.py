@@ -109,7 +109,7 @@ class RoutedExperts:
         if self._dispatch.size > 1:
             # Ranks of one batch have the same rows: each brings its part of them to the experts.
             first, step = self._group.rank, self._group.size
-        rows_N = torch.arange(first, num_rows, step, device=x_TD.device)
+        rows_N = torch.arange(num_rows, device=x_TD.device)[first::step]
         expert_ids_NA, weights_NA = expert_ids_TA[rows_N], weights_TA[rows_N]
         results_NAD = self._run_experts(x_TD, rows_N, expert_ids_NA, weights_NA, tiles)
         if self._scales_input:
