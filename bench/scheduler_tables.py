@@ -104,7 +104,7 @@ def main() -> None:
                 print(_line(run), file=sys.stderr, flush=True)
         report = {
             "command": f"python bench/scheduler_tables.py {suite}",
-            "machine": _machine(),
+            "machine": machine(),
             "versions": {"python": platform.python_version(), "numpy": np.__version__},
             "runs": runs,
         }
@@ -116,14 +116,19 @@ def _closed(running: int, requests: int) -> list[object]:
 
 
 def _run(arguments: Sequence[object]) -> dict[str, object]:
+    return run_in(ROOT, arguments)
+
+
+def run_in(tree: Path, arguments: Sequence[object]) -> dict[str, object]:
+    """One run of the code in `tree`, a checkout."""
     calibration, load = _calibration_us(), os.getloadavg()[0]
     words = [str(argument) for argument in arguments]
     command = ["-m", "radixmesh.cli", "bench", "scheduler", *words, "--json"]
     if words[0].endswith(".py"):
-        command = [str(ROOT / "bench" / words[0]), *words[1:]]
+        command = [str(tree / "bench" / words[0]), *words[1:]]
     done = subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -147,7 +152,7 @@ def _calibration_us() -> float:
     return round(float(np.median(taken)) / 1e3, 1)
 
 
-def _machine() -> str:
+def machine() -> str:
     model = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
     return f"{os.cpu_count()} x {model.partition(':')[2].strip()}"
 

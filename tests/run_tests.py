@@ -157,9 +157,10 @@ def _start(arguments: list[str], report: Path, output: object, claims: str = "")
     options = ("-m", "not full", "-p", "no:cacheprovider", "--durations=20")
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     stream = {} if output is None else {"stdout": output, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, REPORT: str(report), CLAIMS: claims}, text=True, **stream
-    )  # type: ignore[call-overload, no-any-return]
+    environment = {**os.environ, REPORT: str(report), CLAIMS: claims}
+    # Hundreds of daemons are started: without bytecode each of them compiles its own sources again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **stream)  # type: ignore[call-overload, no-any-return]
 
 
 def _options(arguments: list[str]) -> list[str]:

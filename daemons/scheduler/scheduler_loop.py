@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.progress import Progress
-from radixmesh.daemons.runtime.steps.step import StepResult
+from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
@@ -21,6 +21,7 @@ from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
+from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.sequence_times import SequenceTimes
@@ -77,6 +78,7 @@ class SchedulerLoop:
         self._last_heard_s = self._last_sent_s = self._last_load_s = self._last_export_s = self._clock()
         self._told_load: tuple[int, ...] = ()
         self._was_idle_at_send: set[int] = set()
+        self._batch_ends: deque[int] = deque()  # The last step of each batch in flight.
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
         self._patience_s = settings.step_timeout_s
@@ -189,6 +191,7 @@ class SchedulerLoop:
         self._results.clear()
         self._loss = None
         self._was_idle_at_send.clear()
+        self._batch_ends.clear()
         self._lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
         self._last_heard_s = self._last_sent_s = self._clock()
         log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(self._last_sent_s - start, 4))
@@ -258,16 +261,18 @@ class SchedulerLoop:
 
     async def _send_plans(self, claimed: ClaimedGroup) -> None:
         planner = self.planner
+        batch: list[StepPlan] = []
+        size = 1
         while planner.state is not None:
             steps = planner.state.in_flight.steps()
-            queued_us = sum(step.plan.expected_us for step in steps[1:])
-            if not self._lookahead.wants_more(len(steps), queued_us):
-                return
+            is_filling = 0 < len(batch) < size and len(steps) < self._lookahead.max_in_flight
+            if not is_filling and not self._lookahead.wants_more(len(steps), self._queued_us(steps)):
+                break
             now = self._clock()
             is_heartbeat = not steps and now - self._last_sent_s >= _HEARTBEAT_S
             plan = planner.plan(now, is_heartbeat=is_heartbeat)
             if plan is None:
-                return
+                break
             if self._step_metrics is not None:
                 self._step_metrics.planned(self._clock() - now)
             if not steps and plan.has_forward:
@@ -275,7 +280,30 @@ class SchedulerLoop:
             if not steps:
                 self._last_heard_s = now
             self._last_sent_s = now
-            await claimed.stream.send(plan)
+            if batch and not _is_decode(plan):
+                await self._send(claimed, batch)
+                batch = []
+            batch.append(plan)
+            size = self._lookahead.batch_size(plan.expected_us) if _is_decode(plan) else 1
+            if len(batch) >= size:
+                await self._send(claimed, batch)
+                batch = []
+        if batch:
+            await self._send(claimed, batch)
+
+    async def _send(self, claimed: ClaimedGroup, batch: Sequence[StepPlan]) -> None:
+        self._batch_ends.append(batch[-1].step_id)
+        await claimed.stream.send(*batch)
+
+    def _queued_us(self, steps: Sequence[PlannedStep]) -> int:
+        """Expected time of the plans behind the batch that runs: it is answered as a whole."""
+        if not steps:
+            return 0
+        ends = self._batch_ends
+        while ends and ends[0] < steps[0].plan.step_id:
+            ends.popleft()
+        running = ends[0] if ends else steps[0].plan.step_id
+        return sum(step.plan.expected_us for step in steps if step.plan.step_id > running)
 
     def _check_hang(self) -> None:
         """A step is dead after 3 x its expected time, never before step_timeout_s.
@@ -349,3 +377,8 @@ class SchedulerLoop:
             self._metrics.restarts.labels("worker").inc()
             if error is not None:
                 self._metrics.refusals.labels(error.reason_name).inc()
+
+
+def _is_decode(plan: StepPlan) -> bool:
+    """True if a step brings nobody a first token: its result may wait for that of the next."""
+    return plan.has_forward and not (plan.chunks or plan.admits or plan.barrier_ops)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from radixmesh.common.v1 import common_pb2
@@ -176,6 +177,7 @@ class WorkerCore:
             layout=self.member.layout.to_proto(),
             rendezvous=self.member.rendezvous,
             takes_alive=True,
+            takes_plan_batches=True,
         )
         if self.executor is not None:
             limits = self.executor.limits
@@ -249,14 +251,32 @@ class WorkerCore:
         None: the plan completes the broadcast of the epoch before. `fault`: met with instead of its step.
         Raises EPOCH_FENCED if somebody else claimed the worker by then: a plan of an older epoch would end the new one.
         """
-        runner = self._ready()
-        while holder is not None and (self._is_draining or self.num_in_flight >= self.config.max_plans_in_flight):
+        await self.submit_all(holder, [(plan, fault)])
+
+    async def submit_all(
+        self, holder: Holder | None, plans: Sequence[tuple[worker_pb2.StepPlan, Exception | None]]
+    ) -> None:
+        """As `submit`, of plans that follow each other, at most max_plans_in_flight: they are answered together."""
+        runner, room = self._ready(), self.config.max_plans_in_flight - len(plans)
+        while holder is not None and (self._is_draining or self.num_in_flight > room):
             await self._next_answer()
         if holder is None:
             # Never behind a step: it may wait in a collective that only the fence which follows can end.
-            self.check_complete(plan)
+            self.check_complete(plans[0][0])
         elif holder is not self.holder:
             raise self.ledger.fenced()
+        for plan, _ in plans:
+            self._received(plan)
+        self._count_in_flight()
+        assert self.executor is not None
+        ready_ns = self.executor.runner.now_ns()
+        epochs = [plan.header.epoch for plan, _ in plans]
+        self._queue.submit_all(
+            [partial(runner.launch, plan, ready_ns, fault) for plan, fault in plans],
+            lambda answers: self._answered(holder, epochs, answers),
+        )
+
+    def _received(self, plan: worker_pb2.StepPlan) -> None:
         self.num_in_flight += 1
         if self._recorder is not None:
             self._recorder.record(plan)
@@ -265,12 +285,6 @@ class WorkerCore:
             self.ledger.last_received_step = header.step_id
             self._in_flight[header.epoch, header.step_id] = plan
             self.retained.received(plan)
-        self._count_in_flight()
-        assert self.executor is not None
-        ready_ns = self.executor.runner.now_ns()
-        self._queue.submit(
-            lambda: runner.launch(plan, ready_ns, fault), lambda answer: self._answered(holder, header.epoch, answer)
-        )
 
     def check_complete(self, plan: worker_pb2.StepPlan) -> None:
         """Raises EPOCH_FENCED while the holder lives, PROTOCOL_VIOLATION or STEP_GAP unless `plan` is its next one."""
@@ -329,10 +343,18 @@ class WorkerCore:
             raise MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": state})
         return self.plan_runner
 
-    def _answered(self, holder: Holder | None, epoch: int, answer: Answer) -> None:
-        """On the event loop, in step order. The answer leaves before anything is counted."""
-        if holder is not None and answer.response is not None:
-            holder.deliver(answer.response)
+    def _answered(self, holder: Holder | None, epochs: Sequence[int], answers: Sequence[Answer]) -> None:
+        """On the event loop, in step order. Answers leave before anything is counted."""
+        if holder is not None:
+            for answer in answers:
+                if answer.response is not None:
+                    holder.deliver(answer.response)
+        for epoch, answer in zip(epochs, answers, strict=True):
+            self._count(holder, epoch, answer)
+        self._count_in_flight()
+        self._answered_one.set()
+
+    def _count(self, holder: Holder | None, epoch: int, answer: Answer) -> None:
         self._in_flight.pop((epoch, answer.step_id), None)
         self.num_in_flight -= 1
         if epoch == self.ledger.highest_epoch:
@@ -348,8 +370,6 @@ class WorkerCore:
         if answer.lost is not None and holder is not None:
             # The scheduler may not see that rank as lost: it forms the group again.
             holder.fail(MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, f"a rank is lost: {answer.lost}"))
-        self._count_in_flight()
-        self._answered_one.set()
 
     def _completed(self, epoch: int, answer: Answer) -> None:
         assert answer.result is not None

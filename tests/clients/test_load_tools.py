@@ -11,7 +11,7 @@ from support.client_environments import PythonEnvironment, run_client
 from support.http import http_address
 from support.mesh import COMPOSE, Mesh
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.full, pytest.mark.timeout(2400)]
 SCRIPTS = Path(__file__).with_name("scripts")
 MODEL = "tiny-llama"
 FOLDER = COMPOSE / "models" / MODEL

@@ -83,19 +83,24 @@ async def test_the_sdk_streams_json_mode(sdk: AsyncOpenAI) -> None:
     check_city("".join(parts))
 
 
+USER = [{"role": "user", "content": "A city?"}]
+WRONG = {"type": "json_schema", "schema": {"type": "objekt"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
             "INVALID_GRAMMAR",
-            None,
+            "response_format",
         ),
         ({"response_format": {"type": "yaml"}}, "UNSUPPORTED", "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "INVALID_ARGUMENT", "response_format"),
         ({"regex": "a", "ebnf": 'root ::= "a"'}, "INVALID_ARGUMENT", "ebnf"),
         ({"guided_choice": [""]}, "INVALID_ARGUMENT", "guided_choice"),
-        ({"guided_json": {"not": {}}}, "INVALID_GRAMMAR", None),
+        ({"guided_json": {"not": {}}}, "INVALID_GRAMMAR", "guided_json"),
+        ({"structured_outputs": {"regex": "(a"}, "stream": True}, "INVALID_GRAMMAR", "structured_outputs"),
         ({"regex": "a" * ((1 << 20) + 1)}, "INVALID_GRAMMAR", "regex"),
         ({"regex": "a", "ignore_eos": True}, "INVALID_ARGUMENT", "ignore_eos"),
     ],
@@ -106,7 +111,25 @@ async def test_what_cannot_be_followed_is_refused(
     answer = await http.post("/v1/completions", json={"model": "tiny-llama", "prompt": "Once", **fields})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["code"] == code, error
-    assert param is None or error["param"] == param, error
+    assert error["param"] == param, error
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/generate", {"text": "Once", "sampling_params": {"regex": "(a"}}, "sampling_params.regex"),
+        ("/v1/chat/completions", {"messages": USER, "guided_regex": "(a" + "b" * 200_000}, "guided_regex"),
+        ("/v1/messages", {"messages": USER, "output_config": {"format": WRONG}, "max_tokens": 5}, "output_config"),
+        ("/api/chat", {"messages": USER, "format": {"type": "objekt"}}, "format"),
+    ],
+)
+async def test_a_wrong_grammar_is_an_error_of_the_field_that_brought_it(
+    http: httpx.AsyncClient, path: str, fields: dict[str, object], param: str
+) -> None:
+    answer = await http.post(path, json={"model": "tiny-llama", **fields})
+    body = answer.json()
+    error = body["error"] if isinstance(body["error"], dict) else body
+    assert answer.status_code == 400 and (error["code"], error["param"]) == ("INVALID_GRAMMAR", param), body
 
 
 async def test_a_broken_grammar_over_grpc_is_a_typed_error(mesh: Mesh) -> None:

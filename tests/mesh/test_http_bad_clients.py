@@ -67,6 +67,7 @@ USER = [{"role": "user", "content": "hello"}]
 BARD = [{"role": "bard", "content": "x"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 STOP_IDS = "stop_token_ids"
+REGEX = "sampling_params.regex"
 ANY_JSON = {"type": "json_object"}
 BIASES = {str(i): 1 for i in range(2000)}
 
@@ -152,11 +153,11 @@ BAD: list[tuple[str, str, object, int, str, str | None]] = [
     ("neither text nor ids", NATIVE, {}, 400, "MISSING_FIELD", "text"),
     ("text and ids", NATIVE, {"text": "x", "input_ids": [1]}, 400, "MISSING_FIELD", "text"),
     ("2 params", NATIVE, {"text": "x", "sampling_params": [{}, {}]}, 400, "INVALID_ARGUMENT", "sampling_params"),
-    ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", "sampling_params"),
+    ("a regex", NATIVE, {"text": "x", "sampling_params": {"regex": "a"}}, 400, "UNSUPPORTED", REGEX),
     ("nothing to encode", "/tokenize", {}, 400, "MISSING_FIELD", "prompt"),
     ("ids outside", "/detokenize", {"tokens": [99999]}, 400, "TOKEN_OUT_OF_VOCABULARY", None),
     ("dimensions", "/v1/embeddings", {"input": "x", "dimensions": "2"}, 400, "INVALID_ARGUMENT", "dimensions"),
-    ("a task not offered", "/v1/embeddings", {"input": "x"}, 400, "UNSUPPORTED", None),
+    ("a task not offered", "/v1/embeddings", {"input": "x"}, 400, "UNSUPPORTED", "model"),
     ("unknown path", "/v1/edits", {}, 404, "UNKNOWN_PATH", None),
     ("wrong method", "/v1/models", {}, 405, "WRONG_METHOD", None),
 ]  # fmt: skip

@@ -200,7 +200,10 @@ class RequestMaker:
     async def _compile_grammar(self, request: Request) -> None:
         if request.resolved.grammar is not None:
             compiled = self._grammars.compiled(request.resolved.grammar)
-            request.grammar = await self._in_time(compiled, request.deadline)
+            try:
+                request.grammar = await self._in_time(compiled, request.deadline)
+            except MeshError as error:
+                raise _about_grammar(error) from None
 
     def _max_prompt_tokens(self, name: str) -> int:
         """The longest prompt that any scheduler of that model takes; 0 = not known."""
@@ -295,3 +298,10 @@ def _check_fingerprint(fingerprint: str, identity: ServedIdentity) -> None:
             f"tokenizer and model {identity.name!r} have different vocabularies: start both on one folder",
             {"ours": fingerprint, "theirs": identity.tokenizer_fingerprint},
         )
+
+
+def _about_grammar(error: MeshError) -> MeshError:
+    """Tokenizers name no field: the source is all that they are sent."""
+    if error.reason is not ErrorReason.ERROR_REASON_INVALID_GRAMMAR or error.metadata.get("field"):
+        return error
+    return MeshError(error.reason, error.message, {**error.metadata, "field": "grammar"})

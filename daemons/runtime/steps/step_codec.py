@@ -51,19 +51,19 @@ def encode_plan(plan: StepPlan, group_completed_step: int = 0, num_ranks: int = 
     group_completed_step: the last step of which the results of all ranks are there. num_ranks: data-parallel ranks;
     where there are several, those of `slots_per_rank` slots each, the plan's slots count through all of them.
     """
+    return encode_plans([plan], group_completed_step, num_ranks, slots_per_rank)
+
+
+def encode_plans(
+    plans: Sequence[StepPlan], group_completed_step: int = 0, num_ranks: int = 1, slots_per_rank: int = 0
+) -> bytes:
+    """As `encode_plan`, of plans that follow each other: they are launched, and answered, together."""
     message = worker_pb2.ExecuteRequest()
-    _fill_header(message.plan.header, plan)
-    if group_completed_step:
-        message.plan.header.group_completed_step = group_completed_step
-    if num_ranks == 1:
-        _fill_rank(message.plan.ranks.add(), plan)
-        return message.SerializeToString()
-    for section in sections_of(plan, num_ranks, slots_per_rank):
-        rank = message.plan.ranks.add()
-        if section is None:
-            rank.SetInParent()
-        else:
-            _fill_rank(rank, section)
+    for number, plan in enumerate(plans):
+        into = message.more_plans.add() if number else message.plan
+        _fill_plan(into, plan, num_ranks, slots_per_rank)
+        if group_completed_step:
+            into.header.group_completed_step = group_completed_step
     return message.SerializeToString()
 
 
@@ -135,6 +135,19 @@ def check_lengths(field: str, lengths: Sequence[int]) -> None:
         counted = " and ".join(str(length) for length in lengths)
         message = f"the arrays of {field} hold {counted} values: they belong together and need the same length"
         raise MeshError(common_pb2.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": field})
+
+
+def _fill_plan(message: worker_pb2.StepPlan, plan: StepPlan, num_ranks: int, slots_per_rank: int) -> None:
+    _fill_header(message.header, plan)
+    if num_ranks == 1:
+        _fill_rank(message.ranks.add(), plan)
+        return
+    for section in sections_of(plan, num_ranks, slots_per_rank):
+        rank = message.ranks.add()
+        if section is None:
+            rank.SetInParent()
+        else:
+            _fill_rank(rank, section)
 
 
 def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:

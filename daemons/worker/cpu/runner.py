@@ -68,6 +68,9 @@ class CpuRunner(ModelRunner):
         self._num_threads = num_threads
         self._drafter: Drafter | None = None
         self.takes_grammars = True
+        if self._group.size > 1:
+            # All ranks compute the same rows: none may leave one out alone.
+            self.mask_wait_s = None
 
     def verify(self, drafter: Drafter, *, max_drafts: int) -> None:
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, in one forward, and

@@ -9,17 +9,26 @@ from starlette.requests import Request
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest, collect
 from radixmesh.daemons.router.http.answers.request_group import RequestGroup
 from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.endpoints.constraints import named_by
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
 from radixmesh.router.v1 import router_pb2
 
 
 async def run_whole(
-    context: HttpContext, request: Request, requests: Sequence[router_pb2.GenerateRequest]
+    context: HttpContext,
+    request: Request,
+    requests: Sequence[router_pb2.GenerateRequest],
+    *,
+    constrained_by: str = "",
 ) -> list[CollectedRequest]:
-    """The answers in the order of requests. Raises MeshError when one fails, ClientGone when nobody waits any more."""
+    """The answers in the order of requests. Raises MeshError when one fails, ClientGone when nobody waits any more.
+
+    constrained_by: as EventStream's.
+    """
     async with ClientWatch(request.receive) as watch:
         group = RequestGroup(context.router, requests, watch.interrupt)
         try:
-            return await collect(group, len(requests))
+            with named_by(constrained_by):
+                return await collect(group, len(requests))
         finally:
             group.close()

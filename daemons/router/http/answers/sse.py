@@ -14,6 +14,7 @@ from radixmesh.daemons.router.http.answers.request_group import GroupMessage, Re
 from radixmesh.daemons.router.http.bodies.body import ClientGone
 from radixmesh.daemons.router.http.bodies.json_text import dump, split_at
 from radixmesh.daemons.router.http.context import HttpContext
+from radixmesh.daemons.router.http.endpoints.constraints import named_by
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.server.client_watch import ClientWatch
 from radixmesh.daemons.router.http.server.connection import CONNECTION_EXTENSION, ConnectionHandle
@@ -67,13 +68,17 @@ class EventStream(Response):
         requests: Sequence[router_pb2.GenerateRequest],
         writer: EventWriter,
         headers: Mapping[str, str],
+        *,
+        constrained_by: str = "",
     ) -> None:
+        """constrained_by: the field that brought the requests' grammar, empty if the path alone tells its name."""
         quick = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers={**headers, **quick}, media_type=writer.media_type)
         del self.headers["content-length"]
         self._context = context
         self._requests = requests
         self._writer = writer
+        self._constrained_by = constrained_by
         self._is_started = False
         self._path = ""
 
@@ -111,7 +116,8 @@ class EventStream(Response):
 
     async def _first_news(self, group: RequestGroup) -> GroupMessage | None:
         """The first message that is no resolved request, None if that takes long."""
-        first = await group.next()
+        with named_by(self._constrained_by):
+            first = await group.next()
         assert first is not None and first[1].resolved is not None, "a stream begins with its resolved request"
         await self._writer.prepare(first[1].resolved)
         self._writer.write(*first)

@@ -48,8 +48,8 @@ class ChatEndpoint:
         headers = {**body.ignored_headers(), "x-request-id": request_id}
         if body.stream:
             writer = ChatEvents(self._context, request_id, body, plan)
-            return EventStream(self._context, [generate], writer, headers)
-        (answer,) = await run_whole(self._context, request, [generate])
+            return EventStream(self._context, [generate], writer, headers, constrained_by=body.constrained_by)
+        (answer,) = await run_whole(self._context, request, [generate], constrained_by=body.constrained_by)
         table = await self._context.tables.of(answer.resolved.model_identity) if body.logprobs else None
         whole = {
             **_head(request_id, "chat.completion", answer.resolved.model),

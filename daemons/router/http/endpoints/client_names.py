@@ -119,6 +119,8 @@ _INPUTS: Mapping[str, str] = {
     "/tokenize": "prompt",
     "/detokenize": "tokens",
 }
+# The path is the task: what another model would do is the model's to be named.
+_TASKS: Mapping[str, str] = {"task embed": "embeddings", "task score": "scores"}
 _ABOUT_INPUT = frozenset(("PROMPT_TOO_LONG", "EMPTY_PROMPT", "INVALID_CHAT"))
 
 
@@ -132,6 +134,9 @@ def as_sent(error: MeshError, path: str) -> MeshError:
     if "field" not in error.metadata and error.reason_name in _ABOUT_INPUT and path in _INPUTS:
         metadata = {**error.metadata, "field": _INPUTS[path]}
         return MeshError(error.reason, error.message, metadata)
+    if made := _TASKS.get(error.metadata.get("feature", "")):
+        message = f"the model makes no {made}: name one that does (docs/models.md)"
+        return type(error)(error.reason, message, {**error.metadata, "field": "model"})
     return renamed(error, names_of(path))
 
 
@@ -142,7 +147,9 @@ def renamed(error: MeshError, names: Mapping[str, str]) -> MeshError:
     name = names.get(inner, inner)
     if not inner or (name == inner and error.metadata.get("field") == inner):
         return error
-    message = error.message if name == inner else error.message.replace(inner, name, 1)
+    # "grammar" is a word of messages, too.
+    is_word = inner in ("grammar", name)
+    message = error.message if is_word else error.message.replace(inner, name, 1)
     metadata = {**error.metadata, "field": name}
     if "feature" in metadata:
         metadata["feature"] = name

@@ -43,8 +43,8 @@ class CompletionEndpoint:
         echoes = await self._echoes(requests) if body.echo else [""] * len(requests)
         if body.stream:
             writer = CompletionEvents(self._context, request_id, body, echoes)
-            return EventStream(self._context, requests, writer, headers)
-        answers = await run_whole(self._context, request, requests)
+            return EventStream(self._context, requests, writer, headers, constrained_by=body.constrained_by)
+        answers = await run_whole(self._context, request, requests, constrained_by=body.constrained_by)
         if body.is_prompt_only:
             answers = [_without_output(answer) for answer in answers]
         wants_table = body.logprobs is not None

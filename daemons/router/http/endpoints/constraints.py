@@ -5,7 +5,8 @@ Schemas may be objects or JSON texts. A choice is an EBNF alternation, which nee
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
@@ -152,3 +153,20 @@ def with_field(error: MeshError, field: str) -> MeshError:
     if error.metadata.get("field") not in (None, "grammar"):
         return error
     return MeshError(error.reason, error.message, {**error.metadata, "field": field})
+
+
+def constraining_field(body: object) -> str:
+    """The field of a body that brings its grammar, empty where none does. Not read: a wrong one counts too."""
+    sent = ((name, getattr(body, name, None)) for name in reversed(NAMES))
+    return next((name for name, raw in sent if raw is not None and bytes(memoryview(raw)[:6]) not in _NOTHING), "")
+
+
+@contextmanager
+def named_by(field: str) -> Iterator[None]:
+    """Errors of the router's `grammar` tell the field that brought it; empty: the path alone tells its name."""
+    try:
+        yield
+    except MeshError as error:
+        if field and error.metadata.get("field", error.metadata.get("feature")) == "grammar":
+            raise with_field(error, field) from None
+        raise

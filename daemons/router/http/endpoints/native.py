@@ -42,8 +42,9 @@ class NativeEndpoint:
         name_requests(requests, request_id)
         headers = {**body.ignored_headers(), "x-request-id": request_id}
         if body.stream:
-            return EventStream(self._context, requests, NativeEvents(self._context, body, requests), headers)
-        answers = await run_whole(self._context, request, requests)
+            writer = NativeEvents(self._context, body, requests)
+            return EventStream(self._context, requests, writer, headers, constrained_by=body.constrained_by)
+        answers = await run_whole(self._context, request, requests, constrained_by=body.constrained_by)
         table = await _table_of(self._context, body, answers[0].resolved)
         entries = [_entry(body, answer, output, table, started) for answer in answers for output in answer.outputs]
         is_list = body.is_batch or len(entries) > 1

@@ -10,6 +10,7 @@ from radixmesh.daemons.router.http.bodies.body import Body, Contexts, read_objec
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, check_values, invalid, list_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.endpoints.client_names import NATIVE_SAMPLING, names_of
+from radixmesh.daemons.router.http.endpoints.constraints import constraining_field
 from radixmesh.daemons.router.http.endpoints.options import (
     GenerationOptions,
     Int32,
@@ -62,10 +63,11 @@ class NativeSampling(TokenOptions):
 class NativeRequest(Body):
     """One prompt or a batch; sampling_params of a batch are one for all, or one each.
 
-    incremental: events carry what is new, in place of all there is.
+    incremental: events carry what is new, in place of all there is. constrained_by: the field that brings the grammar,
+    of several the first's.
     """
 
-    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"params"}
+    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"params", "constrained_by"}
     BULK: ClassVar[frozenset[str]] = frozenset(("params",))
 
     text: MaybeRaw = None
@@ -86,6 +88,7 @@ class NativeRequest(Body):
     prompt_cache_key: Name | None = None
     incremental: bool | None = None
     params: tuple[NativeSampling, ...] = ()
+    constrained_by: str = ""
 
     def settled(self) -> Self:
         params, is_list = _params_of(self.sampling_params)
@@ -95,7 +98,9 @@ class NativeRequest(Body):
             )
             raise invalid(_FIELD, message)
         unread = dict.fromkeys(name for sampling in params for name in sampling.ignored)
-        return replace(self, params=params, is_batch=self.prompts().is_list, ignored=(*self.ignored, *unread))
+        by = next((f"{_FIELD}.{name}" for name in map(constraining_field, params) if name), "")
+        ignored = (*self.ignored, *unread)
+        return replace(self, params=params, is_batch=self.prompts().is_list, ignored=ignored, constrained_by=by)
 
     @property
     def prompt_logprobs_from(self) -> int | None:

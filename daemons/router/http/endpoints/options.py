@@ -16,7 +16,7 @@ from radixmesh.daemons.router.http.bodies.body import Body, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, check_entries, decode, invalid, list_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.endpoints.client_names import renamed
-from radixmesh.daemons.router.http.endpoints.constraints import NAMES, grammar_of, with_field
+from radixmesh.daemons.router.http.endpoints.constraints import NAMES, constraining_field, grammar_of, with_field
 from radixmesh.daemons.runtime.arrays import pack_floats, pack_ints
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 from radixmesh.daemons.runtime.guided.source import grammar_source
@@ -80,9 +80,10 @@ class TokenOptions(Body):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions(TokenOptions):
-    """Every field may be null or absent: then the default of router.proto holds. includes_usage: of stream_options."""
+    """Every field may be null or absent: then the default of router.proto holds. includes_usage: of stream_options.
+    constrained_by: the field that brings the grammar, empty where none does."""
 
-    OWN_FIELDS: ClassVar[frozenset[str]] = TokenOptions.OWN_FIELDS | {"includes_usage"}
+    OWN_FIELDS: ClassVar[frozenset[str]] = TokenOptions.OWN_FIELDS | {"includes_usage", "constrained_by"}
 
     model: Name | None = None
     stream: bool | None = None
@@ -108,12 +109,15 @@ class GenerationOptions(TokenOptions):
     # OpenAI's name for what requests with one beginning have in common: the session that routers go by.
     prompt_cache_key: Name | None = None
     includes_usage: bool = False
+    constrained_by: str = ""
 
     def settled(self) -> Self:
+        by = constraining_field(self)
         if self.stream_options is None:
-            return self
+            return replace(self, constrained_by=by) if by else self
         options = read_object(self.stream_options, StreamOptions, "stream_options")
-        return replace(self, includes_usage=bool(options.include_usage), ignored=(*self.ignored, *options.ignored))
+        ignored = (*self.ignored, *options.ignored)
+        return replace(self, includes_usage=bool(options.include_usage), ignored=ignored, constrained_by=by)
 
     @property
     def num_outputs(self) -> int:
