@@ -8,6 +8,11 @@ from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.worker.v1 import worker_pb2
 
 DISPATCH_MODES = {mode.value: mode for mode in DispatchMode}
+DISPATCH_TO_PROTO = {
+    DispatchMode.UNSPECIFIED: worker_pb2.EXPERT_DISPATCH_UNSPECIFIED,
+    DispatchMode.NORMAL: worker_pb2.EXPERT_DISPATCH_NORMAL,
+    DispatchMode.LOW_LATENCY: worker_pb2.EXPERT_DISPATCH_LOW_LATENCY,
+}
 
 
 def check_shape(header: worker_pb2.PlanHeader, *, has_chunks: bool) -> None:

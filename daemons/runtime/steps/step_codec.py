@@ -15,12 +15,11 @@ from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
-from radixmesh.daemons.runtime.steps.forward_shape import DISPATCH_MODES, check_shape, missing_field
+from radixmesh.daemons.runtime.steps.forward_shape import DISPATCH_MODES, DISPATCH_TO_PROTO, check_shape, missing_field
 from radixmesh.daemons.runtime.steps.sections import sections_of
 from radixmesh.daemons.runtime.steps.step import (
     Admit,
     Chunk,
-    DispatchMode,
     Draft,
     Grant,
     Grants,
@@ -36,11 +35,6 @@ TASK_TO_PROTO = {
     Task.GENERATE: common_pb2.TASK_GENERATE,
     Task.EMBED: common_pb2.TASK_EMBED,
     Task.SCORE: common_pb2.TASK_SCORE,
-}
-_DISPATCH_TO_PROTO = {
-    DispatchMode.UNSPECIFIED: worker_pb2.EXPERT_DISPATCH_UNSPECIFIED,
-    DispatchMode.NORMAL: worker_pb2.EXPERT_DISPATCH_NORMAL,
-    DispatchMode.LOW_LATENCY: worker_pb2.EXPERT_DISPATCH_LOW_LATENCY,
 }
 _UINT32_FIELDS = ("cached_len", "max_total_len", "min_tokens", "logprobs_start")
 
@@ -162,7 +156,7 @@ def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
         header.shape.max_tokens_per_rank = plan.max_tokens_per_rank
         header.shape.idle_ranks = pack_ints(plan.idle_ranks)
-        header.shape.dispatch = _DISPATCH_TO_PROTO[plan.dispatch]
+        header.shape.dispatch = DISPATCH_TO_PROTO[plan.dispatch]
         if plan.drafts:
             header.shape.max_draft_tokens = max(len(draft.ids) for draft in plan.drafts)
 
