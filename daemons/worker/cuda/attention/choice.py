@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
+WITHOUT_LATENTS = frozenset({"flashinfer"})
+"""Attention backends without kernels for latent attention (MLA)."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -44,12 +46,7 @@ class AttentionChoice:
 
     def of_latents(self, rank: int) -> AttentionChoice:
         """The same for a model whose cached tokens are latents. Raises MeshError UNSUPPORTED."""
-        if self.name == "flashinfer":
-            raise MeshError(
-                ErrorReason.ERROR_REASON_UNSUPPORTED,
-                "FlashInfer's latent attention is not wired in: choose the triton attention backend",
-                {"field": "attention_backend"},
-            )
+        assert self.name not in WITHOUT_LATENTS, self.name
         if self.kv_dtype == KV_FP8:
             raise latents_in_fp8()
         return replace(self, latent_rank=rank)
