@@ -2,8 +2,9 @@
 
 python bench/router_decision.py [--prompt 4096] [--tokens 1000000,10000000]
 
-A decision: keys of the prompt, longest match at every replica, choice; noting what was sent is beside it. Memory: by
-tracemalloc, of one replica's view that holds prompts of 2,048 tokens which share their first halves in groups of 16.
+A decision: the schedulers that may take the output, keys of the prompt, longest match at each of them, choice; noting
+what was sent is beside it. Memory: by tracemalloc, of one replica's view that holds prompts of 2,048 tokens which share
+their first halves in groups of 16.
 """
 
 from __future__ import annotations
@@ -14,13 +15,20 @@ import statistics
 import time
 import tracemalloc
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 
+from radixmesh.daemons.router.peers.link_health import LinkHealth
+from radixmesh.daemons.router.peers.link_table import LinkTable
+from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
 from radixmesh.daemons.router.placement.placement import PlacedRequest, Placement
 from radixmesh.daemons.router.placement.policies import make_policy
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
+from radixmesh.daemons.router.requests.journal import Output
+from radixmesh.daemons.router.served_identity import ServedIdentity
 
 _PROMPT = 2048
 _GROUP = 16
@@ -57,10 +65,16 @@ def _decisions(num_replicas: int, num_tokens: int, count: int) -> dict[str, floa
             placement.apply(row, CacheChange(revision=node + 1, inserts=[insert]))
     taken: list[float] = []
     sent: list[float] = []
+    table, output = LinkTable(placement.replicas), _output(num_tokens)
+    for row in rows:
+        table.add(row, _link(placement.replicas.addresses[row]))
+    able: list[float] = []
     for number in range(count):
         request = PlacedRequest(prompt_ids=prompts[number % 64])
         started = time.perf_counter()
-        decision = placement.choose(request, rows)
+        takers = table.able(output)
+        able.append(time.perf_counter() - started)
+        decision = placement.choose(request, takers)
         chosen = time.perf_counter()
         placement.take_sent(decision, number + 1)
         taken.append(chosen - started)
@@ -72,8 +86,32 @@ def _decisions(num_replicas: int, num_tokens: int, count: int) -> dict[str, floa
     return {
         "median": round(statistics.median(ordered) * 1e6, 1),
         "p99": round(ordered[int(0.99 * len(ordered))] * 1e6, 1),
+        "of_that_finding_those_able": round(statistics.median(able) * 1e6, 1),
         "noting_what_was_sent": round(statistics.median(sent) * 1e6, 1),
     }
+
+
+_IDENTITY = ServedIdentity(name="model", model_fingerprint="f", vocab_size=128_000, max_total_len=131_072)
+
+
+class _Link(SimpleNamespace):
+    """The part of a scheduler's link that the table reads."""
+
+    __hash__ = object.__hash__
+
+
+def _link(address: str) -> SchedulerLink:
+    link = _Link(
+        address=address, identity=_IDENTITY, adapters=(), health=LinkHealth(), is_connected=True, takes_submits=True,
+        is_group_serving=True, max_request_len=131_072, max_total_len=131_072, serves=lambda model, identity: True,
+    )  # fmt: skip
+    return cast("SchedulerLink", link)
+
+
+def _output(num_tokens: int) -> Output:
+    resolved = SimpleNamespace(model="model", model_identity=_IDENTITY)
+    request = SimpleNamespace(resolved=resolved, max_total_len=num_tokens + 128)
+    return cast("Output", SimpleNamespace(request=request, backoff_until={}))
 
 
 def _view(num_tokens: int) -> dict[str, float]:

@@ -1,10 +1,12 @@
 """Placement policies beside each other, in virtual time. Prints JSON; needs no GPU and no processes.
 
 python bench/router_policies.py [--replicas 4,16,64] [--policies cache_aware,round_robin] [--workloads groups,chats]
+python bench/router_policies.py --plot policies.svg --of bench/results/router_policies.json
 
 The router's own placement (daemons/router/placement) over replicas that are a cost model: a step takes 35 ms, 0.25 ms
-a decode row and 0.2 ms an uncached token; KV for about a third of the prefixes. Views of caches are reported after
-every step, loads once a second. Clients are closed loops. `best_hit_rate` is that of one cache without end.
+a decode row and 0.2 ms an uncached token; chunks of 512 tokens, prefixes that are being computed are waited for, as a
+scheduler does it; KV for about a third of the prefixes. Views of caches are reported after every step, loads once a
+second. Clients are closed loops. `best_hit_rate` is that of one cache without end.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import heapq
 import json
 import statistics
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
+from routing.plots import Results, plot
 from routing.replica_model import BlockCache, Job, ReplicaModel, StepCost
 from routing.workloads import WORKLOADS, Conversation
 
@@ -31,23 +35,33 @@ def main() -> None:
     parser.add_argument("--replicas", default="4", help="numbers of replicas, comma-separated")
     parser.add_argument("--policies", default=",".join(sorted(POLICIES)))
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--seed", type=int, default=1, help="of the workloads")
+    parser.add_argument("--plot", type=Path, help="draw the figures into this file (.svg, .png); needs matplotlib")
+    parser.add_argument("--of", type=Path, help="JSON of an earlier run to draw, instead of a run")
     options = parser.parse_args()
-    result = {
+    result: Results = json.loads(options.of.read_text()) if options.of else _measure(options)
+    if options.plot:
+        plot(result, options.plot)
+    if not options.of:
+        print(json.dumps(result, indent=1))
+
+
+def _measure(options: argparse.Namespace) -> dict[str, dict[str, dict[str, float]]]:
+    return {
         f"{workload}/{count}": {
-            policy: Run(policy, workload, int(count)).result() for policy in options.policies.split(",")
+            policy: Run(policy, workload, int(count), options.seed).result() for policy in options.policies.split(",")
         }
         for workload in options.workloads.split(",")
         for count in options.replicas.split(",")
     }
-    print(json.dumps(result, indent=1))
 
 
 class Run:
     """One policy on one workload. Events are (time, number, kind, replica)."""
 
-    def __init__(self, policy: str, workload: str, num_replicas: int) -> None:
+    def __init__(self, policy: str, workload: str, num_replicas: int, seed: int = 1) -> None:
         self._now = 0.0
-        random = np.random.default_rng(1)
+        random = np.random.default_rng(seed)
         conversations, concurrency, kv_tokens = WORKLOADS[workload](random, num_replicas)
         self._placement = Placement(make_policy(policy), now=lambda: self._now, seed=0)
         self._replicas = [ReplicaModel(StepCost(), BlockCache(kv_tokens)) for _ in range(num_replicas)]

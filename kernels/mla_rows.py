@@ -33,13 +33,46 @@ class LatentNorm(NamedTuple):
 
 
 @triton.jit
+def _write_latent(
+    kv_at, norm_ptr, to, cos, sin, first, second, pair, pair_mask, eps, R: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """A row's normed latent and its RoPE key, to its place in the pool."""
+    c = tl.arange(0, BLOCK_R)
+    latent = tl.load(kv_at + c, mask=c < R, other=0.0)
+    w = tl.load(norm_ptr + c, mask=c < R, other=0.0).to(tl.float32)
+    x = latent.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / R + eps)
+    # Rounded before the weight is applied, as checkpoints were trained.
+    normed = ((x * scale).to(latent.dtype).to(tl.float32) * w).to(latent.dtype)
+    tl.store(to + c, normed.to(to.dtype.element_ty), mask=c < R)
+    a = tl.load(kv_at + R + first, mask=pair_mask, other=0.0).to(tl.float32)
+    b = tl.load(kv_at + R + second, mask=pair_mask, other=0.0).to(tl.float32)
+    tl.store(to + R + pair, (a * cos - b * sin).to(latent.dtype).to(to.dtype.element_ty), mask=pair_mask)
+    tl.store(to + R + HALF + pair, (b * cos + a * sin).to(latent.dtype).to(to.dtype.element_ty), mask=pair_mask)
+
+
+@triton.jit
+def _rope_queries(
+    q_at, out_at, cos, sin, first, second, pair, mask, HALF: tl.constexpr
+):  # fmt: skip
+    """RoPE of some heads' queries; q_at, out_at: where their RoPE parts begin, [heads, 1]."""
+    a = tl.load(q_at + first[None, :], mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(q_at + second[None, :], mask=mask, other=0.0).to(tl.float32)
+    to = out_at + pair[None, :]
+    tl.store(to, (a * cos[None, :] - b * sin[None, :]).to(out_at.dtype.element_ty), mask=mask)
+    tl.store(to + HALF, (b * cos[None, :] + a * sin[None, :]).to(out_at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _mla_rows_kernel(
     q_ptr, kv_ptr, norm_ptr, cos_ptr, sin_ptr, positions_ptr, slots_ptr, tables_ptr, out_ptr, latents_ptr, q_stride,
     kv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr, H: tl.constexpr, NOPE: tl.constexpr, ROPE: tl.constexpr,
     R: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_HALF: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    # Programs of a row: its latent and RoPE key, then blocks of query heads.
+    # Programs of a row: its latent and RoPE key, then blocks of query heads. Each is a function of its own: the
+    # compiler takes a name that both branches set for one variable, of one shape.
     HALF: tl.constexpr = ROPE // 2
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -57,31 +90,15 @@ def _mla_rows_kernel(
     if part == 0:
         page = tl.load(tables_ptr + slot * table_stride + position // PAGE_SIZE).to(tl.int64)
         to = latents_ptr + (page * PAGE_SIZE + position % PAGE_SIZE) * (R + ROPE)
-        c = tl.arange(0, BLOCK_R)
-        latent = tl.load(kv_ptr + row * kv_stride + c, mask=c < R, other=0.0)
-        w = tl.load(norm_ptr + c, mask=c < R, other=0.0).to(tl.float32)
-        x = latent.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, axis=0) / R + eps)
-        # Rounded before the weight is applied, as checkpoints were trained.
-        normed = ((x * scale).to(latent.dtype).to(tl.float32) * w).to(latent.dtype)
-        tl.store(to + c, normed.to(latents_ptr.dtype.element_ty), mask=c < R)
-        a = tl.load(kv_ptr + row * kv_stride + R + first, mask=pair_mask, other=0.0)
-        b = tl.load(kv_ptr + row * kv_stride + R + second, mask=pair_mask, other=0.0)
-        dtype: tl.constexpr = a.dtype
-        a, b = a.to(tl.float32), b.to(tl.float32)
-        rotated_a, rotated_b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
-        tl.store(to + R + pair, rotated_a.to(latents_ptr.dtype.element_ty), mask=pair_mask)
-        tl.store(to + R + HALF + pair, rotated_b.to(latents_ptr.dtype.element_ty), mask=pair_mask)
+        _write_latent(
+            kv_ptr + row * kv_stride, norm_ptr, to, cos, sin, first, second, pair, pair_mask, eps, R, HALF, BLOCK_R
+        )
     else:
         head = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
         mask = (head < H)[:, None] & pair_mask[None, :]
         q_at = q_ptr + row * q_stride + head[:, None] * (NOPE + ROPE) + NOPE
-        a = tl.load(q_at + first[None, :], mask=mask, other=0.0)
-        b = tl.load(q_at + second[None, :], mask=mask, other=0.0)
-        x, y = a.to(tl.float32), b.to(tl.float32)
-        out_at = out_ptr + (row * H + head[:, None]) * (R + ROPE) + R + pair[None, :]
-        tl.store(out_at, (x * cos[None, :] - y * sin[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
-        tl.store(out_at + HALF, (y * cos[None, :] + x * sin[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+        out_at = out_ptr + (row * H + head[:, None]) * (R + ROPE) + R
+        _rope_queries(q_at, out_at, cos, sin, first, second, pair, mask, HALF)
 
 
 def mla_rows(

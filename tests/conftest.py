@@ -1,5 +1,6 @@
 """GPU tests are skipped with a reason, property tests have no deadline of their own; hooks for run_tests.py."""
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -26,6 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in gpu_items:
         item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and thousands of tests stay to the end: not counted again by each collection, a tenth of the CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 _CLAIMED = pytest.StashKey[dict[Path, bool]]()

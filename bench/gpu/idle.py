@@ -22,10 +22,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
-from gpu.shapes import write_shape
+from gpu.shapes import sampling_temperature, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
 
+from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
@@ -52,30 +53,41 @@ async def measure(args: argparse.Namespace) -> list[dict[str, object]]:
                 flags = {"workers": processes.address("worker"), "pipeline_depth": depth, "chunk_tokens": 8192}
                 await processes.start(name, "scheduler", flags)
                 for num_rows in args.rows:
-                    rows.append({"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows)})
+                    rows.append(
+                        {"depth": depth, "rows": num_rows, **await _idle(processes, name, num_rows, args.shape)}
+                    )
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
                 await processes.stop(name)
     return rows
 
 
-async def _idle(processes: Processes, scheduler: str, num_rows: int) -> dict[str, object]:
+async def _idle(processes: Processes, scheduler: str, num_rows: int, shape: str) -> dict[str, object]:
     rng = np.random.default_rng(num_rows)
     prompts = [rng.integers(10, 30_000, 128).astype(np.int32) for _ in range(num_rows)]
-    async with (
-        open_channel(processes.address("worker")) as channel,
-        BulkStream(processes.address(scheduler), f"idle-{num_rows}", f"{scheduler}-{num_rows}") as stream,
-    ):
+    stream = BulkStream(
+        processes.address(scheduler),
+        f"idle-{num_rows}",
+        f"{scheduler}-{num_rows}",
+        temperature=sampling_temperature(shape),
+    )
+    async with stream:
+        found = await idle_of_trace(processes.address("worker"), stream, prompts, _STEPS)
+        return {**found, "depth_reported": (await stream.state()).depth}
+
+
+async def idle_of_trace(worker: str, stream: BulkStream, prompts: list[IntArray], num_steps: int) -> dict[str, object]:
+    """Submits prompts and traces some of their decode steps; returns when all have ended, so that whatever is measured
+    next shares the device with none of these."""
+    num_rows, before, finished = len(prompts), stream.num_tokens, stream.num_finished
+    async with open_channel(worker) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         await stream.submit(prompts, _TOKENS)
-        await stream.until(num_tokens=60 * num_rows)
-        start = worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START, num_steps=_STEPS)
-        await stub.Profile(start)
-        await stream.until(num_tokens=stream.num_tokens + 3 * _STEPS * num_rows)
+        await stream.until(num_tokens=before + 60 * num_rows)
+        await stub.Profile(worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_START, num_steps=num_steps))
+        await stream.until(num_tokens=stream.num_tokens + 3 * num_steps * num_rows)
         answer = await stub.Profile(worker_pb2.ProfileRequest(action=worker_pb2.PROFILE_ACTION_STOP))
-        state = await stream.state()
-        # The next measurement shares the device with none of these.
-        await stream.until(num_finished=num_rows)
-    return {**_read(Path(answer.path)), "depth_reported": state.depth}
+        await stream.until(num_finished=finished + num_rows)
+    return _read(Path(answer.path))
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -21,13 +21,14 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import triton
-from gpu.shapes import workload_roofline_s, write_shape
+from gpu.shapes import sampling_temperature, workload_roofline_s, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes, cpu_s
 
@@ -38,7 +39,7 @@ _START_EVENTS = ("weights_loaded", "gemm_tuned", "gemm_pdl_tuned", "memory_sized
 
 
 async def measure(args: argparse.Namespace) -> dict[str, object]:
-    metrics = f"127.0.0.1:{_free_port()}"
+    metrics = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder), "unix", start_s=_START_S) as processes:
             started = time.monotonic()
@@ -66,8 +67,12 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
         "shape": args.shape,
         "start_s": round(started, 2),
-        "start_log": [_short(line) for line in log.splitlines() if any(event in line for event in _START_EVENTS)],
-        "late_compiles": [_short(line) for line in after.splitlines() if "kernel_compiled_late" in line],
+        "start_log": [
+            short_line(json.loads(line)) for line in log.splitlines() if any(event in line for event in _START_EVENTS)
+        ],
+        "late_compiles": [
+            short_line(json.loads(line)) for line in after.splitlines() if "kernel_compiled_late" in line
+        ],
         "workloads": results,
     }
 
@@ -76,15 +81,16 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
     turns = make_workload(name, num_requests=args.num_requests)
     prompts, lengths = [turn.new_ids for turn in turns], [turn.out_len for turn in turns]
     # Another salt every run: nothing may be found in the cache that the run before left there.
-    async with BulkStream(processes.address("scheduler"), f"{name}-{run}", f"{name}-{run}") as stream:
+    label, temperature = f"{name}-{run}", sampling_temperature(args.shape)
+    async with BulkStream(processes.address("scheduler"), label, label, temperature=temperature) as stream:
         await asyncio.sleep(0.5)
         cpu = {n: cpu_s(processes.pid(n)) for n in ("worker", "scheduler")}
-        busy, steps = await _device(metrics)
+        busy, steps = await device_steps(metrics)
         start = time.monotonic()
         await stream.submit(prompts, lengths)
         await stream.until(num_finished=len(turns), timeout_s=args.timeout_s)
         wall = stream.last_token_at - start
-        after_busy, after_steps = await _device(metrics)
+        after_busy, after_steps = await device_steps(metrics)
         tokens = sum(lengths)
         assert stream.num_tokens == tokens, (stream.num_tokens, tokens)
     return {
@@ -125,7 +131,7 @@ def _flags(texts: list[str]) -> dict[str, object]:
     return dict(text.split("=", 1) for text in texts)
 
 
-async def _device(metrics: str) -> tuple[float, float]:
+async def device_steps(metrics: str) -> tuple[float, float]:
     """(device seconds of all steps, steps) so far."""
     text = await asyncio.to_thread(_get, f"http://{metrics}/metrics")
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("radixmesh_step_seconds_"))
@@ -137,13 +143,12 @@ def _get(url: str) -> str:
         return str(answer.read().decode())
 
 
-def _short(line: str) -> dict[str, object]:
+def short_line(fields: Mapping[str, object]) -> dict[str, object]:
     """A line of the log without where it comes from."""
-    fields = json.loads(line)
     return {key: value for key, value in fields.items() if key not in ("ts", "level", "daemon", "instance", "logger")}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +39,17 @@ _LLAMA = {
 }
 
 SHAPES: dict[str, dict[str, object]] = {
+    "llama-3.2-1b": {
+        **_LLAMA,
+        "head_dim": 64,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+        "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0},
+    },
     "llama-3.2-3b": {
         **_LLAMA,
         "hidden_size": 3072,
@@ -78,7 +90,89 @@ SHAPES: dict[str, dict[str, object]] = {
         "eos_token_id": 151645,
         "attention_bias": False,
     },
+    "deepseek-v2-lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "vocab_size": 102400,
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "scoring_func": "softmax",
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 100000,
+        "eos_token_id": 100001,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
 }
+
+
+class Weights(NamedTuple):
+    """Numbers of weights that steps read: of the layers without routed experts, of the output projection, and of one
+    routed expert, of which each of `num_routed_layers` has `num_experts` and a row picks `num_picks`."""
+
+    layers: int
+    head: int
+    expert: int
+    num_experts: int
+    num_picks: int
+    num_routed_layers: int
+
+    def experts_hit(self, rows: int) -> float:
+        """Of a layer, on average, by rows that pick at random."""
+        return self.num_experts * (1.0 - (1.0 - self.num_picks / max(1, self.num_experts)) ** rows)
+
+    @property
+    def layers_of_a_row(self) -> int:
+        """Of the layers, with the experts that a row picks."""
+        return self.layers + self.num_routed_layers * self.num_picks * self.expert
 
 
 def write_shape(name: str, folder: Path) -> Path:
@@ -89,16 +183,25 @@ def write_shape(name: str, folder: Path) -> Path:
     return path
 
 
-def weight_bytes(name: str, quantization: str = "none") -> int:
-    """Bytes that a decode step reads of the weights: projections, FP8 where quantised, and the output projection."""
-    layers, head = _num_weights(name)
-    return (2 if quantization == "none" else 1) * layers + 2 * head
+def weight_bytes(name: str, rows: int, quantization: str = "none") -> float:
+    """Bytes that a step reads of the weights: projections, FP8 where quantised, the experts that so many rows hit, and
+    the output projection."""
+    of = weights(name)
+    layers = of.layers + of.num_routed_layers * of.experts_hit(rows) * of.expert
+    return (2 if quantization == "none" else 1) * layers + 2 * of.head
 
 
 def kv_bytes_per_token(name: str) -> int:
-    """bf16 bytes of keys and values of one token, all layers."""
-    s = {key: value for key, value in SHAPES[name].items() if isinstance(value, int)}
+    """bf16 bytes of keys and values, or of latents, of one token, all layers."""
+    s = _sizes(name)
+    if "kv_lora_rank" in s:
+        return 2 * s["num_hidden_layers"] * (s["kv_lora_rank"] + s["qk_rope_head_dim"])
     return 4 * s["num_hidden_layers"] * s["num_key_value_heads"] * s["head_dim"]
+
+
+def sampling_temperature(name: str) -> float:
+    """Of measured requests. Greedy decoding of random weights repeats few tokens, which hit few experts."""
+    return 1.0 if weights(name).num_experts else 0.0
 
 
 def roofline_s(name: str, *, rows: int, context: int, quantization: str = "none") -> float:
@@ -130,21 +233,44 @@ def workload_roofline_s(
 
 
 def _gemm_s(name: str, rows: int, quantization: str) -> float:
-    return max(weight_bytes(name, quantization) / _BYTES_S, _gemm_s_a_row(name, quantization) * rows)
+    return max(weight_bytes(name, rows, quantization) / _BYTES_S, _gemm_s_a_row(name, quantization) * rows)
 
 
 def _gemm_s_a_row(name: str, quantization: str) -> float:
     """2 FLOP a weight."""
-    layers, head = _num_weights(name)
-    return 2 * layers / (_FLOPS if quantization == "none" else _FP8_FLOPS) + 2 * head / _FLOPS
+    of = weights(name)
+    return 2 * of.layers_of_a_row / (_FLOPS if quantization == "none" else _FP8_FLOPS) + 2 * of.head / _FLOPS
 
 
-def _num_weights(name: str) -> tuple[int, int]:
-    """Of the layers' projections, and of the output projection."""
-    s = {key: value for key, value in SHAPES[name].items() if isinstance(value, int)}
-    qkv = (s["num_attention_heads"] + 2 * s["num_key_value_heads"]) * s["head_dim"]
-    layer = s["hidden_size"] * (qkv + s["num_attention_heads"] * s["head_dim"] + 3 * s["intermediate_size"])
-    return s["num_hidden_layers"] * layer, s["vocab_size"] * s["hidden_size"]
+def weights(name: str) -> Weights:
+    """Projections alone: norms and biases are small."""
+    s = _sizes(name)
+    hidden, num_layers, num_heads = s["hidden_size"], s["num_hidden_layers"], s["num_attention_heads"]
+    if "kv_lora_rank" in s:
+        rank, nope, rope, value = (
+            s[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )
+        attention = hidden * (num_heads * (nope + rope + value) + rank + rope) + num_heads * rank * (nope + value)
+    else:
+        attention = hidden * 2 * (num_heads + s["num_key_value_heads"]) * s["head_dim"]
+    num_experts = s.get("n_routed_experts", s.get("num_experts", 0))
+    num_dense = s.get("first_k_dense_replace", 0) if num_experts else num_layers
+    expert = 3 * hidden * s.get("moe_intermediate_size", 0)
+    beside_experts = num_experts * hidden + s.get("n_shared_experts", 0) * expert
+    layers = num_layers * attention + num_dense * 3 * hidden * s["intermediate_size"]
+    layers += (num_layers - num_dense) * beside_experts
+    return Weights(
+        layers=layers,
+        head=s["vocab_size"] * hidden,
+        expert=expert,
+        num_experts=num_experts,
+        num_picks=s.get("num_experts_per_tok", 0),
+        num_routed_layers=num_layers - num_dense,
+    )
+
+
+def _sizes(name: str) -> dict[str, int]:
+    return {key: value for key, value in SHAPES[name].items() if isinstance(value, int)}
 
 
 def _shared_len(prompts: Sequence[IntArray]) -> int:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gpu.shapes import workload_roofline_s, write_shape
+from gpu.shapes import sampling_temperature, workload_roofline_s, write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
 
@@ -35,9 +35,12 @@ from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.worker.v1 import worker_pb2, worker_pb2_grpc
 
 KINDS = {
-    "attention of decodes": r"_split_attention_kernel|BatchDecode",
+    "attention of decodes": r"_split_attention_kernel|_mla_split_kernel|BatchDecode",
     "attention of prompts": r"_extend_kernel|BatchPrefill|PrefillWithKV",
-    "RoPE and KV write": r"_rope_kv",
+    "experts": r"_gate_up_kernel|_down_kernel",
+    "routing of rows to experts": r"_route_kernel|_router_logits|_group_rows|_combine_kernel",
+    "expansions of latents": r"_head_gemm",
+    "RoPE and KV write": r"_rope_kv|_mla_rows",
     "SiLU and multiply": r"_silu_",
     "norms, rows made FP8": r"_rms_norm|_quantize_rows",
     "sampling": r"_highest|_finish|_gumbel|_cut_off|_survey|_collect|_count_kernel|_adjust|_bias_kernel",
@@ -150,7 +153,9 @@ async def _run(processes: Processes, name: str, args: argparse.Namespace, *, is_
     async with (
         open_channel(processes.address("worker")) as channel,
         # Another salt every run: nothing may be found in the cache that the run before left there.
-        BulkStream(processes.address("scheduler"), label, label) as stream,
+        BulkStream(
+            processes.address("scheduler"), label, label, temperature=sampling_temperature(args.shape)
+        ) as stream,
     ):
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         start = time.monotonic()

@@ -20,10 +20,11 @@ _FRAME_OF = 64
 class BulkStream:
     """A router's end of Serve that counts tokens and looks at nothing else. An async context manager.
 
-    cache_salt: of all its requests; those of another salt find nothing of theirs in the cache.
+    cache_salt: of all its requests; those of another salt find nothing of theirs in the cache. temperature: likewise;
+    0 is greedy.
     """
 
-    def __init__(self, address: str, name: str, cache_salt: str = "") -> None:
+    def __init__(self, address: str, name: str, cache_salt: str = "", *, temperature: float = 0.0) -> None:
         self._channel = open_channel(address)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._call = self._stub.Serve()
@@ -34,7 +35,7 @@ class BulkStream:
         self.error: BaseException | None = None
         self.first_token_at = self.last_token_at = 0.0
         """On the monotonic clock; 0 until there is one."""
-        self._cache_salt = cache_salt
+        self._cache_salt, self._temperature = cache_salt, temperature
         self.num_tokens = self.num_finished = self.prompt_tokens = self.cached_tokens = 0
 
     async def __aenter__(self) -> BulkStream:
@@ -52,10 +53,14 @@ class BulkStream:
         return await self._stub.GetState(scheduler_pb2.GetStateRequest())
 
     async def submit(
-        self, prompts: Sequence[IntArray], max_tokens: int | Sequence[int], num_top: Mapping[int, int] | None = None
+        self,
+        prompts: Sequence[IntArray],
+        max_tokens: int | Sequence[int],
+        num_top: Mapping[int, int] | None = None,
     ) -> None:
-        """Greedy requests that go on to their length; `max_tokens` of each, or of all. num_top: the alternatives whose
-        logprobs are asked for, by number of the prompt; others ask for no logprobs."""
+        """Requests that go on to their length; `max_tokens` of each, or of all. num_top: the alternatives whose
+        logprobs are asked for, by number of the prompt; others ask for no logprobs. Seeds are the numbers of requests
+        in the stream."""
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         index = 0
         for start in range(0, len(prompts), _FRAME_OF):
@@ -63,10 +68,11 @@ class BulkStream:
             for prompt, length in zip(
                 prompts[start : start + _FRAME_OF], lengths[start : start + _FRAME_OF], strict=True
             ):
-                sampling = common_pb2.SamplingParams(temperature=0.0)
+                sampling = common_pb2.SamplingParams(temperature=self._temperature)
                 if num_top and index in num_top:
                     sampling.num_top_logprobs = num_top[index]
                 self._num_sent += 1
+                sampling.seed = self._num_sent
                 index += 1
                 frame.submits.add(
                     handle=self._num_sent,

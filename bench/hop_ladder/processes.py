@@ -60,8 +60,17 @@ class Processes:
     def address(self, name: str) -> str:
         return self.addresses[name][0]
 
-    async def start(self, name: str, daemon: str, flags: Mapping[str, object], *, has_both: bool = False) -> None:
-        """Returns once it serves. has_both: it listens on a unix socket (first) and on TCP.
+    async def start(
+        self,
+        name: str,
+        daemon: str,
+        flags: Mapping[str, object],
+        *,
+        has_both: bool = False,
+        through: Sequence[str] = ("-m",),
+    ) -> None:
+        """Returns once it serves. has_both: it listens on a unix socket (first) and on TCP. through: the interpreter's
+        arguments ahead of the daemon's module, such as a script that records it.
 
         Raises RuntimeError with the end of its log if it does not.
         """
@@ -69,7 +78,7 @@ class Processes:
         chosen = ",".join(listen.values()) if has_both else listen[self._transport]
         address_file, log_file = self._folder / f"{name}.address", self._folder / f"{name}.log"
         values = {"listen": chosen, "address-file": address_file, "log-level": "error", **flags}
-        command = [sys.executable, "-m", f"radixmesh.daemons.{daemon}"]
+        command = [sys.executable, *through, f"radixmesh.daemons.{daemon}"]
         for flag, value in values.items():
             command += [f"--{flag.replace('_', '-')}", str(value)]
         self._running[name] = _start(command, log_file)

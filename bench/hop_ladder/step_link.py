@@ -18,7 +18,7 @@ from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.daemons.worker.step_queue import StepQueue
 
 # The default that worker and scheduler agree on over gRPC.
-_PLANS_IN_FLIGHT = 4
+_PLANS_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""A replica in virtual time: continuous batching, chunked prefill, and a bounded prefix cache that reports changes."""
+"""A replica in virtual time: continuous batching, chunked prefill, a bounded prefix cache that reports its changes, and
+in-flight prefix deduplication, all as a scheduler does it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from radixmesh.daemons.router.placement.cache_view import CacheChange, Insert
 from radixmesh.daemons.router.placement.prompt_keys import BLOCK
 from radixmesh.daemons.router.placement.replicas import ReplicaLoad
 
-_CHUNK = 2048
+# As a scheduler has by default: of one request in a step, and of a step.
+_CHUNK = 512
+_STEP_TOKENS = 2048
 _SLOTS = 64
 
 
@@ -37,6 +40,7 @@ class Job:
     first_token: float = 0.0
     done: float = 0.0
     hit: int = 0
+    num_held: int = 0
     to_prefill: int = 0
     to_decode: int = 0
     on_done: object = None
@@ -141,35 +145,24 @@ class ReplicaModel:
 
     def step(self, now: float) -> tuple[float, list[Job], list[Job]]:
         """Seconds of the step that begins now; jobs with their first token and jobs that are done at its end."""
-        self._admit()
-        budget, rows, tokens = _CHUNK, 0, 0
+        decodes = [job for job in self.running if not job.to_prefill]
+        chunks = self._chunks(_STEP_TOKENS - len(decodes))
+        num_tokens = sum(chunks.values())
+        seconds = self.cost.of(len(decodes), num_tokens)
+        self.prefilled += num_tokens
         started: list[Job] = []
-        for job in self.running:
-            if job.to_prefill:
-                part = min(job.to_prefill, budget)
-                job.to_prefill -= part
-                budget -= part
-                tokens += part
-                if not job.to_prefill and part:
-                    started.append(job)
-            else:
-                rows += 1
-        seconds = self.cost.of(rows, tokens)
-        self.prefilled += tokens
-        done: list[Job] = []
-        for job in self.running:
-            if job in started:
-                job.first_token = now + seconds
-                self.cache.reserved -= self._needed(job)
-                self.cache.insert(job.blocks, job.ids)
-                self.cache.hold(job.blocks, 1)
-                self.cache.hold(job.blocks[: job.hit], -1)
-                self.cache.reserved += job.num_output // BLOCK + 1
+        for job, length in chunks.items():
+            job.to_prefill -= length
+            self._cache_computed(job)
             if not job.to_prefill:
-                job.to_decode -= 1
-                if job.to_decode <= 0:
-                    job.done = now + seconds
-                    done.append(job)
+                job.first_token = now + seconds
+                started.append(job)
+        done: list[Job] = []
+        for job in (*decodes, *started):
+            job.to_decode -= 1
+            if job.to_decode <= 0:
+                job.done = now + seconds
+                done.append(job)
         for job in done:
             self.running.remove(job)
             self.cache.hold(job.blocks, -1)
@@ -200,22 +193,51 @@ class ReplicaModel:
             CacheChange(revision=self.revision, evicted=gone),
         ]
 
-    def _needed(self, job: Job) -> int:
-        return len(job.blocks) - job.hit
-
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < _SLOTS:
-            job = self.waiting[0]
+    def _chunks(self, budget: int) -> dict[Job, int]:
+        """The next chunks of those that are prefilled, oldest first, then of those that are admitted."""
+        chunks: dict[Job, int] = {}
+        for job in self.running:
+            if job.to_prefill and budget > 0:
+                chunks[job] = min(job.to_prefill, budget, _CHUNK)
+                budget -= chunks[job]
+        parked: list[Job] = []
+        while budget > 0 and self.waiting and len(self.running) < _SLOTS:
+            job = self.waiting.popleft()
             hit = self.cache.match(job.blocks)
+            if self._is_computed_by_another(job, hit):
+                parked.append(job)
+                continue
             # The last token is always computed.
-            job.hit = min(hit, (job.num_prompt - 1) // BLOCK)
-            self.cache.hold(job.blocks[: job.hit], 1)
-            room = self._needed(job) + job.num_output // BLOCK + 1
+            hit = min(hit, (job.num_prompt - 1) // BLOCK)
+            self.cache.hold(job.blocks[:hit], 1)
+            room = len(job.blocks) - hit + job.num_output // BLOCK + 1
             if not self.cache.make_room(room):
-                self.cache.hold(job.blocks[: job.hit], -1)
+                self.cache.hold(job.blocks[:hit], -1)
+                self.waiting.appendleft(job)
                 break
-            self.waiting.popleft()
-            self.cache.reserved += self._needed(job)
-            job.to_prefill = job.num_prompt - job.hit * BLOCK
+            self.cache.reserved += room
+            job.hit = job.num_held = hit
+            job.to_prefill = job.num_prompt - hit * BLOCK
             job.to_decode = job.num_output
             self.running.append(job)
+            chunks[job] = min(job.to_prefill, budget, _CHUNK)
+            budget -= chunks[job]
+        self.waiting.extendleft(reversed(parked))
+        return chunks
+
+    def _is_computed_by_another(self, job: Job, hit: int) -> bool:
+        """True if the prompt's next block is one that a running job is to compute: it waits, and finds it cached."""
+        if hit >= len(job.blocks) or hit >= (job.num_prompt - 1) // BLOCK:
+            return False
+        return any(
+            other.to_prefill and len(other.blocks) > hit and other.blocks[hit] == job.blocks[hit]
+            for other in self.running
+        )
+
+    def _cache_computed(self, job: Job) -> None:
+        computed = (job.num_prompt - job.to_prefill) // BLOCK
+        new = job.blocks[job.num_held : computed]
+        self.cache.reserved -= len(new)
+        self.cache.insert(job.blocks[:computed], job.ids)
+        self.cache.hold(new, 1)
+        job.num_held = max(job.num_held, computed)

@@ -128,6 +128,7 @@ def _make_schedulers(
             open_watch=peers.watch_cache,
             max_outputs=settings.scheduler_max_outputs,
             on_decision=times.routed,
+            clock=clock,
         ),
         wait_s=settings.scheduler_wait_s,
         migrate_after_s=settings.migrate_after_s,

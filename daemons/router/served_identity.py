@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_COMPARED = ("model_fingerprint", "tokenizer_fingerprint", "sampler_version", "vocab_size")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedIdentity:
@@ -25,10 +23,12 @@ class ServedIdentity:
     eos_ids: bytes = b""
     default_sampling: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def compared(self) -> tuple[str, str, int, int]:
+        """All that is_same_model() looks at."""
+        return self.model_fingerprint, self.tokenizer_fingerprint, self.sampler_version, self.vocab_size
+
 
 def is_same_model(ours: ServedIdentity, theirs: ServedIdentity) -> bool:
     """True if outputs of one continue outputs of the other; what one side does not know is not compared."""
-    return all(
-        not getattr(ours, name) or not getattr(theirs, name) or getattr(ours, name) == getattr(theirs, name)
-        for name in _COMPARED
-    )
+    return all(not one or not other or one == other for one, other in zip(ours.compared, theirs.compared, strict=True))

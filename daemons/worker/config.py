@@ -40,7 +40,7 @@ class WorkerSettings(CommonSettings):
     num_slots: int = setting(256, "requests that can hold a slot at a time")
     max_total_len: int | None = setting(None, "longest prompt + output in tokens; none: what the model takes")
     max_tokens_per_step: int = setting(2048, "most tokens, chunks and decodes together, of one step")
-    max_plans_in_flight: int = setting(4, "plans taken ahead of the running one, itself included")
+    max_plans_in_flight: int = setting(8, "plans taken ahead of the running one, itself included")
     max_blob_bytes: int = setting(32 * _MIB, "largest blob")
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
     jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "
@@ -56,8 +56,8 @@ class WorkerSettings(CommonSettings):
         "flashinfer, torch")  # fmt: skip
     dtype: str = setting("auto", "of weights and KV: float32, bfloat16 or (cuda) float16; auto: float32 on a CPU, "
         "bfloat16 on a GPU")  # fmt: skip
-    kv_dtype: str = setting("auto", "CUDA: of KV pages, float16, bfloat16 or float32; auto: as dtype, but float16 "
-        "where that is float32 and flashinfer reads them")  # fmt: skip
+    kv_dtype: str = setting("auto", "of KV pages: fp8 (e4m3, with the checkpoint's scales), or CUDA: float16, bfloat16 "
+        "or float32; auto: as dtype, but float16 where that is float32 and flashinfer reads them")  # fmt: skip
     mem_fraction: float = setting(0.88, "CUDA: share of the GPU's memory for weights, work space and KV together")
     cuda_graphs: bool = setting(True, "CUDA: decode steps are captured and replayed")
     cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
@@ -112,8 +112,9 @@ class WorkerSettings(CommonSettings):
         if not 0 <= self.jump_forward_tokens < MAX_TOKENS_PER_ROW:
             most = MAX_TOKENS_PER_ROW - 1
             raise ValueError(f"{_flag('jump_forward_tokens')} must be in [0, {most}], not {self.jump_forward_tokens}")
-        if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1):
-            raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 alone has it so far")
+        if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1 or self.ep_size > 1):
+            raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 and --ep-size 1 alone "
+                "has it so far")  # fmt: skip
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:
@@ -145,17 +146,20 @@ class WorkerSettings(CommonSettings):
         if self.quantization not in ("auto", "none") and self.backend is not Backend.CUDA:
             raise ValueError(f"{_flag('quantization')} {self.quantization} is for --backend cuda: a CPU computes with "
                 "the weights dequantised")  # fmt: skip
-        if self.kv_dtype != "auto" and self.backend is not Backend.CUDA:
-            raise ValueError(f"{_flag('kv_dtype')} {self.kv_dtype} is for --backend cuda: others keep KV as weights")
+        if self.kv_dtype == "fp8" and self.backend is Backend.SIMULATED:
+            raise ValueError(f"{_flag('kv_dtype')} fp8 is for --backend cpu or cuda: a simulated worker has no KV")
+        if self.kv_dtype not in ("auto", "fp8") and self.backend is not Backend.CUDA:
+            raise ValueError(f"{_flag('kv_dtype')} {self.kv_dtype} is for --backend cuda: a CPU keeps KV as the "
+                "weights (auto) or as fp8")  # fmt: skip
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
         layout = self.rank_layout
         if self.backend is Backend.CUDA and layout.tp_size > 1:
             raise ValueError(f"{_flag('tp_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
                 "split a model yet; use replicas")  # fmt: skip
-        if self.backend is not Backend.SIMULATED and layout.ep_size > 1:
-            raise ValueError(f"{_flag('ep_size')} above 1 is for --backend simulated: no other divides experts among "
-                "ranks; use --tp-size, which cuts each expert")  # fmt: skip
+        if self.backend is Backend.CUDA and layout.ep_size > 1:
+            raise ValueError(f"{_flag('ep_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
+                "divide experts among ranks yet")  # fmt: skip
         if self.backend is Backend.CUDA and layout.dp_size > 1:
             raise ValueError(f"{_flag('dp_size')} above 1 is for --backend cpu or simulated: start replicas, each with "
                 "a scheduler of its own")  # fmt: skip

@@ -12,6 +12,9 @@ Send = Callable[[worker_pb2.ExecuteResponse], Awaitable[None]]
 class ResultStream:
     """Sends messages as they come. Fault injection replaces it: simulated.faulty_stream."""
 
+    may_merge = True
+    """Results that wait together may leave as one message."""
+
     def __init__(self, send: Send) -> None:
         self._send = send
 

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.steps.step import Admit, Task, TokenLogprobs
-from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
+from radixmesh.daemons.worker.guided.guide import Guide, MaskSink
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 
@@ -153,6 +153,12 @@ class ModelRunner(ABC):
     known when the step is done. If the runner is asynchronous too, it takes all decodes as DecodeRows, with bounds."""
     takes_grammars: bool = False
     """True if rows can be constrained by the grammar that an admit names."""
+    mask_wait_s: float | None = 0.05
+    """Most seconds that a launch waits for masks of tokens that it samples; rows without one yield nothing then. None:
+    it waits for all. An asynchronous runner waits for those of prompts alone, and may leave decode rows without."""
+    skips_rows: bool = False
+    """True if a decode row of any slot may yield no token; else those of outputs that follow a grammar alone. Of an
+    asynchronous runner with max_tokens_per_row 1, which keeps exact lengths itself then and tells counts."""
     kv_dtype: str = ""
     """Element type of KV pages; empty: not known to others, who then share none."""
     kv_layout: str = ""
@@ -190,6 +196,10 @@ class ModelRunner(ABC):
         """
         return
 
+    def begin_step(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+        """The shape of the forward that comes next, which all ranks were told alike. Default: has no need of it."""
+        return
+
     def now_ns(self) -> int:
         """The clock of StepOutput's times and of `ready_ns`; any thread may ask."""
         return time.monotonic_ns()
@@ -202,6 +212,11 @@ class ModelRunner(ABC):
         """A request took a slot: what its decode rows will need of it. Default: nothing is kept by slot."""
         return
 
+    def mask_sink(self, admit: Admit) -> MaskSink | None:
+        """Memory for the masks of a request that follows a grammar, asked for before it is `admitted`; None: it lies
+        with the guide. Raises OVERLOADED where there is no more."""
+        return None
+
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         """Starts one forward of rows and segments; steps run in the order of their launches. Default: runs it whole."""
         return StepHandle.of(self.step(rows, segments, ready_ns))
@@ -213,5 +228,6 @@ class ModelRunner(ABC):
         """
         assert len(rows.slots) == 0, f"{len(rows.slots)} decode rows for a runner that takes none"
         start_ns = self.now_ns()
-        outputs = self.forward(segments) if segments else []
+        # Without segments too: other ranks may count on this one.
+        outputs = self.forward(segments)
         return StepOutput(tokens=empty_ints(), segments=outputs, start_ns=start_ns, end_ns=self.now_ns())

@@ -30,7 +30,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self, request_iterator: AsyncIterator[worker_pb2.ExecuteRequest], context: _ExecuteContext
     ) -> None:
         stream = self._open_stream(context.write)
-        session = ExecuteSession(self._core, stream.fault_of)
+        session = ExecuteSession(self._core, stream.fault_of, may_merge=stream.may_merge)
         reader = asyncio.ensure_future(_read_all(request_iterator, session))
         try:
             # Whatever ends the stream comes through the outbox: a write that is cut off half-way could not be followed

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class _Started(NamedTuple):
-    step: StepHandle[object]
+    last: StepHandle[object]
     deliver: Callable[[], None]
 
 
@@ -40,15 +40,28 @@ class StepQueue:
 
     def submit(self, start: Callable[[], StepHandle[T]], on_done: Callable[[T], None]) -> None:
         """Queues `start`; `on_done` gets the outcome on the calling thread's event loop."""
+        self.submit_all([start], lambda results: on_done(results[0]))
+
+    def submit_all(self, starts: Sequence[Callable[[], StepHandle[T]]], on_done: Callable[[Sequence[T]], None]) -> None:
+        """Queues all of `starts`, at least one, to follow each other; `on_done` gets their outcomes at once, when the
+        last has its own. Threads hand over to each other once for all of them."""
         loop = asyncio.get_running_loop()
 
         def run() -> None:
-            step = start()
-            self._running.append(_Started(step, lambda: _call_on(loop, on_done, step.result())))
-            if step.is_done:
+            steps: list[StepHandle[T]] = []
+            for start in starts:
+                steps.append(start())
+                if steps[-1].is_done:
+                    # A runner that computes at once reads tokens of the step before: those have to be settled.
+                    self._finish_all()
+                    for step in steps:
+                        step.result()
+            last = steps[-1]
+            self._running.append(_Started(last, lambda: _call_on(loop, on_done, [step.result() for step in steps])))
+            if last.is_done:
                 self._finish_all()
             else:
-                self._waits.put(step)
+                self._waits.put(last)
 
         self._jobs.put(run)
 
@@ -87,7 +100,7 @@ class StepQueue:
 
     def _finish_done(self) -> None:
         """Finishes what is over, oldest first. Something that had to wait for all may have done so by now."""
-        while self._running and self._running[0].step.is_done:
+        while self._running and self._running[0].last.is_done:
             self._running.popleft().deliver()
 
     def _finish_all(self) -> None:

@@ -100,7 +100,8 @@ def _finish_kernel(
         highest = tl.max(highests, axis=0)
         total = tl.sum(weights * tl.exp(_below(highests, highest)).to(tl.float64), axis=0)
         normaliser = tl.log(tl.maximum(total, 1e-300)).to(tl.float32)
-        own = tl.load(logits_ptr + row * stride + token).to(tl.float32)
+        # A row that yields nothing in this step has -1; nobody reads its logprobs.
+        own = tl.load(logits_ptr + row * stride + tl.maximum(token, 0)).to(tl.float32)
         own = tl.where(own == own, own, float("-inf"))
         to_ptr = ring_ptr + ring_index * ring_stride + row * row_stride
         tl.store(to_ptr, (_below(own, highest) - normaliser).to(tl.int32, bitcast=True))

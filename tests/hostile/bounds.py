@@ -161,7 +161,11 @@ BOUNDS: dict[str, Bound] = {
     **_rows("scheduler.v1.Abort", request_id=PEER_NAME, tenant=PEER_NAME),
     **_rows("scheduler.v1.Reservation", transfer_id=PEER_NAME),
     # Schedulers to workers.
-    **_rows("worker.v1.ExecuteRequest", complete=(64 << 20, f"{D}worker.session:ExecuteSession")),
+    **_rows(
+        "worker.v1.ExecuteRequest",
+        complete=(64 << 20, f"{D}worker.session:ExecuteSession"),
+        more_plans=(8, f"{D}worker.session:ExecuteSession"),
+    ),
     **_rows("worker.v1.StepPlan", ranks=(64 << 20, f"{D}runtime.steps.step_codec:plan_from_proto")),
     **_rows("worker.v1.PlanHeader", barrier_ops=PLAN_COUNT),
     **_rows("worker.v1.CommitStaged", stage_id=PLAN, weights_digest=PLAN),

@@ -161,7 +161,7 @@ def test_attention_that_plans_chunks_on_the_host_has_none_captured():
 def test_the_numbers_of_the_smallest_graphs_fit_their_buffer(max_tokens, num_slots):
     steps = PromptSteps(
         HostDevice(),
-        *(None, TorchAttention(None, page_size=1), SimpleNamespace(dummy_slot=num_slots)),
+        *(None, TorchAttention(None, page_size=1), SimpleNamespace(dummy_slot=num_slots), None),
         page_size=1,
         max_tokens=max_tokens,
         max_total_len=8,

@@ -123,7 +123,7 @@ async def test_a_body_that_arrives_too_slowly_is_given_up(router: HttpProcess) -
         reading = asyncio.ensure_future(reader.read())
         while not reading.done():
             with suppress(ConnectionError):
-                writer.write(b" " * (MIN_RATE // 20))
+                writer.write(b" " * (MIN_RATE // 200))  # A twentieth of the pace.
             await asyncio.wait((reading,), timeout=0.1)
         answer = reading.result()
     assert answer.startswith(b"HTTP/1.1 408 ") and b"DEADLINE_EXCEEDED" in answer

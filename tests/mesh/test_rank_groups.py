@@ -288,9 +288,9 @@ class _Slow:
         for rank in range(2):
             core = group.ranks[rank].daemon.core
             if what == "form":
-                monkeypatch.setattr(group.member(rank), "form", _after(group.member(rank).form, 2.0))
+                monkeypatch.setattr(group.member(rank), "form", _after(group.member(rank).form, 3.0))
             elif rank:  # The other rank has answered long ago, and hears nothing of this one.
-                monkeypatch.setattr(core.plan_runner, "snapshot", _after(core.plan_runner.snapshot, 2.0))
+                monkeypatch.setattr(core.plan_runner, "snapshot", _after(core.plan_runner.snapshot, 3.0))
 
 
 def _after(call, delay_s):  # type: ignore[no-untyped-def]
@@ -306,7 +306,7 @@ async def test_a_standby_does_not_take_a_group_that_takes_long_to_begin(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Its holder has nothing to say until the ranks have answered, for longer than a holder may be silent."""
-    monkeypatch.setattr(rank_hellos, "HOLDER_SILENT_MS", 800)
+    monkeypatch.setattr(rank_hellos, "HOLDER_SILENT_MS", 1600)
     monkeypatch.setattr(group_stream, "ALIVE_S", 0.1)
     monkeypatch.setattr(group_client, "STANDBY_POLL_S", 0.1)
     async with rank_group(2) as group:

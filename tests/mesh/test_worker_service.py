@@ -11,14 +11,15 @@ from support.plans import admit, as_ints, chunk, grant
 from support.running_daemon import running
 from support.worker_client import WorkerClient
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.channel import check_health, open_channel
 from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.runtime.rpc.rpc_errors import mesh_error_from_rpc
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.steps.result_codec import records_from_proto
+from radixmesh.daemons.runtime.steps.result_codec import records_from_proto, result_from_proto
 from radixmesh.daemons.runtime.steps.step import Release, StepPlan
-from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan, encode_plans, plan_to_proto
 from radixmesh.daemons.scheduler.group.worker_stream import WorkerStream
 from radixmesh.daemons.scheduler.group_service import GrpcRank
 from radixmesh.daemons.worker.__main__ import WorkerDaemon
@@ -105,6 +106,37 @@ async def test_more_plans_than_may_be_in_flight_wait_their_turn(tmp_path):
             await client.plan(_decode(step))
         results = [await client.result() for _ in range(20)]
         assert [int(result.ids[0]) for result in results] == _expected(20)
+
+
+@pytest.mark.parametrize("takes_result_batches", [True, False])
+async def test_plans_of_one_message_run_in_order_and_are_answered_together_where_that_is_taken(
+    tmp_path, takes_result_batches
+):
+    async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
+        hello = await client.greet()
+        assert hello.capabilities.takes_plan_batches
+        await client.claim(1, takes_result_batches=takes_result_batches)
+        await client.plan(_first_plan())
+        await client.result()
+        await client.send(encode_plans([_decode(2, slots=[0]), _decode(3), _decode(4)]))
+        messages = [await client.read() for _ in range(1 if takes_result_batches else 3)]
+        results = [result for message in messages for result in (message.result, *message.more_results)]
+        assert [result.step_id for result in results] == [2, 3, 4]
+        assert [int(result_from_proto(result).ids[0]) for result in results] == _expected(4)[1:]
+        await client.plan(_decode(5))
+        assert (await client.result()).ids.tolist() == _expected(5)[4:]
+
+
+async def test_a_plan_that_is_refused_in_a_batch_comes_behind_the_results_of_those_before_it(tmp_path):
+    async with _worker(tmp_path) as worker, WorkerClient(worker.address, "a") as client:
+        await client.greet()
+        await client.claim(1, takes_result_batches=True)
+        await client.plan(_first_plan())
+        await client.result()
+        await client.send(encode_plans([_decode(2, slots=[0]), _decode(9), _decode(4)]))
+        assert (await client.result()).step_id == 2
+        refusal = await client.refusal()
+        assert (refusal.step_id, ErrorReason.Name(refusal.error.reason)) == (9, "ERROR_REASON_STEP_GAP")
 
 
 async def test_a_scheduler_that_reads_no_results_gets_no_plans_in(tmp_path):
@@ -235,6 +267,7 @@ def _hello_bytes(**changes):
 
 
 _CLAIM = worker_pb2.ExecuteRequest(claim=worker_pb2.Claim(epoch=1)).SerializeToString()
+_MORE_PLANS = worker_pb2.ExecuteRequest(more_plans=[plan_to_proto(_first_plan())]).SerializeToString()
 
 
 @pytest.mark.parametrize(
@@ -254,6 +287,10 @@ _CLAIM = worker_pb2.ExecuteRequest(claim=worker_pb2.Claim(epoch=1)).SerializeToS
             [_hello_bytes(), worker_pb2.ExecuteRequest(complete=encode_plan(_first_plan())).SerializeToString()],
             "PROTOCOL_VIOLATION",
         ),
+        # Five plans at once where four may be in flight; plans that follow none.
+        ([_hello_bytes(), _CLAIM, encode_plans([_first_plan()] * 5)], "PROTOCOL_VIOLATION"),
+        ([_hello_bytes(), _CLAIM, _MORE_PLANS], "PROTOCOL_VIOLATION"),
+        ([_hello_bytes() + _MORE_PLANS], "PROTOCOL_VIOLATION"),
         ([_hello_bytes(min_contract_version=8, max_contract_version=9)], "VERSION_MISMATCH"),
         ([_hello_bytes(instance_id="")], "MISSING_FIELD"),
     ],

@@ -37,13 +37,16 @@ def compiled(kernel: JITFunction, args: tuple, kwargs: dict) -> CompiledKernel:
     }
     signature, constants, attributes = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
-        value = values[name]
-        if kernel.params[index].is_constexpr or value is None:
+        value, param = values[name], kernel.params[index]
+        is_specialised = not param.do_not_specialize
+        if param.is_constexpr or value is None or (is_specialised and type(value) is int and value == 1):
             signature[name], constants[(index,)] = "constexpr", value
-        else:
-            signature[name] = mangle_type(value)
-            if isinstance(value, torch.Tensor):
-                attributes[(index,)] = [["tt.divisibility", 16]]
+            continue
+        signature[name] = mangle_type(value)
+        # Loads that are known to be aligned are pipelined, which takes shared memory: as in a real launch.
+        is_aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
+        if is_aligned and is_specialised and not param.do_not_specialize_on_alignment:
+            attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -59,34 +62,103 @@ def _usage(cubin: bytes) -> dict:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def _attention_launches(head_dim: int, heads: int) -> None:
+def _attention_launches(head_dim: int, heads: int, pool_dtype: torch.dtype = torch.bfloat16) -> None:
+    from radixmesh.kernels import rope_kv
     from radixmesh.kernels.attention import decode_attention, extend_attention, shared_prefix_attention
+    from radixmesh.kernels.deferred_norm import DeferredNormGemm
 
     rows, kv_heads, bf16 = 4, 8, torch.bfloat16
     q = torch.zeros(rows, heads, head_dim, dtype=bf16)
-    pool = torch.zeros(8, kv_heads, head_dim, dtype=bf16)
+    pool = torch.zeros(8, kv_heads, head_dim, dtype=bf16).to(pool_dtype)
     tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    plain = decode_attention.DecodeWorkspace(rows, heads, kv_heads, head_dim, "cpu")
+    shape = rope_kv.HeadShape(heads, kv_heads, head_dim)
+    qkv = DeferredNormGemm(torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=bf16))
+    angles = rope_kv.RopeAngles(torch.zeros(8, head_dim // 2), torch.zeros(8, head_dim // 2))
+    for factors in (None, torch.ones(heads + 2 * kv_heads)) if pool_dtype != bf16 else (None,):
+        target = rope_kv.KvTarget(ints, ints, tables, 1)
+        rope_kv.rope_write_kv(qkv, angles, target, pool, pool, shape, rope_kv.HeadNorms(), factors, use_pdl=True)
+    plain = decode_attention.DecodeWorkspace(rows, heads, kv_heads, head_dim, "cpu", pool_dtype)
     decode_attention.plan_decode(ints, plain)
     decode_attention.paged_decode(q, pool, pool, tables, ints, ints, 1, 0.1, None, plain, use_pdl=True)
-    shared = shared_prefix_attention.SharedPrefixWorkspace(rows, heads, kv_heads, head_dim, "cpu")
+    shared = shared_prefix_attention.SharedPrefixWorkspace(rows, heads, kv_heads, head_dim, "cpu", pool_dtype)
     shared_prefix_attention.paged_shared_decode(q, pool, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
     for chunk_len in (2, 64, 4096):
         extend_attention.paged_extend(q, pool, pool, tables, ints, torch.zeros(5).int(), ints, 1, 0.1, None, chunk_len)
 
 
+def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> None:
+    """Everything around attention over latents; plain and value dims of a head are 2 `rope`."""
+    from radixmesh.kernels import mla_rows
+    from radixmesh.kernels.attention import decode_attention, mla_decode, mla_extend, shared_prefix_attention
+    from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
+
+    rows, plain = 4, 2 * rope
+    tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    pool, expand = torch.zeros(8, rank + rope, dtype=dtype), torch.zeros(heads, 2 * plain, rank, dtype=dtype)
+    q_THY = torch.zeros(rows, heads, plain + rope, dtype=dtype)
+    for is_interleaved in (False, True):
+        norm = mla_rows.LatentNorm(torch.zeros(rank, dtype=dtype), 1e-6, is_interleaved)
+        angles = RopeAngles(torch.zeros(8, rope // 2), torch.zeros(8, rope // 2))
+        target = KvTarget(positions_T=ints, row_slots_T=ints, page_tables=tables, page_size=1)
+        q = mla_rows.mla_rows(
+            q_THY, torch.zeros(rows, rank + rope, dtype=dtype), norm, angles, target, pool, use_pdl=True
+        )
+    mla_rows.head_gemm(q_THY[..., :plain], expand[:, :plain].transpose(1, 2), out=q[..., :rank], use_pdl=True)
+    out = torch.zeros(rows, heads, rank, dtype=dtype)
+    mla_rows.head_gemm(out, expand[:, plain:], use_pdl=True)
+    for is_batch_invariant in (False, True):
+        workspace = mla_decode.mla_decode_workspace(
+            rows, heads, rank, "cpu", dtype, is_batch_invariant=is_batch_invariant
+        )
+        decode_attention.plan_decode(ints, workspace, use_pdl=True)
+        mla_decode.mla_decode(q, pool, tables, ints, ints, 1, 0.1, workspace, use_pdl=True)
+    shared = mla_decode.mla_shared_workspace(rows, heads, rank, "cpu", dtype)
+    if shared is not None:
+        shared_prefix_attention.plan_shared_decode(ints, shared)
+        mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
+    mla_extend.mla_extend(q, pool, tables, ints, torch.zeros(rows + 1).int(), ints, 1, 0.1, out)
+
+
+def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
+    """Routed experts of steps of so many rows, from the router on."""
+    from radixmesh.kernels.moe import grouped_gemm, route, router_logits
+
+    weights = torch.zeros(num_experts, 2 * mlp, hidden, dtype=dtype), torch.zeros(num_experts, hidden, mlp, dtype=dtype)
+    groups = route.RouterRule(num_picks=2, is_sigmoid=True, num_groups=4, num_picked_groups=2, group_best=2)
+    for num_rows in rows:
+        x_TD = torch.zeros(num_rows, hidden, dtype=dtype)
+        logits_TE = router_logits.router_logits(x_TD, torch.zeros(num_experts, hidden), use_pdl=True)
+        route.route(logits_TE, groups, torch.zeros(num_experts))
+        routes = route.route(logits_TE.to(dtype), route.RouterRule(num_picks=6))
+        grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD)
+
+
 def main() -> None:
-    from radixmesh.kernels.attention import extend_attention, split_kv, split_schedule
-
+    """Arguments: attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS
+    ROWS ..."""
     found: list[dict] = []
-    for kernel in (extend_attention._extend_kernel, split_kv._split_attention_kernel, split_schedule._plan_kernel):
+    seen: set[str] = set()
 
-        def record(*args, kernel=kernel, grid, warmup, **kwargs) -> None:
+    def record(kernel: JITFunction, *args, grid, warmup, **kwargs) -> None:
+        launch = repr([kernel.__name__, *map(_described, args), *((k, _described(v)) for k, v in kwargs.items())])
+        if launch not in seen:
+            seen.add(launch)
             found.append(compile_launch(kernel, args, kwargs))
 
-        kernel.run = record
-    _attention_launches(int(sys.argv[1]), int(sys.argv[2]))
+    JITFunction.run = record
+    what, *rest = sys.argv[1:]
+    if what == "attention":
+        _attention_launches(int(rest[0]), int(rest[1]), *(getattr(torch, name) for name in rest[2:]))
+    elif what == "latents":
+        _latent_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
+    else:
+        sizes = [int(text) for text in rest[1:]]
+        _expert_launches(getattr(torch, rest[0]), sizes[0], sizes[1], sizes[2], sizes[3:])
     print(json.dumps(found))
+
+
+def _described(value: object) -> object:
+    return (str(value.dtype),) if isinstance(value, torch.Tensor) else value
 
 
 if __name__ == "__main__":

@@ -57,6 +57,69 @@ class LaggingRunner(SimulatedRunner):
         return StepHandle(event, collect)
 
 
+class SkippingRunner(LaggingRunner):
+    """Some decode rows yield nothing, as those whose masks are late: exact lengths are its own."""
+
+    skips_rows = True
+
+    def __init__(self, **arguments: object) -> None:
+        super().__init__(**arguments)
+        self._lengths = np.full(1024, _UNKNOWN, np.int32)
+        self._rng = np.random.default_rng(5)
+        self.num_skipped = 0
+
+    def admitted(self, admit: Admit) -> None:
+        super().admitted(admit)
+        self._lengths[admit.slot] = len(admit.prompt_ids) + len(admit.output_ids)
+
+    def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
+        is_taken = self._rng.random(len(rows.slots)) < 0.7
+        self.num_skipped += int((~is_taken).sum())
+        slots = rows.slots[is_taken]
+        assert (self._lengths[rows.slots] <= rows.positions + 1).all(), "the host counts a token a step"
+        taken = replace(
+            rows,
+            slots=slots,
+            ids=self._last_tokens[slots],
+            positions=self._lengths[slots] - 1,
+            seeds=rows.seeds[is_taken],
+            is_sampled=rows.is_sampled[is_taken],
+        )
+        output = replace(self.step(taken, segments, ready_ns), counts=is_taken.astype(np.int32))
+        self._last_tokens[slots] = output.tokens
+        self._lengths[slots] += 1
+        for segment, got in zip(segments, output.segments, strict=True):
+            if got.token is not None and segment.sample is not None:
+                self._last_tokens[segment.slot] = got.token
+                self._lengths[segment.slot] = segment.sample.position + 1
+        event = LaggingEvent()
+        return StepHandle(event, lambda: (event.wait(), output)[1])
+
+
+class LateGuides:
+    """In place of an executor's guides: every slot follows a grammar, and its mask is there at random."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(6)
+        self.num_late = 0
+
+    def __len__(self) -> int:
+        return 1
+
+    def is_late(self, slot: int) -> bool:
+        is_late = bool(self._rng.random() < 0.4)
+        self.num_late += is_late
+        return is_late
+
+    def errors(self) -> Sequence[object]:
+        return ()
+
+    def wait(self, slots: object, seconds: object) -> None:
+        return
+
+    follow = released = clear = lambda *_: None
+
+
 class LaggingUnevenRunner(UnevenRunner):
     """Decodes yield any number of tokens, and exact lengths are its own: the host hears of them late."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 COMPOSE = Path(__file__).parents[2] / "compose"
-FILES = {"cpu": COMPOSE / "local.yml", "simulated": COMPOSE / "simulated.yml", "tp2": COMPOSE / "tp2.yml"}
+FILES = {"cpu": COMPOSE / "local.yml", **{name: COMPOSE / f"{name}.yml" for name in ("simulated", "tp2", "dp-ep")}}
 # Log events of a daemon whose own code has failed: it went on, or gave up because of that.
 BUGS = (
     "background_task_failed",
@@ -66,7 +67,7 @@ async def running_mesh(
     overlays: Sequence[Path] = (),
     services: Mapping[str, Mapping[str, object]] | None = None,
 ) -> AsyncIterator[Mesh]:
-    """Starts the compose file of `backend` ("cpu", "simulated" or "tp2") with settings added per daemon.
+    """Starts the compose file of `backend` ("cpu" or another key of FILES) with settings added per daemon.
 
     `model`: a folder of compose/models/, or with `folder` what clients call that one; simulated meshes have the
     vocabulary of the tiny Llama only.
@@ -100,7 +101,10 @@ async def running_mesh(
         await cluster.wait_healthy(timeout_s)
         routers = [cluster.address("router", replica + 1) for replica in range((scale or {}).get("router", 1))]
         async with AsyncClient(routers, api_key=api_key, tls=tls) as client:
-            assert [served.name for served in await client.models()] == [model]
+            # On a loaded machine a router that has served may just have lost its scheduler's stream: it comes back.
+            async with asyncio.timeout(timeout_s):
+                while [served.name for served in await client.models()] != [model]:
+                    await asyncio.sleep(0.1)
             yield Mesh(cluster=cluster, client=client, routers=routers, bugs=bugs)
 
 

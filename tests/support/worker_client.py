@@ -58,8 +58,9 @@ class WorkerClient:
         assert response is not None and response.HasField("hello"), response
         return response.hello
 
-    async def claim(self, epoch: int) -> worker_pb2.ExecuteResponse:
-        await self.send(worker_pb2.ExecuteRequest(claim=worker_pb2.Claim(epoch=epoch)))
+    async def claim(self, epoch: int, *, takes_result_batches: bool = False) -> worker_pb2.ExecuteResponse:
+        claim = worker_pb2.Claim(epoch=epoch, takes_result_batches=takes_result_batches)
+        await self.send(worker_pb2.ExecuteRequest(claim=claim))
         response = await self.read()
         assert response is not None
         return response

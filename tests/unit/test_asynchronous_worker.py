@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from support.chaos_hour import ChaosConfig, ChaosHour
-from support.lagging import LaggingRunner, LaggingUnevenRunner, LaggingWorld
+from support.lagging import LaggingRunner, LaggingUnevenRunner, LaggingWorld, LateGuides, SkippingRunner
 from support.planner_world import VOCAB_SIZE
 from support.plans import admit, chunk, grant
 
@@ -18,6 +18,7 @@ from radixmesh.daemons.runtime.steps.step_codec import plan_to_proto
 from radixmesh.daemons.scheduler.sequence import SequenceKey
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_runner import PlanRunner
+from radixmesh.daemons.worker.simulated.runner import SimulatedRunner
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 
@@ -73,6 +74,30 @@ def test_rows_of_any_number_of_tokens_over_steps_in_flight(lag, page_size, most)
     )
     for _ in range(3):
         _check_load(world, _submit_load(world, rng, 24, has_min_tokens=False))
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_rows_that_yield_nothing_in_some_steps(lag, page_size):
+    """As those whose masks are late: their lengths go on from where they are, and every output comes to its end."""
+    rng = np.random.default_rng(lag * 10 + page_size)
+    world = LaggingWorld(
+        lag=lag, page_size=page_size, num_pages=200 // page_size, num_slots=6, runner_class=SkippingRunner
+    )
+    for _ in range(3):
+        _check_load(world, _submit_load(world, rng, 24, has_min_tokens=False))
+    assert world.executor.runner.num_skipped > 50
+
+
+@pytest.mark.parametrize(("lag", "runner_class"), [(0, SimulatedRunner), (1, LaggingRunner), (3, SkippingRunner)])
+def test_prompts_and_segments_whose_masks_are_late(lag, runner_class):
+    """The last token of a prompt is computed by the step that samples behind it; what is cached was computed."""
+    rng = np.random.default_rng(lag)
+    world = LaggingWorld(lag=lag, page_size=4, num_pages=60, num_slots=6, runner_class=runner_class)
+    guides = world.executor._guides = LateGuides()
+    for _ in range(3):
+        _check_load(world, _submit_load(world, rng, 24, has_min_tokens=False))
+    assert guides.num_late > 50
 
 
 def test_a_slot_that_changes_hands_keeps_both_requests_apart():

@@ -73,6 +73,8 @@ class Guided:
         runner = load_cpu_runner(MODEL, num_pages=4 * PAGES, threads=1)
         assert isinstance(runner, CpuRunner)
         self.runner = runner
+        # Steps follow each other at once here, on a machine that may be busy.
+        runner.mask_wait_s = 30.0
         self.generation = 0
         self.num_steps = 0
 
@@ -275,8 +277,8 @@ def test_a_matcher_that_takes_no_allowed_token_ends_its_output_alone(
     source = GrammarSource(GrammarForm.REGEX, "[ab]{60}")
     start(guided, steps, [source, source])
     broken = steps.executor.table.occupant(0).guide
-    assert broken is not None
-    monkeypatch.setattr(broken, "accept", lambda token: False)
+    assert broken is not None and broken.wait(30.0)
+    monkeypatch.setattr(broken._matcher, "accept", lambda token: False)
     results = [steps.run(decodes=[0, 1]) for _ in range(3)]
     assert [result.counts.tolist() for result in results] == [[1, 1], [0, 1], [0, 1]]
     errors = [error for result in results for error in result.slot_errors]

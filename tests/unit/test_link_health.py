@@ -7,9 +7,10 @@ from typing import cast
 
 from support.router_requests import change, new_request
 
-from radixmesh.daemons.router.peers.candidates import able
 from radixmesh.daemons.router.peers.link_health import LinkHealth
+from radixmesh.daemons.router.peers.link_table import LinkTable
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
+from radixmesh.daemons.router.placement.replicas import Replicas
 from radixmesh.daemons.router.requests.delivery import Delivery
 from radixmesh.daemons.router.requests.journal import Journal
 from radixmesh.daemons.router.requests.wakeup_pacer import WakeupPacer
@@ -61,13 +62,20 @@ def test_after_a_long_time_of_health_the_pause_is_short_again() -> None:
     assert not health.is_passed_over
 
 
+class FakeLink(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def links(clock: Clock, *num_running: int) -> list[SchedulerLink]:
     def link(number: int, count: int) -> object:
-        return SimpleNamespace(
+        return FakeLink(
             address=f"s{number}",
             health=LinkHealth(clock),
             num_running=count,
+            is_connected=True,
             takes_submits=True,
+            identity=ServedIdentity(name="m"),
+            adapters=(),
             is_group_serving=True,
             max_request_len=1000,
             max_total_len=1000,
@@ -80,7 +88,14 @@ def links(clock: Clock, *num_running: int) -> list[SchedulerLink]:
 def chosen(among: list[SchedulerLink], clock: Clock) -> list[str]:
     request = new_request("r", Delivery(Journal(1 << 20), WakeupPacer()))
     change(request, model_identity=ServedIdentity(name="m"))
-    return [link.address for link in able(among, request.outputs[0], clock.now)]
+    replicas = Replicas()
+    table = LinkTable(replicas, clock)
+    for link in among:
+        row = replicas.add(link.address)
+        table.add(row, link)
+        for sequence in range(link.num_running):
+            replicas.take_sent(row, sequence + 1, 0, 0)
+    return [link.address for link in table.links(table.able(request.outputs[0]).tolist())]
 
 
 def test_one_in_trouble_gets_outputs_only_where_there_is_no_other() -> None:

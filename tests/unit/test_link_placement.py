@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
+from radixmesh.daemons.router.peers.link_health import LinkHealth
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.placement.cache_view import CacheChange
 from radixmesh.daemons.router.placement.placement import Placement
@@ -22,6 +23,9 @@ class Link:
     def __init__(self, address: str) -> None:
         self.address, self.identity = address, SimpleNamespace(name="model")
         self.num_connects, self.kv_tokens, self.last_sequence = 1, 100_000, 0
+        self.is_connected = self.takes_submits = self.is_group_serving = True
+        self.max_request_len = self.max_total_len = 100_000
+        self.adapters, self.health = (), LinkHealth()
         self.load = scheduler_pb2.Load()
 
     def replica_load(self) -> ReplicaLoad:
@@ -56,9 +60,9 @@ async def test_a_link_that_goes_leaves_the_row_of_its_successor_alone() -> None:
     output = output_of(bytes(400))
     for sequence in (1, 2, 3):
         second.last_sequence = sequence
-        placed.take_sent(second, placed.choose(output, [second]))  # type: ignore[arg-type,list-item]
+        placed.take_sent(second, placed.choose(output, placed.table.rows([second])))  # type: ignore[arg-type,list-item]
     placed.on_left(first, 1)  # type: ignore[arg-type]
-    decision = placed.choose(output, [second])  # type: ignore[list-item]
+    decision = placed.choose(output, placed.table.rows([second]))  # type: ignore[list-item]
     assert decision is not None and decision.matched_tokens == 96
     placed.on_left(second, 1)  # type: ignore[arg-type]
     await placed.close()
@@ -72,7 +76,7 @@ async def test_outputs_of_one_request_count_where_their_prompt_is() -> None:
     placed.add(link)  # type: ignore[arg-type]
     placed.on_load(link)  # type: ignore[arg-type]
     link.last_sequence = 1
-    placed.take_sent(link, placed.choose(output_of(bytes(400)), [link]))  # type: ignore[arg-type,list-item]
+    placed.take_sent(link, placed.choose(output_of(bytes(400)), placed.table.rows([link])))  # type: ignore[arg-type,list-item]
     link.last_sequence = 2
     placed.take_sent(link, None)  # type: ignore[arg-type]
     assert placement.replicas.num_outputs[0] == 2 and placement.replicas.queued_tokens[0] == 100

@@ -17,7 +17,8 @@ def candidates_of(loads: dict[str, int], **columns: list[int]) -> Candidates:
     given = {name: np.array(values, dtype=np.int64) for name, values in columns.items()}
     none = np.zeros(len(loads), dtype=np.int64)
     return Candidates(
-        addresses=list(loads),
+        names=list(loads),
+        rows=np.arange(len(loads)),
         num_outputs=np.array(list(loads.values()), dtype=np.int64),
         matched_tokens=given.get("matched_tokens", none),
         queued_tokens=given.get("queued_tokens", none),
@@ -97,9 +98,21 @@ def test_cache_aware_goes_where_the_prefix_is_until_its_queue_is_longer_than_the
     policy = make_policy("cache_aware")
 
     def chosen(queued: int) -> int:
-        return pick(policy, candidates_of({"a": 1, "b": 1}, matched_tokens=[900, 0], queued_tokens=[queued, 0]))
+        columns = {"matched_tokens": [900, 0], "queued_tokens": [queued, 0], "free_tokens": [5000, 5000]}
+        return pick(policy, candidates_of({"a": 1, "b": 0}, **columns))
 
-    assert [chosen(0), chosen(800), chosen(1000)] == [0, 0, 1]
+    assert [chosen(0), chosen(700), chosen(1000)] == [0, 0, 1]
+
+
+def test_cache_aware_computes_a_prefix_again_where_that_holds_up_the_fewest() -> None:
+    policy = make_policy("cache_aware")
+
+    def chosen(outputs: int) -> int:
+        return pick(policy, candidates_of({"a": 8, "b": outputs}, matched_tokens=[900, 0], queued_tokens=[4000, 0]))
+
+    assert [chosen(0), chosen(2), chosen(8)] == [1, 1, 0]
+    # With nothing cached, a place with fewer outputs beats one with a shorter queue.
+    assert pick(policy, candidates_of({"a": 9, "b": 6}, queued_tokens=[1000, 2000])) == 1
 
 
 def test_cache_aware_counts_what_a_prompt_would_evict() -> None:

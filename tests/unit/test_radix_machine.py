@@ -87,10 +87,11 @@ def test_any_sequence_agrees_with_the_oracle(page_size: int, policy: str) -> Non
     run_state_machine_as_test(Machine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None))
 
 
+@pytest.mark.parametrize("seeds", [range(8), pytest.param(range(8, 20), marks=pytest.mark.full)])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
-def test_long_random_lives_agree_with_the_oracle(page_size: int, policy: str) -> None:
-    for seed in range(20):
+def test_long_random_lives_agree_with_the_oracle(page_size: int, policy: str, seeds: range) -> None:
+    for seed in seeds:
         driver = make_driver(page_size, policy)
         run_random(driver, np.random.default_rng(seed), 600, max_priority=3)
         assert driver.mirror is not None and driver.mirror.num_events > 300

@@ -63,10 +63,10 @@ def test_a_new_stream_and_a_new_replica_begin_with_nothing() -> None:
     row = replicas.add("a")
     replicas.take_sent(row, 1, 500, 500)
     replicas.restart(row)
-    assert figures(replicas, row) == (0, 0) and replicas.num_own(row) == 0
+    assert figures(replicas, row) == (0, 0) and replicas.num_own[row] == 0
     replicas.take_sent(row, 1, 500, 500)
     replicas.remove(row)
-    assert replicas.add("b") == row and figures(replicas, row) == (0, 0) and replicas.num_own(row) == 0
+    assert replicas.add("b") == row and figures(replicas, row) == (0, 0) and replicas.num_own[row] == 0
 
 
 @given(
@@ -98,6 +98,6 @@ def test_credits_never_leak(steps: list[tuple[str, int]]) -> None:
         assert min(figures(replicas, row)) >= 0
     for sequence in range(1, sent + 1):
         replicas.take_left(row, sequence)
-    assert replicas.num_own(row) == 0
+    assert replicas.num_own[row] == 0
     replicas.take_load(row, load(sent))
     assert figures(replicas, row) == (0, 0)

@@ -90,7 +90,7 @@ def test_hops_are_observed_by_daemon() -> None:
 
 def test_a_decision_counts_cached_and_uncached_tokens() -> None:
     world = World()
-    world.times.routed(Decision(index=0, row=0, num_tokens=10, matched_tokens=7, best_tokens=7, keys=[]))
+    world.times.routed(Decision(row=0, num_tokens=10, matched_tokens=7, best_tokens=7, keys=[]))
     assert [world.value("routed_tokens_total", known=kind) for kind in ("cached", "uncached")] == [7, 3]
 
 

@@ -118,6 +118,23 @@ def tokens(output: Output, ids: list[int]) -> scheduler_pb2.TokenBatch:
     )
 
 
+async def test_every_change_of_what_can_go_there_is_told() -> None:
+    serving = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_SERVING)
+    drained = scheduler_pb2.Load(group=scheduler_pb2.GROUP_STATE_SERVING, is_draining=True)
+    async with talk() as made:
+        told: list[tuple[bool, bool]] = []
+        made.link.on_facts = lambda link: told.append((link.takes_submits, link.is_group_serving))
+        await made.hear(Frame(load=drained))
+        await made.hear(Frame(load=serving))
+        made.link.is_draining = True
+        made.link.is_draining = False
+        made.wire.said.put_nowait(None)
+        async with asyncio.timeout(30):
+            while made.link.is_connected:
+                await asyncio.sleep(0)
+        assert told == [(False, True), (True, True), (False, True), (True, True), (False, False)]
+
+
 async def test_the_first_tokens_of_a_submit_are_told_once() -> None:
     async with talk() as made:
         output = made.output()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,8 +17,9 @@ from radixmesh.daemons.runtime.arrays import as_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.progress import Progress
 from radixmesh.daemons.runtime.sampling import Stop
-from radixmesh.daemons.runtime.steps.step import TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import StepPlan, TokenLogprobs
 from radixmesh.daemons.scheduler.config import SchedulerSettings
+from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup
 from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.counters import check_pages
@@ -109,6 +112,41 @@ def test_lookahead_keeps_gap_in_as_few_plans_as_that_takes() -> None:
     assert lookahead.wants_more(0, 0) and lookahead.wants_more(1, 0)
     assert not lookahead.wants_more(2, 8_000) and lookahead.wants_more(2, 1_000)
     assert not lookahead.wants_more(8, 0)
+
+
+@pytest.mark.parametrize(("step_us", "size"), [(0, 1), (2_600, 1), (1_200, 2), (800, 3), (100, 4)])
+def test_short_steps_travel_in_batches_of_a_bounded_time(step_us: int, size: int) -> None:
+    assert Lookahead(depth=None, max_in_flight=8).batch_size(step_us) == size
+    assert Lookahead(depth=3, max_in_flight=8).batch_size(step_us) == 1
+
+
+class _Stream:
+    """Keeps what is sent; nothing answers."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[StepPlan]] = []
+
+    async def send(self, *plans: StepPlan) -> None:
+        self.messages.append(list(plans))
+
+
+async def test_decodes_of_short_steps_are_sent_as_batches_and_a_prompt_never_waits_for_them() -> None:
+    world, stream = World(), _Stream()
+    loop = SchedulerLoop(SchedulerSettings(workers=("nowhere:1",)), None, Progress())  # type: ignore[arg-type]
+    planner = loop.planner
+    planner.begin_epoch(1, replace(world.group, max_plans_in_flight=8), None)
+    loop._lookahead = Lookahead(depth=None, max_in_flight=8)
+    for tokens in (1, 4):
+        planner.estimate.observe(tokens, 800.0)
+    planner.submit(world.submission([2, 3, 4]))
+    claimed = ClaimedGroup(stream, world.group, (), ())  # type: ignore[arg-type]
+    await loop._send_plans(claimed)
+    sizes = [len(message) for message in stream.messages]
+    assert sizes[0] == 1 and stream.messages[0][0].chunks
+    assert set(sizes[1:]) == {3}, sizes
+    assert [plan.step_id for message in stream.messages for plan in message] == list(range(1, 1 + sum(sizes)))
+    # The batch that runs is answered as a whole: as much as the gap takes has to lie behind it.
+    assert sum(sizes[1:]) * 800 >= loop.lookahead.gap_us
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

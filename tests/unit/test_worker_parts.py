@@ -283,6 +283,38 @@ async def test_jobs_start_while_earlier_ones_run_and_finish_in_order():
     queue.close()
 
 
+async def test_jobs_of_a_batch_start_at_once_and_their_outcomes_come_together():
+    class Event(DeviceEvent):
+        def __init__(self):
+            self.gate = threading.Event()
+
+        @property
+        def is_done(self):
+            return self.gate.is_set()
+
+        def wait(self):
+            self.gate.wait()
+
+    events, started, outcomes = [Event(), Event()], [], []
+
+    def start(number):
+        started.append(number)
+        return StepHandle(events[number], lambda: number)
+
+    queue = StepQueue()
+    queue.submit_all([partial(start, 0), partial(start, 1)], outcomes.append)
+    while len(started) < 2:
+        await asyncio.sleep(0.001)
+    events[0].gate.set()
+    await asyncio.sleep(0.02)
+    assert outcomes == [], "the last of them runs"
+    events[1].gate.set()
+    while not outcomes:
+        await asyncio.sleep(0.001)
+    assert outcomes == [[0, 1]]
+    queue.close()
+
+
 async def test_a_job_that_blocks_leaves_the_loop_free():
     queue = StepQueue()
     gate = threading.Event()

@@ -1,4 +1,4 @@
-"""Addresses behind a DNS name (A records, or AAAA where there are none), resolved again and again."""
+"""Addresses behind a DNS name (A records, AAAA where there are none, or SRV), resolved again and again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_S = 1.0
 
 
 class DnsSource(AddressSource):
-    """name: "host:port"; every address that it has is a scheduler at that port."""
+    """name: "host:port", every address that it has is a scheduler at that port; or what another lookup takes."""
 
     def __init__(self, name: str, lookup: Lookup = look_up, look_s: float = _LOOK_S) -> None:
         self._name = name

@@ -9,11 +9,12 @@ from radixmesh.daemons.router.discovery.dns_source import DnsSource
 from radixmesh.daemons.router.discovery.docker_source import DockerSource
 from radixmesh.daemons.router.discovery.file_source import FileSource
 from radixmesh.daemons.router.discovery.kubernetes_source import KubernetesSource
-from radixmesh.daemons.router.discovery.source import AddressSource
+from radixmesh.daemons.router.discovery.source import AddressSource, SourceError
+from radixmesh.daemons.router.discovery.srv_lookup import SrvLookup, query_of
 from radixmesh.daemons.runtime.addresses import split_host_port
 from radixmesh.daemons.runtime.errors import MeshError
 
-FORMS = "file:PATH, dns:NAME:PORT, docker:LABEL[=VALUE]:PORT, kubernetes:NAMESPACE/SERVICE:PORT"
+FORMS = "file:PATH, dns:NAME:PORT, srv:_SERVICE._tcp.NAME, docker:LABEL[=VALUE]:PORT, kubernetes:NAMESPACE/SERVICE:PORT"
 
 
 def make_sources(
@@ -24,6 +25,13 @@ def make_sources(
     def dns(rest: str) -> AddressSource:
         split_host_port(rest)
         return DnsSource(rest)
+
+    def srv(rest: str) -> AddressSource:
+        try:
+            query_of(rest, 0)
+        except SourceError as error:
+            raise ValueError(str(error)) from None
+        return DnsSource(rest, SrvLookup())
 
     def docker(rest: str) -> AddressSource:
         label, port = _split_port(rest)
@@ -41,6 +49,7 @@ def make_sources(
     kinds: Mapping[str, Callable[[str], AddressSource]] = {
         "file": lambda rest: FileSource(Path(rest)),
         "dns": dns,
+        "srv": srv,
         "docker": docker,
         "kubernetes": kubernetes,
     }

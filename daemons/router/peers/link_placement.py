@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from radixmesh.daemons.router.peers.link_table import LinkTable
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.cache_follower import CacheFollower, OpenWatch
 from radixmesh.daemons.router.placement.move_gain import ReplicaState
 from radixmesh.daemons.router.placement.placement import Decision, PlacedRequest, Placement
-from radixmesh.daemons.router.placement.replicas import NO_BOUND
+from radixmesh.daemons.router.placement.replicas import NO_BOUND, IntColumn
 from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 from radixmesh.daemons.router.requests.journal import Output
 from radixmesh.daemons.runtime.cache_namespace import cache_name
@@ -44,7 +46,8 @@ class LinkPlacement:
     """Rows by link, not by address: an address that is removed and added again is another row from then on.
 
     open_watch: follows a scheduler's prefix cache; None = caches are guessed at. on_decision: told of every decision
-    that an output was submitted by. max_outputs: a scheduler with so many is full; 0 = by the slots that it has.
+    that an output was submitted by. max_outputs: a scheduler with so many is full; 0 = by the slots that it has. clock:
+    monotonic seconds.
     """
 
     def __init__(
@@ -54,8 +57,10 @@ class LinkPlacement:
         open_watch: OpenWatch | None = None,
         max_outputs: int = 0,
         on_decision: Callable[[Decision], None] = lambda decision: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._placement = placement
+        self.table = LinkTable(placement.replicas, clock)
         self._open_watch = open_watch if placement.policy.needs_matches else None
         self._max_outputs = max_outputs
         self._on_decision = on_decision
@@ -65,6 +70,8 @@ class LinkPlacement:
     def add(self, link: SchedulerLink) -> None:
         """A new link; its cache is followed from now on."""
         number = self._placement.add(link.address)
+        self.table.add(number, link)
+        link.on_facts = self.table.update
         follower = None
         if self._open_watch is not None:
             follower = CacheFollower(number, link.address, self._open_watch, self._placement)
@@ -73,6 +80,7 @@ class LinkPlacement:
 
     async def remove(self, link: SchedulerLink) -> None:
         """The link is closed."""
+        self.table.remove(link)
         row = self._rows.pop(link)
         if row.follower is not None:
             await row.follower.close()
@@ -82,15 +90,21 @@ class LinkPlacement:
         """Ends all watches."""
         await asyncio.gather(*(row.follower.close() for row in self._rows.values() if row.follower is not None))
 
-    def choose(self, output: Output, links: Sequence[SchedulerLink], *, counts_full: bool = False) -> Decision | None:
-        """Chooses the link that gets the output; there is at least one. None if all are full, unless counts_full."""
-        wanted = self._wanted(output, links[0])
-        surplus = None if counts_full else _surplus(is_urgent=output.request.resolved.priority > 0)
-        return self._placement.choose(wanted, [self._rows[link].number for link in links], surplus=surplus)
+    def choose(self, output: Output, rows: IntColumn, *, counts_full: bool = False) -> Decision | None:
+        """Chooses the link that gets the output, of those in `rows` of the table; there is at least one.
 
-    def is_full(self, link: SchedulerLink, *, is_urgent: bool = False) -> bool:
-        """True if outputs wait in the router rather than go there. is_urgent: of a priority above 0."""
-        return not self._placement.has_room([self._rows[link].number], _surplus(is_urgent=is_urgent))[0]
+        None if all are full, unless counts_full.
+        """
+        surplus = None if counts_full else _surplus_of(output)
+        return self._placement.choose(self._wanted(output, self.table.link(int(rows[0]))), rows, surplus=surplus)
+
+    def is_full(self, link: SchedulerLink) -> bool:
+        """True if outputs wait in the router rather than go there."""
+        return not self._placement.has_room([self._rows[link].number])[0]
+
+    def has_room_for(self, output: Output, rows: IntColumn) -> bool:
+        """True if one of those, in `rows` of the table, is not full for the output."""
+        return bool(self._placement.has_room(rows, _surplus_of(output)).any())
 
     def has_room(self) -> bool:
         """True if some scheduler is not full, for urgent outputs at least."""
@@ -178,5 +192,5 @@ class LinkPlacement:
             self._placement.tick()
 
 
-def _surplus(*, is_urgent: bool) -> float:
-    return _URGENT_SURPLUS if is_urgent else 0.0
+def _surplus_of(output: Output) -> float:
+    return _URGENT_SURPLUS if output.request.resolved.priority > 0 else 0.0

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from radixmesh.daemons.router.peers.candidates import able
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.placement.move_gain import MovableOutputs, gain_of, is_uneven, remaining_of
@@ -133,7 +132,8 @@ class OutputMoves:
 
     def _takers(self, outputs: Sequence[Output], now: float) -> list[SchedulerLink]:
         """Schedulers that serve and can take all of them."""
-        links = [link for link in able(self._pool.links, outputs[0], now) if link.is_group_serving]
+        table = self._pool.table
+        links = [link for link in table.links(table.able(outputs[0]).tolist()) if link.is_group_serving]
         return [link for link in links if all(o.backoff_until.get(link.address, 0.0) <= now for o in outputs)]
 
     def _even_out(self, now: float) -> None:

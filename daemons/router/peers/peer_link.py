@@ -93,7 +93,7 @@ class PeerLink(ABC, Generic[Req, Resp]):
         if task is not None:
             task.cancel()
             await asyncio.wait((task,))
-        self.state = LinkState.CLOSED
+        self._enter(LinkState.CLOSED)
 
     def wake(self) -> None:
         """There is something to say."""
@@ -126,6 +126,13 @@ class PeerLink(ABC, Generic[Req, Resp]):
     @abstractmethod
     def _is_answer_owed(self) -> bool:
         """True if the peer ought to have something to say."""
+
+    def _on_state(self) -> None:
+        """The link has entered another state; _on_lost() comes later, when what is under way has ended."""
+
+    def _enter(self, state: LinkState) -> None:
+        self.state = state
+        self._on_state()
 
     async def _run(self) -> None:
         backoff = REDIAL_S
@@ -163,14 +170,14 @@ class PeerLink(ABC, Generic[Req, Resp]):
             self.instance_id = self._welcome(first)
             self._last_heard = self._connected_s = self._clock()
             self.num_connects += 1
-            self.state = LinkState.CONNECTED
+            self._enter(LinkState.CONNECTED)
             log.info("peer_connected", address=self.address, peer=self.instance_id)
             tasks = [asyncio.create_task(work) for work in (self._write(stream), self._read(stream), self._watch())]
             self._on_connected()
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             was_connected = self.is_connected
-            self.state = LinkState.CONNECTING
+            self._enter(LinkState.CONNECTING)
             for task in tasks:
                 task.cancel()
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)

@@ -50,12 +50,13 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._hello = hello
         self._events = events
         self.health = LinkHealth(clock)
-        self.is_draining = False
+        self.on_facts: Callable[[SchedulerLink], None] = lambda link: None
+        """Called when that has changed which decides what can go here."""
+        self._is_draining = False
         self.is_left = False
         """Its outputs go on elsewhere as soon as another scheduler can take them."""
         self.identity: ServedIdentity | None = None
         self.adapters: tuple[str, ...] = ()
-        self._last_served: tuple[ServedIdentity | None, str, bool] = (None, "", False)
         self._page_size = self._num_pages = 0
         self.load = scheduler_pb2.Load()
         self.group_since = self._clock()
@@ -72,6 +73,15 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self._abort_answers: dict[int, asyncio.Future[scheduler_pb2.AbortOutcome]] = {}
 
     @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    @is_draining.setter
+    def is_draining(self, is_draining: bool) -> None:
+        self._is_draining = is_draining
+        self.on_facts(self)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 
@@ -81,8 +91,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         return self._sequence
 
     def replica_load(self) -> ReplicaLoad:
-        """The scheduler's latest figures. An output runs on one data-parallel rank: it finds no more room than that of
-        the rank with most."""
+        """The scheduler's latest figures. An output on a data-parallel rank finds no more room than that rank has."""
         load, page_size = self.load, self._page_size
         free_pages = max((rank.free_pages for rank in load.ranks), default=load.free_pages)
         return ReplicaLoad(
@@ -120,23 +129,15 @@ class SchedulerLink(PeerLink[_Request, _Response]):
 
     @property
     def max_request_len(self) -> int:
-        """The most tokens of prompt and output together that context and KV memory of a data-parallel rank hold; 0
-        before the first connection.
-
-        Kept while the scheduler is away.
-        """
+        """The most tokens of prompt and output together that context and KV memory of a data-parallel rank hold; kept
+        while the scheduler is away, 0 before the first connection."""
         kv_tokens = self.kv_tokens // max(1, len(self.load.ranks))
         # The last token is sampled, never computed: it needs no KV.
         return min(self.max_total_len, kv_tokens + 1) if kv_tokens else self.max_total_len
 
     def serves(self, model: str, identity: ServedIdentity) -> bool:
         """True if outputs here are what the identity promises, now or once the scheduler is back."""
-        asked, of_model, answer = self._last_served
-        if asked is identity and of_model == model:  # Every placement asks every link, mostly for the same model.
-            return answer
-        answer = self.identity is not None and model in self.models and is_same_model(self.identity, identity)
-        self._last_served = (identity, model, answer)
-        return answer
+        return self.identity is not None and model in self.models and is_same_model(self.identity, identity)
 
     @property
     def takes_submits(self) -> bool:
@@ -211,6 +212,9 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         finally:
             self._abort_answers.pop(abort_id, None)
 
+    def _on_state(self) -> None:
+        self.on_facts(self)
+
     def _hello_frame(self) -> _Request:
         return _Request(hello=self._hello)
 
@@ -221,7 +225,6 @@ class SchedulerLink(PeerLink[_Request, _Response]):
             # A drain is of a process: the one that was started since is there to be used.
             self.is_draining = self.is_left = False
         self.identity, self.adapters = identity_from_proto(frame.hello.hello.model), tuple(frame.hello.adapters)
-        self._last_served = (None, "", False)
         self._page_size, self._num_pages = frame.hello.page_size, frame.hello.num_pages
         self.load = scheduler_pb2.Load()
         self._sequence, self._handle_of_0 = 0, self._last_handle
@@ -234,6 +237,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         self.group_since = self._clock()
         if self.num_connects > 1:
             self.health.came_back()
+            self.on_facts(self)
         self._events.on_load(self)
         self._events.on_scheduler_changed(self)
 
@@ -254,6 +258,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
     def _note_failure(self) -> None:
         if self.health.failed():
             log.warning("scheduler_passed_over", address=self.address)
+        self.on_facts(self)
 
     def _is_answer_owed(self) -> bool:
         return True  # A Load comes every second.
@@ -293,6 +298,7 @@ class SchedulerLink(PeerLink[_Request, _Response]):
         if frame.HasField("load"):
             has_changed = _state_of(self.load) != _state_of(frame.load)
             self.load = frame.load
+            self.on_facts(self)
             self._events.on_load(self)
             if has_changed:
                 self.group_since = self._clock()

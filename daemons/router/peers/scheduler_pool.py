@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import islice
 
-from radixmesh.daemons.router.peers.candidates import able, fitting, nobody
 from radixmesh.daemons.router.peers.link_placement import LinkPlacement
+from radixmesh.daemons.router.peers.link_table import LinkTable
 from radixmesh.daemons.router.peers.output_moves import OutputMoves
 from radixmesh.daemons.router.peers.scheduler_link import SchedulerLink
 from radixmesh.daemons.router.peers.served_models import ServedModel, pick_model, served_models
@@ -67,11 +67,16 @@ class SchedulerPool(PeerPool):
         self.turns = QueueTurns(self, self.waiting, clock)
         self._changed = asyncio.Event()
         self._served: list[ServedModel] = []
-        self._served_of: tuple[object, ...] = ()
+        self._served_of = -1
 
     @property
     def links(self) -> tuple[SchedulerLink, ...]:
         return tuple(self._links.values())
+
+    @property
+    def table(self) -> LinkTable:
+        """Facts of all links."""
+        return self.placement.table
 
     @property
     def num_waiting(self) -> int:
@@ -88,6 +93,7 @@ class SchedulerPool(PeerPool):
         """Disconnects; its outputs move to others, or wait. Raises INVALID_ARGUMENT for one that was not added."""
         link = self.link(address)
         del self._links[address]
+        self.table.remove(link)
         for output in link.outputs():
             self.take_from(link, output)
         await asyncio.sleep(
@@ -140,11 +146,8 @@ class SchedulerPool(PeerPool):
 
     def _served_models(self) -> list[ServedModel]:
         """served_models() of all links, made anew when one has other facts: every request asks several times."""
-        facts = tuple(
-            (link.is_connected, link.max_request_len, link.identity, link.adapters) for link in self._links.values()
-        )
-        if facts != self._served_of:
-            self._served_of, self._served = facts, served_models(self.links)
+        if self.table.version != self._served_of:
+            self._served_of, self._served = self.table.version, served_models(self.links)
         return self._served
 
     def own_name(self, name: str) -> str:
@@ -218,7 +221,7 @@ class SchedulerPool(PeerPool):
         output.num_rejections = 0
         if output.waiting_since is not None and self._clock() - output.waiting_since > self._wait_s:
             # Schedulers come and go before they take it: between two of them it never waits long enough to be noticed.
-            return nobody(self.links, output, self._wait_s)
+            return self.table.nobody(output, self._wait_s)
         self.place(output)
         return None
 
@@ -237,7 +240,8 @@ class SchedulerPool(PeerPool):
     def fits_elsewhere(self, output: Output, link: SchedulerLink) -> bool:
         """True if another scheduler holds an output that is too large for link: then link is not asked again."""
         output.backoff_until[link.address] = math.inf
-        return any(output.backoff_until.get(other.address) != math.inf for other in fitting(self.links, output.request))
+        fitting = self.table.links(self.table.fitting(output.request).tolist())
+        return any(output.backoff_until.get(other.address) != math.inf for other in fitting)
 
     def release(self, output: Output) -> None:
         """The output needs no scheduler any more. Tells no scheduler. Idempotent."""
@@ -287,7 +291,7 @@ class SchedulerPool(PeerPool):
             output.waiting_since = now
         for output in lost:
             self.waiting.remove(output)
-        return [(output, nobody(self.links, output, self._wait_s)) for output in lost]
+        return [(output, self.table.nobody(output, self._wait_s)) for output in lost]
 
     async def cancel_everywhere(self, request_id: str, tenant: str | None) -> scheduler_pb2.AbortOutcome:
         """Ends every attempt of a request, of any tenant for None, on every scheduler; the best of what they found."""
@@ -319,15 +323,17 @@ class SchedulerPool(PeerPool):
         self, output: Output, among: Sequence[SchedulerLink] | None
     ) -> tuple[SchedulerLink | None, Decision | None]:
         """The scheduler for an output, and the decision that led there: none where a sibling's scheduler is taken."""
-        links = able(self.links, output, self._clock()) if among is None else among
-        if not links:
+        rows = self.table.able(output) if among is None else self.table.rows(among)
+        if not len(rows):
             return None, None
-        for sibling in output.request.outputs:
-            # Outputs of one request share their prompt's KV.
-            if sibling.scheduler in links:
-                return sibling.scheduler, None
-        decision = self.placement.choose(output, links, counts_full=among is not None)
-        return (None, None) if decision is None else (links[decision.index], decision)
+        if len(output.request.outputs) > 1:
+            links = self.table.links(rows.tolist())
+            for sibling in output.request.outputs:
+                # Outputs of one request share their prompt's KV.
+                if sibling.scheduler in links:
+                    return sibling.scheduler, None
+        decision = self.placement.choose(output, rows, counts_full=among is not None)
+        return (None, None) if decision is None else (self.table.link(decision.row), decision)
 
     def has(self, link: SchedulerLink) -> bool:
         """True if the link was added, and not removed since."""

@@ -13,7 +13,7 @@ from radixmesh.daemons.router.placement.cache_view import CacheChange, CacheView
 from radixmesh.daemons.router.placement.policies import Candidates, PlacementPolicy
 from radixmesh.daemons.router.placement.prefix_index import PrefixIndex, matched_tokens
 from radixmesh.daemons.router.placement.prompt_keys import BLOCK, PromptKeys
-from radixmesh.daemons.router.placement.replicas import ReplicaLoad, Replicas
+from radixmesh.daemons.router.placement.replicas import IntColumn, ReplicaLoad, Replicas
 from radixmesh.daemons.router.placement.sent_prompts import SentPrompts
 from radixmesh.daemons.router.placement.tree_summary import TreeSummary
 
@@ -41,9 +41,8 @@ class PlacedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """index: among the rows asked about. matched_tokens: cached there. best_tokens: the most that any of them has."""
+    """row: of the one chosen. matched_tokens: cached there. best_tokens: the most that any of those asked about has."""
 
-    index: int
     row: int
     num_tokens: int
     matched_tokens: int
@@ -138,30 +137,31 @@ class Placement:
         replica.view.clear()
         yield from replica.view.clear_index()
 
-    def choose(self, request: PlacedRequest, rows: Sequence[int], *, surplus: float | None = 0.0) -> Decision | None:
+    def choose(
+        self, request: PlacedRequest, rows: Sequence[int] | IntColumn, *, surplus: float | None = 0.0
+    ) -> Decision | None:
         """The replica of `rows`, not empty, that gets the output; None if all are full.
 
         surplus: a replica is full with so many more outputs, as a share of its bound; None: full ones count too.
         """
-        indexes: Sequence[int] | None = None
+        chosen = np.asarray(rows, dtype=np.intp)
         if surplus is not None:
-            has_room = self.has_room(rows, surplus)
+            has_room = self.has_room(chosen, surplus)
             if not has_room.all():
-                indexes = np.flatnonzero(has_room).tolist()
-                if not indexes:
+                chosen = chosen[has_room]
+                if not len(chosen):
                     return None
-                rows = [rows[index] for index in indexes]
         num_tokens = request.num_tokens
         keys = self._keys.of_prompt(request.prompt_ids, self._keys.root(request.namespace, self._versions[0]))
-        chosen = np.asarray(rows, dtype=np.intp)
         table = self.replicas
         matched = (
-            self._matched(request, keys)[chosen] if self.policy.needs_matches else np.zeros(len(rows), dtype=np.int64)
+            self._matched(request, keys)[chosen] if self.policy.needs_matches else np.zeros(len(chosen), dtype=np.int64)
         )
         # The last token is always computed.
         np.minimum(matched, num_tokens - 1, out=matched)
         candidates = Candidates(
-            addresses=[table.addresses[row] for row in rows],
+            names=table.addresses,
+            rows=chosen,
             matched_tokens=matched,
             num_outputs=table.num_outputs[chosen],
             queued_tokens=table.queued_tokens[chosen],
@@ -171,15 +171,14 @@ class Placement:
         first = keys[0] if keys else int.from_bytes(request.prompt_ids[:8].ljust(8, b"\0"), "little")
         index = self.policy.pick(num_tokens, first, candidates, request.session)
         return Decision(
-            index=index if indexes is None else indexes[index],
-            row=rows[index],
+            row=int(chosen[index]),
             num_tokens=num_tokens,
             matched_tokens=int(matched[index]),
             best_tokens=int(matched.max()),
             keys=keys,
         )
 
-    def has_room(self, rows: Sequence[int], surplus: float = 0.0) -> npt.NDArray[np.bool_]:
+    def has_room(self, rows: Sequence[int] | IntColumn, surplus: float = 0.0) -> npt.NDArray[np.bool_]:
         """By row: True for a replica that is not full. surplus: see choose()."""
         chosen, table = np.asarray(rows, dtype=np.intp), self.replicas
         most = table.max_outputs[chosen]

@@ -17,17 +17,25 @@ from radixmesh.daemons.runtime.placement_cost import placement_costs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """Replicas that can take an output, in the order of adding; every column has as many entries.
+    """Replicas that can take an output, in any order; every column has as many entries.
 
-    matched_tokens: of the prompt, that the replica has cached as far as the router knows. Others: see Replicas.
+    rows: their numbers in `names`, the addresses of all replicas. matched_tokens: of the prompt, that the replica has
+    cached as far as the router knows. Others: see Replicas.
     """
 
-    addresses: Sequence[str]
+    names: Sequence[str]
+    rows: IntColumn
     matched_tokens: IntColumn
     num_outputs: IntColumn
     queued_tokens: IntColumn
     free_tokens: IntColumn
     cached_tokens: IntColumn
+
+    @property
+    def addresses(self) -> list[str]:
+        """Made anew by each call: most policies need none of them."""
+        names = self.names
+        return [names[row] for row in self.rows.tolist()]
 
 
 class PlacementPolicy(ABC):
@@ -53,9 +61,10 @@ class RoundRobin(PlacementPolicy):
 
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
         # Turns go by address, not by position: one that comes or goes must not shift the turns of the others.
-        later = [address for address in candidates.addresses if address > self._last]
-        self._last = min(later or candidates.addresses)
-        return candidates.addresses.index(self._last)
+        addresses = candidates.addresses
+        later = [address for address in addresses if address > self._last]
+        self._last = min(later or addresses)
+        return addresses.index(self._last)
 
 
 class LeastLoad(PlacementPolicy):
@@ -72,16 +81,16 @@ class Random(PlacementPolicy):
         self._random = random.Random()
 
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
-        return self._random.randrange(len(candidates.addresses))
+        return self._random.randrange(len(candidates.rows))
 
 
 class PowerOfTwo(Random):
     """The one with fewer outputs of two random ones (M. Mitzenmacher, "The power of two choices", 2001)."""
 
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
-        if len(candidates.addresses) == 1:
+        if len(candidates.rows) == 1:
             return 0
-        one, other = self._random.sample(range(len(candidates.addresses)), 2)
+        one, other = self._random.sample(range(len(candidates.rows)), 2)
         return min(one, other, key=lambda index: int(candidates.num_outputs[index]))
 
 
@@ -140,7 +149,8 @@ class CacheThreshold(PlacementPolicy):
         best = int(candidates.matched_tokens.argmax())
         if candidates.matched_tokens[best] > self._CACHE_SHARE * num_tokens:
             return best
-        return int(candidates.cached_tokens.argmin())
+        # The gateway counts a prompt when it is sent; here cached_tokens are of the last load.
+        return int((candidates.cached_tokens + candidates.queued_tokens).argmin())
 
 
 class CacheAware(PlacementPolicy):
@@ -176,13 +186,15 @@ class Session(CacheAware):
         return len(self._homes)
 
     def pick(self, num_tokens: int, first_key: int, candidates: Candidates, session: int = 0) -> int:
-        home = self._homes.get(session)
-        if home is not None and home in candidates.addresses:
-            self._homes.move_to_end(session)
-            return candidates.addresses.index(home)
+        home, names = self._homes.get(session), candidates.names
+        if home is not None:
+            found = next((index for index, row in enumerate(candidates.rows.tolist()) if names[row] == home), None)
+            if found is not None:
+                self._homes.move_to_end(session)
+                return found
         index = super().pick(num_tokens, first_key, candidates)
         if session:
-            self._homes[session] = candidates.addresses[index]
+            self._homes[session] = names[int(candidates.rows[index])]
             self._homes.move_to_end(session)
             if len(self._homes) > self._MAX_SESSIONS:
                 self._homes.popitem(last=False)

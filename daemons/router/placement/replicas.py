@@ -59,6 +59,8 @@ class Replicas:
         self._replicas: list[_Replica] = []
         self.num_outputs: IntColumn = np.zeros(0, dtype=np.int64)
         """Outputs running or waiting there."""
+        self.num_own: IntColumn = np.zeros(0, dtype=np.int64)
+        """Of these, those that this router sent."""
         self.queued_tokens: IntColumn = np.zeros(0, dtype=np.int64)
         """Tokens still to be prefilled there."""
         self.free_tokens: IntColumn = np.zeros(0, dtype=np.int64)
@@ -110,6 +112,7 @@ class Replicas:
         """An output was sent there as that submit; `uncached` of its num_tokens are to be prefilled."""
         self._replicas[row].sent[sequence] = _Sent(num_tokens, uncached)
         self.num_outputs[row] += 1
+        self.num_own[row] += 1
         self.queued_tokens[row] += uncached
 
     def take_first_token(self, row: int, sequence: int) -> None:
@@ -124,22 +127,26 @@ class Replicas:
         sent = self._replicas[row].sent.pop(sequence, None)
         if sent is not None:
             self.num_outputs[row] -= 1
+            self.num_own[row] -= 1
             self.queued_tokens[row] -= sent.uncached
-
-    def num_own(self, row: int) -> int:
-        """Own outputs that are there."""
-        return len(self._replicas[row].sent)
 
     def _update(self, row: int) -> None:
         replica = self._replicas[row]
+        self.num_own[row] = len(replica.sent)
         self.num_outputs[row] = replica.others.outputs + len(replica.sent)
         self.queued_tokens[row] = replica.others.tokens + sum(sent.uncached for sent in replica.sent.values())
 
     def _columns(self) -> Iterator[IntColumn]:
-        yield from (self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens, self.max_outputs)
+        yield from (self.num_outputs, self.num_own, self.queued_tokens)
+        yield from (self.free_tokens, self.cached_tokens, self.max_outputs)
 
     def _grow(self) -> None:
         size = max(16, 2 * len(self.num_outputs))
-        self.num_outputs, self.queued_tokens, self.free_tokens, self.cached_tokens, self.max_outputs = (
-            np.concatenate([column, np.zeros(size - len(column), dtype=np.int64)]) for column in self._columns()
-        )
+        (
+            self.num_outputs,
+            self.num_own,
+            self.queued_tokens,
+            self.free_tokens,
+            self.cached_tokens,
+            self.max_outputs,
+        ) = (np.concatenate([column, np.zeros(size - len(column), dtype=np.int64)]) for column in self._columns())

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from radixmesh.daemons.router.peers.candidates import able, fitting
 from radixmesh.daemons.router.queue.fair_queue import Turn
 from radixmesh.daemons.router.queue.waiting_outputs import WaitingOutputs
 from radixmesh.daemons.router.requests.journal import Output, Request
@@ -39,7 +38,7 @@ class QueueTurns:
     def line_of(self, output: Output) -> str:
         """Outputs of one line can run at the same schedulers: those of one size hold up no others."""
         request = output.request
-        return f"{request.resolved.model}/{len(fitting(self._pool.links, request))}"
+        return f"{request.resolved.model}/{len(self._pool.table.fitting(request))}"
 
     def has_to_wait(self, output: Output) -> bool:
         """True if a newcomer has its turn behind others, or its tenant has as many at schedulers as it may."""
@@ -53,14 +52,14 @@ class QueueTurns:
         """True if the output cannot be placed now."""
         if self.has_to_wait(output):
             return True
-        return not any(self._has_room(link, output) for link in able(self._pool.links, output, self._clock()))
+        return not self._pool.placement.has_room_for(output, self._pool.table.able(output))
 
     def waits_for_room(self, output: Output) -> bool:
         """True if schedulers could take the output that are only too full, or its tenant has enough there."""
-        links = able(self._pool.links, output, self._clock())
-        if links and self._waiting.running.is_at_limit(output.request.resolved.tenant):
+        rows = self._pool.table.able(output)
+        if len(rows) and self._waiting.running.is_at_limit(output.request.resolved.tenant):
             return True
-        return bool(links) and not any(self._has_room(link, output) for link in links)
+        return bool(len(rows)) and not self._pool.placement.has_room_for(output, rows)
 
     def left(self, link: SchedulerLink, output: Output) -> None:
         """An output is not at that scheduler any more."""
@@ -146,6 +145,3 @@ class QueueTurns:
         """True if schedulers could take it that are all full, and none was left out because it had refused it."""
         now = self._clock()
         return not any(until > now for until in output.backoff_until.values()) and self.waits_for_room(output)
-
-    def _has_room(self, link: SchedulerLink, output: Output) -> bool:
-        return not self._pool.placement.is_full(link, is_urgent=output.request.resolved.priority > 0)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import StepPlan, StepResult
-from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.runtime.steps.step_codec import encode_plans
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.scheduler.group.broadcast import missing_plans
 from radixmesh.daemons.scheduler.group.group_info import CacheSnapshot, GroupInfo
@@ -124,11 +124,17 @@ class GroupStream:
         """Gives all ranks a blob; the first refusal."""
         await together([stream.put_blob(blob_hash, data) for stream in self.rank_streams])
 
-    async def send(self, plan: StepPlan) -> None:
-        """Sends a plan to all ranks at once: the same bytes, encoded once."""
+    async def send(self, *plans: StepPlan) -> None:
+        """Sends plans that follow each other to all ranks at once: the same bytes, encoded once.
+
+        They are one message, and are answered together, where all ranks take that.
+        """
         num = len(self.rank_streams)
-        data = encode_plan(plan, self._completed_step if num > 1 else 0, num // self._tp_size, self._slots_per_rank)
-        await together([stream.send(data) for stream in self.rank_streams])
+        completed = self._completed_step if num > 1 else 0
+        takes_batches = all(stream.takes_plan_batches for stream in self.rank_streams)
+        for batch in [plans] if takes_batches else [(plan,) for plan in plans]:
+            data = encode_plans(batch, completed, num // self._tp_size, self._slots_per_rank)
+            await together([stream.send(data) for stream in self.rank_streams])
 
     async def results(self) -> AsyncIterator[Sequence[StepResult]]:
         """Merged results in step order, one of each data-parallel rank.

@@ -40,6 +40,8 @@ class WorkerStream:
         self.epoch = 0
         self.contract_version = 0
         self._takes_alive = False
+        self.takes_plan_batches = False
+        """The worker takes several plans in one message."""
 
     async def hello(self) -> worker_pb2.WorkerHello:
         """Opens the stream; returns what the worker says of itself. Raises a mismatch."""
@@ -50,6 +52,7 @@ class WorkerStream:
             raise _violation("the worker's first message is no hello")
         self.contract_version = check_hello(answer.hello.hello, self._ours)
         self._takes_alive = answer.hello.capabilities.takes_alive
+        self.takes_plan_batches = answer.hello.capabilities.takes_plan_batches
         return answer.hello
 
     async def complete(self, plan: bytes) -> None:
@@ -100,7 +103,7 @@ class WorkerStream:
 
     async def claim(self, epoch: int, group_generation: int) -> None:
         """Asks for the worker. Raises the refusal: EPOCH_FENCED, NOT_SERVING, GROUP_GENERATION."""
-        claim = worker_pb2.Claim(epoch=epoch, group_generation=group_generation)
+        claim = worker_pb2.Claim(epoch=epoch, group_generation=group_generation, takes_result_batches=True)
         await self._write(worker_pb2.ExecuteRequest(claim=claim).SerializeToString())
         answer = await self._read()
         if answer.HasField("refusal"):
@@ -123,7 +126,7 @@ class WorkerStream:
         return snapshot_of(parts, tuple(names), pinned, num_pages)
 
     async def send(self, plan: bytes) -> None:
-        """Sends an encoded plan."""
+        """Sends an encoded plan, or several as one message."""
         await self._write(plan)
 
     async def results(self) -> AsyncIterator[StepResult]:
@@ -136,6 +139,8 @@ class WorkerStream:
             if not answer.HasField("result"):
                 raise _violation("the worker sent something other than a result")
             yield result_from_proto(answer.result)
+            for result in answer.more_results:
+                yield result_from_proto(result)
 
     def close(self) -> None:
         """Drops the stream: the worker finishes what it has received."""

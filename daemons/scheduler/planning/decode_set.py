@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from radixmesh.daemons.runtime.arrays import IntArray, as_ints
+from radixmesh.daemons.runtime.arrays import IntArray, as_ints, empty_ints
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import Rows
 
@@ -31,6 +31,10 @@ class DecodeSet:
         """The slot decodes from the next plan on: its prefill finishes in the plan being made."""
         self._joining.append(slot)
 
+    def rejoin(self, slot: int) -> None:
+        """A decode of the slot yielded no token: if it has left, since all its tokens were in flight, it comes back."""
+        self._joining.append(slot)
+
     def freed(self) -> None:
         """Some slot was freed, a member perhaps."""
         self._is_dirty = True
@@ -47,8 +51,13 @@ class DecodeSet:
         if self._is_dirty:
             stays &= table.live.take(slots) == rows.generations
             self._is_dirty = False
-        joining = as_ints([s for s in self._joining if table.live[s] and _has_room(table, s)])
-        self._joining.clear()
+        joining = empty_ints()
+        if self._joining:
+            members = set(slots[stays].tolist())
+            joining = as_ints(
+                [s for s in dict.fromkeys(self._joining) if s not in members and table.live[s] and _has_room(table, s)]
+            )
+            self._joining.clear()
         if stays.all() and not len(joining):
             return False
         slots = np.concatenate([slots[stays], joining])

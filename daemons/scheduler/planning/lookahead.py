@@ -1,8 +1,11 @@
-"""Number of plans to send ahead. Lookahead is time: `gap` of work waits at the worker, in as few plans as possible.
+"""Number of plans to send ahead, and at once. Lookahead is time: `gap` of work waits at the worker, in few plans.
 
 With depth d (plans beyond the one that runs), steps of time s and a gap g between a result and the arrival of the plan
 that it allows, the device idles for 1 - s / max(s, (s + g) / (d + 1)) of the time: nothing once d >= g / s. More depth
 than that only adds to the time to first token, since a new request queues behind the plans already sent.
+
+Short steps of decodes alone travel in batches: one message, one launch and one answer for several, since what either
+side pays for a message would bound them otherwise. The plans behind the batch that runs have to last for the gap then.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 _FIRST_GAP_US = 2_000.0
 _RISE, _FALL = 0.5, 0.02
 _MAX_GAP_US = 50_000.0
+# Of the steps of a batch together: tokens reach clients so much later than one by one, at most.
+_BATCH_US = 2_500
 
 
 class Lookahead:
@@ -21,7 +26,7 @@ class Lookahead:
 
     def __init__(self, *, depth: int | None, max_in_flight: int) -> None:
         self._depth = depth
-        self._max_in_flight = max(1, max_in_flight)
+        self.max_in_flight = max(1, max_in_flight)
         self.gap_us = _FIRST_GAP_US
 
     def observe_round_trip(self, round_trip_us: float, device_us: float) -> None:
@@ -34,8 +39,8 @@ class Lookahead:
         self.gap_us += weight * (sample - self.gap_us)
 
     def wants_more(self, num_in_flight: int, queued_us: int) -> bool:
-        """True if one more plan shall be sent now; `queued_us` is expected of the plans behind the one that runs."""
-        if num_in_flight >= self._max_in_flight:
+        """True if one more plan shall be sent now; `queued_us` is expected of the plans behind the batch that runs."""
+        if num_in_flight >= self.max_in_flight:
             return False
         if num_in_flight == 0:
             return True
@@ -43,9 +48,16 @@ class Lookahead:
             return num_in_flight <= self._depth
         return queued_us < self.gap_us
 
+    def batch_size(self, step_us: int) -> int:
+        """Plans of decodes alone, of steps that take `step_us`, to send as one message."""
+        if self._depth is not None or step_us <= 0:
+            return 1
+        # Another batch has to queue behind the one that runs.
+        return max(1, min(self.max_in_flight // 2, _BATCH_US // step_us))
+
     def depth_for(self, step_us: int) -> int:
         """Plans ahead that the rule keeps for steps of that time; what operators see."""
-        limit = self._max_in_flight - 1
+        limit = self.max_in_flight - 1
         if self._depth is not None:
             return min(self._depth, limit)
         if step_us <= 0:

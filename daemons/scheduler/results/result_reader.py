@@ -15,7 +15,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.finish_reason import FinishReason
-from radixmesh.daemons.runtime.steps.step import SlotLogprobs, StepResult, TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import NoToken, SlotLogprobs, StepResult, TokenLogprobs
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
@@ -111,6 +111,8 @@ class ResultReader:
         if len(rows):
             self._take_fast_path(state, rows, num_decodes, ids, logprobs, watch, outputs)
         for row, row_ids in slow:
+            if not len(row_ids) and len(result.no_token_reasons) and result.no_token_reasons[row] == NoToken.NO_MASK:
+                _take_late_mask(state, step, row)
             self._take_slow_path(state, step, row, row_ids, logprobs, outputs)
         if len(decoded):
             table.bound(decoded.still_in(table).slots)
@@ -185,6 +187,8 @@ class ResultReader:
             table.computed_len[slot] += taken
             if table.max_tokens_per_row == 1:  # Planned as one token.
                 table.planned_len[slot] += taken - 1
+                if not taken:
+                    state.decode_set.rejoin(slot)
         if taken and not is_decode:
             self._observer.prefilled(sequence)
         if taken:
@@ -212,6 +216,19 @@ def _occupant(table: SequenceTable, slot: int) -> Sequence:
     sequence = table.sequences[slot]
     assert sequence is not None, slot
     return sequence
+
+
+def _take_late_mask(state: EpochState, step: PlannedStep, row: int) -> None:
+    """The prompt's last chunk came without its last token, because the mask of the first one sampled was not there: the
+    slot decodes that token next."""
+    slot, generation = int(step.rows.slots[row]), int(step.rows.generations[row])
+    table = state.table
+    if row >= step.num_decodes and table.live[slot] == generation:
+        table.computed_len[slot] -= 1
+        table.target_len[slot] -= 1
+        if table.max_tokens_per_row == 1:
+            table.planned_len[slot] -= 1
+        state.decode_set.rejoin(slot)
 
 
 def _check_counts(state: EpochState, result: StepResult) -> None:

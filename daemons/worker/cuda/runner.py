@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray
+from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit, Task
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
@@ -25,18 +25,21 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
+from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
 from radixmesh.daemons.worker.cuda.step.prompt_vectors import PromptVectors
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks, yielded
 from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
 from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.guided.guide import MaskSink
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
     DecodeRows,
@@ -75,6 +78,7 @@ class DeviceRunner(ModelRunner):
 
     is_asynchronous = True
     suppresses_rows = True
+    mask_wait_s = 0.002
 
     def __init__(
         self,
@@ -109,6 +113,10 @@ class DeviceRunner(ModelRunner):
         with device.in_order(), torch.inference_mode():
             self.slots = SlotState(device, num_slots=limits.num_slots, max_pages=max_pages, dummy_page=pool.num_pages)
             self._attention = create_attention(self.slots.page_tables)
+            self.takes_grammars = not self._attention.needs_exact_lengths
+            self.masks = SlotMasks(
+                device, num_slots=limits.num_slots, max_rows=limits.num_slots, vocab_size=self.vocab_size
+            )
             self._create_sampler = partial(
                 SlotSampler,
                 limits.num_slots,
@@ -116,12 +124,13 @@ class DeviceRunner(ModelRunner):
                 max_total_len=limits.max_total_len,
                 device=device.torch_device,
             )
-            self._sampler = self._create_sampler(max_rows=limits.num_slots)
+            self._sampler = self._create_sampler(max_rows=limits.num_slots, masks=self.masks)
             self._prompts = PromptSteps(
                 device,
                 model,
                 self._attention,
                 self.slots,
+                self.masks,
                 page_size=pool.page_size,
                 max_tokens=limits.max_tokens_per_step,
                 max_total_len=limits.max_total_len,
@@ -146,6 +155,8 @@ class DeviceRunner(ModelRunner):
             _log.warning("drafts_off", reason="the attention backend needs exact lengths on the host")
             return
         self.max_tokens_per_row = 1 + max_drafts
+        # Masks of drafted positions are not built.
+        self.takes_grammars = False
         max_rows = self._limits.num_slots * self.max_tokens_per_row
         with self.device.in_order(), torch.inference_mode():
             self._attention.reserve(max_rows)
@@ -171,11 +182,16 @@ class DeviceRunner(ModelRunner):
         if self._verify is not None:
             self._verify.admitted(admit)
 
+    def mask_sink(self, admit: Admit) -> MaskSink | None:
+        return self.masks.sink(admit)
+
     def warm_up(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory. Then runs prompts that no graph is
         for, and steps as they will come, so that no request waits for a compiler or a library's start."""
         rows = no_rows()
         with self.device.in_order(), torch.inference_mode():
+            if self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead():
+                compile_ahead(self._launch_all)
             self._prompts.capture()
             if Task.GENERATE not in self.tasks:
                 self._prompts.warm_up()
@@ -198,6 +214,15 @@ class DeviceRunner(ModelRunner):
                 self.launch(rows, segments, 0)
             self.device.record_event().wait()
 
+    def _launch_all(self) -> None:
+        """Launches the kernels of all steps that `warm_up` captures or runs, for compiling."""
+        self._prompts.launch_all()
+        if Task.GENERATE in self.tasks:
+            for num_rows in sizes_to_compile(self._graphs.sizes):
+                for variant in self._attention.variants(num_rows):
+                    self._decode(num_rows, variant)
+            self._sampler.warm_up(self.model.dtype)
+
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:
         with self.device.in_order():
@@ -215,7 +240,7 @@ class DeviceRunner(ModelRunner):
         if not num_rows:
             # Rows there were, but none had room: kernels take no grids of nothing.
             start = self._clock.begin(self.device)
-            return self._handle(start, start, StepHandle.of(NOTHING), 0)
+            return self._handle(start, start, StepHandle.of(NOTHING), rows.slots)
         bucket = self._graphs.bucket(num_rows)
         step = host_step(rows, (), bucket or num_rows, self._admissions)
         variant = self._attention.plan(step)
@@ -225,12 +250,13 @@ class DeviceRunner(ModelRunner):
         logits_TV = replay(step.num_rows, variant)
         views = self._decodes.views(step.num_rows)
         target = self._tokens.target(views.ring_index_1, self.slots.last_tokens)
-        asking = self._sampler.asking(rows.slots)
-        self._sampler.resample(logits_TV, views.slots, views.kv_lens, rows.slots, target)
-        self._sampler.logprobs(logits_TV, views.slots, target, self._tokens.logprobs, asking)
+        logprobs = self._tokens.logprobs
+        asking = self._sampler.tokens_of(
+            logits_TV, views.slots, views.kv_lens, rows.slots, target, logprobs, has_highest=True
+        )
         end = self._clock.end(self.device)
         self._decodes.fence(end)
-        return self._handle(start, end, self._tokens.fetch(num_rows, end, asking), num_rows)
+        return self._handle(start, end, self._tokens.fetch(num_rows, end, asking), rows.slots)
 
     def _stage_decodes(self, rows: DecodeRows, num_rows: int) -> None:
         """Stages the inputs of a step of decodes alone; `num_rows` with padding."""
@@ -244,6 +270,7 @@ class DeviceRunner(ModelRunner):
         """A step of decodes alone, whose inputs are staged, with all rows sampled greedily: its logits. Graphs record
         it."""
         views, tables = self._decodes.fetch(num_rows), self.slots.page_tables
+        self.masks.clamp(views.slots, views.positions, views.kv_lens)
         x_TD = scatter_embed(
             views.slots,
             views.tokens,
@@ -290,7 +317,7 @@ class DeviceRunner(ModelRunner):
         start = self._clock.begin(self.device)
         chunks = self._chunks.launch(rows, segments, self._sampler, self._admissions)
         end = self._clock.end(self.device)
-        return self._handle(start, end, self._chunks.fetch(chunks, end), len(rows.slots), chunks)
+        return self._handle(start, end, self._chunks.fetch(chunks, end), rows.slots, chunks)
 
     def _launch_verify(
         self, verify: VerifySteps, rows: DecodeRows, segments: Sequence[Segment]
@@ -327,19 +354,23 @@ class DeviceRunner(ModelRunner):
         start: TimedEvent,
         end: TimedEvent,
         fetched: StepHandle[Fetched],
-        num_rows: int,
+        slots: IntArray,
         chunks: LaunchedChunks = NO_CHUNKS,
     ) -> StepHandle[StepOutput]:
-        """A step on the device. The clock places steps in the order in which their results are asked for."""
+        """A step on the device, of decode rows of `slots`. The clock places steps in the order in which their results
+        are asked for."""
+        num_rows, is_guided = len(slots), self.masks.is_guided(slots)
 
         def collect() -> StepOutput:
             end.wait()
             start_ns, end_ns = self._clock.place(start, end)
             got = fetched.result()
+            tokens, counts = yielded(got.tokens[:num_rows]) if is_guided else (got.tokens[:num_rows], None)
             return StepOutput(
-                tokens=got.tokens[:num_rows],
+                tokens=tokens,
+                counts=counts,
                 segments=chunks.outputs(got, self._host_logits),
-                logprobs={row: of_row for row, of_row in got.logprobs.items() if row < num_rows},
+                logprobs={row: of for row, of in got.logprobs.items() if row < num_rows and got.tokens[row] >= 0},
                 start_ns=start_ns,
                 end_ns=end_ns,
             )

@@ -1,77 +1,231 @@
-"""One output on its way through its grammar, as sampling needs it."""
+"""One output on its way through its grammar: its matcher, which threads move on, and the mask of its next token.
+
+    admit          follow(tokens)            a thread of the filler                 the step that samples
+    START ------>  BUSY: tokens are known -> matcher goes over them, mask filled -> READY, or FAILED with `error`
+
+A matcher may take long over one mask. The step thread never waits inside it: a row whose mask is not there yields
+nothing in that step, and the others go on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
-from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens, MaskWords
 from radixmesh.daemons.runtime.guided.source import invalid_grammar
 
 BoolArray = npt.NDArray[np.bool_]
 
+SLOW_S = 0.005
+"""An output whose last mask took longer gets a thread of its own, and nobody waits for its next one."""
+
+
+class MaskSink(ABC):
+    """Memory of one output's masks that a device reads. One thread at a time."""
+
+    words: MaskWords
+
+    @abstractmethod
+    def publish(self, position: int) -> None:
+        """`words` hold the mask of the token at `position` of prompt and output."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """The output has ended, and nothing is written any more."""
+
+
+class HostSink(MaskSink):
+    """Masks that the step thread itself reads."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.words = np.zeros(-(-vocab_size // 32), np.int32)
+
+    def publish(self, position: int) -> None:
+        return
+
+    def release(self) -> None:
+        return
+
 
 class Guide:
-    """The step thread alone uses it. vocab_size: ids of a row of logits. tokens: for forced texts."""
+    """start: makes the matcher, and the tokens of its vocabulary; may take long, and raise INVALID_GRAMMAR.
 
-    def __init__(self, matcher: GrammarMatcher, vocab_size: int, tokens: GreedyTokens) -> None:
-        self._matcher = matcher
-        self._tokens = tokens
-        self._words = np.zeros(-(-vocab_size // 32), np.int32)
-        self._vocab_size = vocab_size
+    position: of the next token in prompt and output. output_ids: tokens that the output has already. max_drafts: forced
+    tokens that are made ready as drafts, with their masks. Public methods are the step thread's, but `run`.
+    """
 
-    def replay(self, tokens: IntArray) -> None:
-        """Goes over the tokens that the output has already. Raises INVALID_GRAMMAR for one that the grammar forbids."""
-        for position, token in enumerate(tokens.tolist()):
-            if not self._matcher.accept(token):
-                message = f"token {position} of the output so far ({token}) does not follow the grammar: send it anew"
-                raise invalid_grammar(message, "")
-
-    def accept(self, token: int) -> bool:
-        """One token further. False if the grammar forbids it, or the output was over."""
-        return self._matcher.accept(token)
+    def __init__(
+        self,
+        start: Callable[[], tuple[GrammarMatcher, GreedyTokens]],
+        vocab_size: int,
+        *,
+        position: int,
+        output_ids: IntArray,
+        sink: MaskSink | None = None,
+        max_drafts: int = 0,
+    ) -> None:
+        self._start, self._vocab_size, self._max_drafts = start, vocab_size, max_drafts
+        self._sink = sink or HostSink(vocab_size)
+        self._position = position
+        self._matcher: GrammarMatcher | None = None
+        self._tokens: GreedyTokens | None = None
+        self._output_ids: IntArray = output_ids
+        self._forced: Sequence[int] = ()
+        self._masks: list[BoolArray | None] = []
+        self._lock = threading.Lock()
+        self._pending: list[int] = []
+        self._is_busy = self._is_closed = False
+        self._idle = threading.Event()
+        self.is_slow = False
+        self.error: MeshError | None = None
 
     @property
-    def is_over(self) -> bool:
-        """Nothing follows: the output has ended, and what is sampled behind it is dropped."""
-        return self._matcher.is_over
+    def is_ready(self) -> bool:
+        """The mask of the next token is there."""
+        return self._idle.is_set() and self.error is None
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most so long until it is ready, or failed; True if it is."""
+        return self._idle.wait(max(seconds, 0.0))
+
+    def begin(self) -> bool:
+        """True if run() has to be called: the output was admitted."""
+        self._is_busy = True
+        return True
+
+    def push(self, tokens: Sequence[int]) -> bool:
+        """Tokens were sampled. True if run() has to be called; else it runs already, and takes them too."""
+        with self._lock:
+            self._pending += tokens
+            self._idle.clear()
+            was_busy, self._is_busy = self._is_busy, True
+        return not was_busy
+
+    def close(self) -> None:
+        """The output has left its slot."""
+        with self._lock:
+            self._is_closed = True
+            is_busy = self._is_busy
+        if not is_busy:
+            self._sink.release()
+
+    def run(self) -> None:
+        """Goes over the tokens that came and fills the mask behind them, until none is left. On a filler's thread."""
+        while True:
+            with self._lock:
+                tokens, self._pending = self._pending, []
+                is_closed = self._is_closed
+            began = time.perf_counter()
+            if not is_closed and self.error is None:
+                try:
+                    self._advance(tokens)
+                except MeshError as error:
+                    self.error = error
+                except Exception as error:  # A library's own: the output ends, the worker does not.
+                    self.error = invalid_grammar(f"the grammar cannot be followed any further: {error}", "")
+            self.is_slow = time.perf_counter() - began > SLOW_S
+            with self._lock:
+                if self._pending and not self._is_closed:
+                    continue
+                self._is_busy = False
+                is_closed = self._is_closed
+                self._idle.set()
+            if is_closed:
+                self._sink.release()
+            return
 
     def forced_ids(self, most: int) -> Sequence[int]:
         """Tokens of the text that must follow, at most so many; () where the grammar has a choice.
 
         The output may cut that text in other places: they are drafts, which sampling confirms or not.
         """
-        if most < 1 or self._matcher.is_over:
-            return ()
-        return self._tokens.encode(self._matcher.forced_text(), most)
-
-    def is_stuck(self) -> bool:
-        """No token may follow, not even the end."""
-        allowed = self.allowed()
-        return allowed is not None and not allowed.any()
+        return self._forced[: max(most, 0)]
 
     def allowed(self, drafts: Sequence[int] = ()) -> BoolArray | None:
-        """Ids that may come behind the known tokens and these drafts, bool [vocabulary].
+        """Ids that may come behind the known tokens and these drafts, bool [vocabulary]; of a guide that is ready.
 
         None where nothing is to be masked: the output is over, or a draft does not follow the grammar, so that sampling
         ends before it.
         """
-        accepted = 0
+        if len(drafts) < len(self._masks) and list(drafts) == list(self._forced[: len(drafts)]):
+            return self._masks[len(drafts)]
+        return self._filled(drafts)
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        if self._matcher is None:
+            self._matcher, self._tokens = self._start()
+            self._replay(self._matcher)
+        for token in tokens:
+            self._position += 1
+            # Behind the end of an output come tokens that nobody reads. Anything else that is refused is a library that
+            # met a bound of its own, or broken logits.
+            if not self._matcher.accept(token) and not self._matcher.is_over:
+                raise stuck()
+        self._forced, self._masks = (), []
+        if self._matcher.is_over:
+            self._sink.words[:] = -1
+            self._masks = [None]
+        else:
+            self._matcher.fill(self._sink.words)
+            if not self._sink.words.any():
+                raise stuck()
+            if isinstance(self._sink, HostSink):
+                self._masks = [_bits(self._sink.words, self._vocab_size)]
+                self._draft(self._matcher)
+        self._sink.publish(self._position)
+
+    def _replay(self, matcher: GrammarMatcher) -> None:
+        """Goes over the tokens that the output has already. Raises INVALID_GRAMMAR for one that the grammar forbids."""
+        for position, token in enumerate(self._output_ids.tolist()):
+            if not matcher.accept(token):
+                message = f"token {position} of the output so far ({token}) does not follow the grammar: send it anew"
+                raise invalid_grammar(message, "")
+
+    def _draft(self, matcher: GrammarMatcher) -> None:
+        """Makes the forced text ready as drafts."""
+        if not self._max_drafts:
+            return
+        assert self._tokens is not None
+        self._forced = self._tokens.encode(matcher.forced_text(), self._max_drafts)
+        for count in range(1, len(self._forced) + 1):
+            mask = self._filled(self._forced[:count])
+            self._masks.append(mask)
+            if mask is None:
+                self._forced = self._forced[:count]
+                return
+
+    def _filled(self, drafts: Sequence[int]) -> BoolArray | None:
+        matcher, accepted = self._matcher, 0
+        assert matcher is not None
+        words = np.zeros_like(self._sink.words)
         try:
             for draft in drafts:
-                if not self._matcher.accept(draft):
+                if not matcher.accept(draft):
                     return None
                 accepted += 1
-            if self._matcher.is_over:
+            if matcher.is_over:
                 return None
-            self._matcher.fill(self._words)
+            matcher.fill(words)
         finally:
-            self._matcher.rollback(accepted)
-        bits = np.unpackbits(self._words.view(np.uint8), bitorder="little", count=self._vocab_size)
-        return bits.view(np.bool_)
+            matcher.rollback(accepted)
+        return _bits(words, self._vocab_size)
+
+
+def stuck() -> MeshError:
+    """The error of an output that no token may follow, and that may not end either."""
+    return invalid_grammar("the grammar allows no token here, not even the end: it can never be satisfied", "")
+
+
+def _bits(words: MaskWords, vocab_size: int) -> BoolArray:
+    return np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size).view(np.bool_)
 
 
 def mask_row(row: FloatArray, allowed: BoolArray, suppressed_ids: IntArray) -> tuple[FloatArray, bool]:

@@ -1,29 +1,90 @@
-"""The guides of the slots that follow a grammar."""
+"""The guides of the slots that follow a grammar, as steps need them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.source import invalid_grammar
+from radixmesh.daemons.runtime.guided.backend import GrammarMatcher, GreedyTokens
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
-from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.guide import Guide, MaskSink
+from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 from radixmesh.daemons.worker.runner import SampleInput
 
 
-def guide_of(admit: Admit, blob: bytes, store: GrammarStore, vocab_size: int) -> Guide:
-    """At the end of the admit's output. Raises INVALID_GRAMMAR for a blob or an output that cannot be followed."""
-    guide = Guide(store.get(admit.grammar_hash, blob).matcher(), vocab_size, store.tokens)
-    guide.replay(admit.output_ids)
-    return guide
+class SlotGuides:
+    """Used by the step thread. max_drafts: forced tokens that are made ready with each mask."""
+
+    def __init__(self, vocab_size: int, max_drafts: int = 0) -> None:
+        self._vocab_size, self._max_drafts = vocab_size, max_drafts
+        self._filler = MaskFiller()
+        self._guides: dict[int, Guide] = {}
+
+    def __len__(self) -> int:
+        return len(self._guides)
+
+    def admitted(self, admit: Admit, blob: bytes, store: GrammarStore, sink: MaskSink | None) -> Guide:
+        """At the end of the admit's output; its mask is being filled from now on."""
+
+        def start() -> tuple[GrammarMatcher, GreedyTokens]:
+            return store.get(admit.grammar_hash, blob).matcher(), store.tokens
+
+        guide = self._guides[admit.slot] = Guide(
+            start,
+            self._vocab_size,
+            position=len(admit.prompt_ids) + len(admit.output_ids),
+            output_ids=admit.output_ids,
+            sink=sink,
+            max_drafts=self._max_drafts,
+        )
+        self._filler.begin(guide)
+        return guide
+
+    def is_late(self, slot: int) -> bool:
+        """The slot follows a grammar, and the mask of its next token is not there."""
+        guide = self._guides.get(slot)
+        return guide is not None and not guide.is_ready
+
+    def released(self, slot: int) -> None:
+        """The slot is free."""
+        guide = self._guides.pop(slot, None)
+        if guide is not None:
+            guide.close()
+
+    def clear(self) -> None:
+        """All slots are free."""
+        for slot in list(self._guides):
+            self.released(slot)
+
+    def errors(self) -> Iterator[tuple[int, MeshError]]:
+        """Slots whose outputs cannot go on; again each time."""
+        for slot, guide in self._guides.items():
+            if guide.error is not None:
+                yield slot, guide.error
+
+    def follow(self, tokens: Iterable[tuple[int, Sequence[int]]]) -> None:
+        """Tokens were sampled for these slots."""
+        if self._guides:
+            pairs = ((self._guides.get(slot), of_slot) for slot, of_slot in tokens)
+            self._filler.follow([(guide, of_slot) for guide, of_slot in pairs if guide is not None])
+
+    def wait(self, slots: Iterable[int], seconds: float | None) -> None:
+        """Waits until the masks of these slots are there, for at most so long together; for a slow one not at all.
+        None: for all, as long as it takes."""
+        ends = time.monotonic() + (seconds or 0.0)
+        for slot in slots:
+            guide = self._guides.get(slot)
+            if guide is None:
+                continue
+            if seconds is None:
+                while not guide.wait(60.0):
+                    pass
+            elif not guide.is_slow:
+                guide.wait(ends - time.monotonic())
 
 
 def jump_forward(sample: SampleInput, most: int) -> Sequence[int]:
     """A drafter (`drafts.py`): tokens of the text that an output's grammar forces, nothing for any other output."""
     return () if sample.guide is None else sample.guide.forced_ids(most)
-
-
-def stuck() -> MeshError:
-    """The error of an output that no token may follow, and that may not end either."""
-    return invalid_grammar("the grammar allows no token here, not even the end: it can never be satisfied", "")

@@ -20,10 +20,11 @@ from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Admit, Grant, PageRecords, StepPlan, StepResult
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guide import Guide
-from radixmesh.daemons.worker.guided.guides import guide_of, stuck
+from radixmesh.daemons.worker.guided.guides import SlotGuides
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.plans.guided_rows import sampled_tokens, settle_guided, without_late
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
 from radixmesh.daemons.worker.plans.plan_check import check_plan
 from radixmesh.daemons.worker.plans.result_builder import ResultBuilder
@@ -82,6 +83,7 @@ class StepExecutor:
         self.records = PageRecordTable(self.limits)
         self.blobs = SlotBlobs(blobs)
         self._grammars = grammars
+        self._guides = SlotGuides(runner.vocab_size, runner.max_tokens_per_row - 1)
         self.weights_version = 1
         # Lengths of decoding slots are settled when a step is done; until then the device alone has them.
         self._is_bounded = runner.max_tokens_per_row > 1 and runner.is_asynchronous
@@ -95,6 +97,7 @@ class StepExecutor:
         """Frees all slots; KV and page records stay. Steps count from 1 again."""
         self.finish_all()
         self.table.clear()
+        self._guides.clear()
         self.blobs.begin_epoch()
         self._epoch, self._group_generation, self.last_step = epoch, group_generation, 0
 
@@ -102,6 +105,7 @@ class StepExecutor:
         """Empties slots, KV and page records: the group was formed anew. No step runs."""
         assert not self._launched, "steps that were aborted have been finished"
         self.table.clear()
+        self._guides.clear()
         self.blobs.begin_epoch()
         self.records.reset()
         self.runner.clear()
@@ -126,17 +130,20 @@ class StepExecutor:
         batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
         if self._launched and self._needs_tokens(batch):
             self.finish_all()
-        self._fail_stuck(batch)
+            # Rows that yielded nothing have taken back the length that they were counted with.
+            batch = ForwardBatch.of(plan, self.table, self.limits.page_size, most, is_bounded=self._is_bounded)
+        if len(self._guides):
+            batch = self._with_masks(batch)
         builder = self._builder(plan)
+        self.runner.begin_step(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
         if most > 1 and not self._is_bounded:
             output = running.result()
             settle_uneven(batch, output, self.table, self.records, self.limits.page_size)
-            for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
-                if segment.sample is not None:
-                    self._guide(row, got.tokens)
+            if len(self._guides):
+                self._guides.follow(sampled_tokens(batch, output, None, self.table))
             return StepHandle.of(builder.build_forward(batch, output))
         settle = partial(self._settle, plan.step_id, running, batch, self._written(batch), builder)
         self._advance(batch)
@@ -182,13 +189,15 @@ class StepExecutor:
         for release in plan.releases:
             if table.release(release.slot, release.generation):
                 self.blobs.released(release.slot)
+                self._guides.released(release.slot)
         for admit in plan.admits:
             guide = self._guide_of(admit)
             table.admit(
                 admit,
-                can_batch=guide is None and self.runner.can_batch(admit.sampling),
+                can_batch=self.runner.can_batch(admit.sampling),
                 is_suppressed_by_runner=self.runner.suppresses_rows,
                 guide=guide,
+                is_uncertain=self.runner.is_asynchronous and (guide is not None or self.runner.skips_rows),
             )
             self.runner.admitted(admit)
         if plan.grants:
@@ -205,36 +214,20 @@ class StepExecutor:
         if not blob or self._grammars is None:
             return None
         try:
-            return guide_of(admit, blob, self._grammars, self.limits.vocab_size)
+            return self._guides.admitted(admit, blob, self._grammars, self.runner.mask_sink(admit))
         except MeshError as error:
             self.blobs.fail(admit.slot, admit.generation, error)
             return None
 
-    def _fail_stuck(self, batch: ForwardBatch) -> None:
-        """Outputs whose grammar leaves no token fail before they are sampled."""
-        for row, segment in zip(batch.segment_rows, batch.segments, strict=True):
-            guide = segment.sample.guide if segment.sample is not None else None
-            if guide is not None and row.slot not in self.blobs.failed and guide.is_stuck():
-                self.blobs.fail(row.slot, row.generation, stuck())
-
-    def _guide(self, row: Row, tokens: Sequence[int]) -> None:
-        """A slot's guide follows what was sampled for it."""
-        table = self.table
-        # A released slot keeps its generation: its request may be gone while the step ran.
-        is_same = table.is_occupied[row.slot] and table.generations[row.slot] == row.generation
-        if row.slot in self.blobs.failed or not is_same:
-            return
-        guide = table.occupant(row.slot).guide
-        if guide is None:
-            return
-        for token in tokens:
-            if guide.accept(token):
-                continue
-            # Behind the end of an output come tokens that nobody reads. Anything else is a library that met a bound of
-            # its own, or broken logits: that output ends, the others go on.
-            if not guide.is_over:
-                self.blobs.fail(row.slot, row.generation, stuck())
-            return
+    def _with_masks(self, batch: ForwardBatch) -> ForwardBatch:
+        """Waits shortly for masks of tokens that are sampled now, fails outputs that cannot go on, and leaves out those
+        whose mask is late."""
+        guides = self._guides
+        sampled = [segment.slot for segment in batch.segments if segment.sample is not None]
+        guides.wait(sampled, self.runner.mask_wait_s)
+        for slot, error in guides.errors():
+            self.blobs.fail(slot, int(self.table.generations[slot]), error)
+        return without_late(batch, guides.is_late)
 
     def _builder(self, plan: StepPlan) -> ResultBuilder:
         return ResultBuilder(plan, self.weights_version, self.blobs.take_errors(), tuple(self.blobs.failed))
@@ -261,6 +254,8 @@ class StepExecutor:
         """Places of the step's tokens: segments first, rows after them. Their ids are known once it is done."""
         size, rows = self.limits.page_size, batch.rows
         slots, row_positions = (empty_ints(), empty_ints()) if self._is_bounded else (rows.slots, rows.positions)
+        if batch.is_certain is not None:  # The others' are settled from counts.
+            slots, row_positions = slots[batch.is_certain], row_positions[batch.is_certain]
         pages, positions = [], []
         for segment in batch.segments:
             at = np.arange(segment.start, segment.start + len(segment.ids), dtype=np.int32)
@@ -313,21 +308,27 @@ class StepExecutor:
         self.records.extend_if(
             written.pages, written.page_generations, written.offsets, np.concatenate((*segment_ids, ids))
         )
+        tokens: IntArray | None = None
         if self._is_bounded:
             batch = settle_bounded(batch, output, self.table, self.records, self.limits.page_size)
+        elif batch.is_certain is not None:
+            is_certain, size = batch.is_certain, self.limits.page_size
+            batch, tokens = settle_guided(batch, output, ~is_certain, self.table, self.records, size)
+            self._learn_rows(batch, tokens, is_certain)
         else:
-            self._learn_rows(batch, output.tokens)
+            self._learn_rows(batch, output.tokens, np.ones(len(output.tokens), np.bool_))
         for row, segment, got in zip(batch.segment_rows, batch.segments, output.segments, strict=True):
             if segment.sample is not None:
                 assert got.token is not None, f"the runner sampled no token for slot {row.slot}"
                 self._learn(row, segment.sample.position, got.token)
-                self._guide(row, got.tokens)
+        if len(self._guides):
+            self._guides.follow(sampled_tokens(batch, output, tokens, self.table))
         return builder.build_forward(batch, output)
 
-    def _learn_rows(self, batch: ForwardBatch, tokens: IntArray) -> None:
+    def _learn_rows(self, batch: ForwardBatch, tokens: IntArray, is_certain: BoolArray) -> None:
         rows, table = batch.rows, self.table
-        self._last_sampled[rows.slots] = tokens
-        is_same = table.generations[rows.slots] == batch.row_generations
+        self._last_sampled[rows.slots[is_certain]] = tokens[is_certain]
+        is_same = is_certain & (table.generations[rows.slots] == batch.row_generations)
         slots, positions = rows.slots[is_same], rows.positions[is_same] + 1
         table.tokens[slots, positions] = tokens[is_same]
         table.known_len[slots] = positions + 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.steps.step import StepPlan, Task
-from radixmesh.daemons.worker.plans.slot_table import SlotTable
+from radixmesh.daemons.worker.plans.slot_table import BoolArray, SlotTable
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput, Segment
 
 
@@ -40,6 +40,10 @@ class ForwardBatch:
     segments: Sequence[Segment]
     segment_rows: Sequence[Row]
     num_results: int
+    late_rows: Sequence[Row] = ()
+    """Result rows that were left out, because the mask of their token is not there yet."""
+    is_certain: BoolArray | None = None
+    """Of each row: whether it yields a token in any case; None: all do, or have bounds."""
 
     @classmethod
     def of(
@@ -73,6 +77,7 @@ class ForwardBatch:
             row_indexes=row_indexes,
             row_generations=table.generations[slots],
             row_logprobs_starts=table.logprobs_start[slots],
+            is_certain=~table.is_uncertain[slots] if table.is_uncertain[slots].any() else None,
             segments=segments,
             segment_rows=segment_rows,
             num_results=num_results,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from radixmesh.daemons.runtime.steps.step import (
     TokenLogprobs,
 )
 from radixmesh.daemons.worker.plans.forward_batch import ForwardBatch, Row
+from radixmesh.daemons.worker.plans.guided_rows import late_indexes
 from radixmesh.daemons.worker.runner import StepOutput
 
 
@@ -64,6 +66,7 @@ class ResultBuilder:
             prompt_logprobs=prompt_logprobs,
             vectors=_vectors(batch, output),
         )
+        result = _with_reasons(result, late_indexes(batch, output))
         return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
 
     def _result(
@@ -92,19 +95,33 @@ class ResultBuilder:
         )
 
 
+def _with_reasons(result: StepResult, late: Sequence[int]) -> StepResult:
+    """The same, and that the rows of these indexes have no token for want of a mask."""
+    if not late:
+        return result
+    reasons = _reasons(result)
+    reasons[late] = NoToken.NO_MASK
+    return replace(result, no_token_reasons=reasons)
+
+
+def _reasons(result: StepResult) -> IntArray:
+    if len(result.no_token_reasons):
+        return result.no_token_reasons.copy()
+    return np.where(result.counts == 0, NoToken.NO_ROOM, NoToken.HAS_TOKENS).astype(np.int32)
+
+
 def _without_slots(result: StepResult, batch: ForwardBatch, slots: tuple[int, ...]) -> StepResult:
     """The same with no token for the rows of these slots, and nothing else of theirs."""
     is_failed = np.zeros(batch.num_results, np.bool_)
     is_failed[batch.row_indexes] = np.isin(batch.rows.slots, slots)
-    for row in batch.segment_rows:
+    for row in (*batch.segment_rows, *batch.late_rows):
         if row.index >= 0:
             is_failed[row.index] = row.slot in slots
-    reasons = np.where(result.counts == 0, NoToken.NO_ROOM, NoToken.HAS_TOKENS)
     return replace(
         result,
         counts=np.where(is_failed, 0, result.counts).astype(np.int32),
         ids=result.ids[np.repeat(~is_failed, result.counts)],
-        no_token_reasons=np.where(is_failed, NoToken.SLOT_ERROR, reasons).astype(np.int32),
+        no_token_reasons=np.where(is_failed, NoToken.SLOT_ERROR, _reasons(result)).astype(np.int32),
         logprobs=tuple(entry for entry in result.logprobs if entry.slot not in slots),
         prompt_logprobs=tuple(entry for entry in result.prompt_logprobs if entry.slot not in slots),
         vectors=tuple(entry for entry in result.vectors if entry.slot not in slots),

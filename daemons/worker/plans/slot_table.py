@@ -72,6 +72,8 @@ class SlotTable:
         """Total length from which decodes of the slot may go as DecodeRows; the maximum if never."""
         self.is_bounded = np.zeros(num, np.bool_)
         """True if the slot decoded with several tokens a row: the plans alone give only bounds of its length then."""
+        self.is_uncertain = np.zeros(num, np.bool_)
+        """True if a decode row of the slot may yield nothing: its lengths are those of the case that it does."""
         self.tokens = np.zeros((num, limits.max_total_len), np.int32)
         self.page_tables = np.zeros((num, limits.max_pages_per_slot), np.int32)
         self.page_users = np.zeros(limits.num_pages, np.int32)
@@ -93,7 +95,13 @@ class SlotTable:
         return self.page_tables[slot, : self.num_pages[slot]]
 
     def admit(
-        self, admit: Admit, *, can_batch: bool, is_suppressed_by_runner: bool = False, guide: Guide | None = None
+        self,
+        admit: Admit,
+        *,
+        can_batch: bool,
+        is_suppressed_by_runner: bool = False,
+        guide: Guide | None = None,
+        is_uncertain: bool = False,
     ) -> None:
         """Fills a free slot. `can_batch`: the runner takes its decodes as DecodeRows; once min_tokens are reached, or
         at once if it suppresses ids itself. guide: of a request that follows a grammar."""
@@ -110,6 +118,7 @@ class SlotTable:
         self.is_sampled[slot] = not sampling.is_greedy
         self.is_generating[slot] = admit.task is Task.GENERATE
         self.is_bounded[slot] = False
+        self.is_uncertain[slot] = is_uncertain
         self.logprobs_start[slot] = admit.logprobs_start
         is_suppressed = len(admit.suppressed_ids) and not is_suppressed_by_runner
         suppressed_len = prompt_len + admit.min_tokens if is_suppressed else 0
@@ -149,14 +158,14 @@ class SlotTable:
         if not self.is_occupied[slot] or self.generations[slot] != generation:
             return False
         self.page_users[self.pages(slot)] -= 1
-        self.is_occupied[slot] = False
+        self.is_occupied[slot] = self.is_uncertain[slot] = False
         self.num_pages[slot] = 0
         self._occupants[slot] = None
         return True
 
     def clear(self) -> None:
         """A new epoch: all slots are free, generations start anew."""
-        self.is_occupied[:] = False
+        self.is_occupied[:] = self.is_uncertain[:] = False
         self.generations[:] = 0
         self.num_pages[:] = 0
         self.page_users[:] = 0

@@ -14,6 +14,8 @@ from radixmesh.worker.v1 import worker_pb2
 class FaultyStream(ResultStream):
     """Injects the faults of simulated.faults into plans and results."""
 
+    may_merge = False  # A fault strikes one result.
+
     def __init__(self, send: Send, faults: FaultInjector) -> None:
         super().__init__(send)
         self._faults = faults

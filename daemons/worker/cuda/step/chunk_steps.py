@@ -70,14 +70,14 @@ class ChunkSteps:
         """Launches a forward, and samples all rows whose token is wanted."""
         sampled = [i for i, s in enumerate(segments) if s.sample is not None]
         slots = np.concatenate([rows.slots, np.array([segments[i].slot for i in sampled], np.int32)])
-        ring_index, asking = self._tokens.take() if len(slots) else 0, sampler.asking(slots)
+        ring_index, asking = self._tokens.take() if len(slots) else 0, NOBODY
         forward = self._prompts.forward(rows, segments, sampled, ring_index=ring_index, admissions=admissions)
         if len(slots):
             to = forward.sampled
             target = self._tokens.target(to.ring_index_1, self._slots.last_tokens)
             logits_TV = self._model.logits(forward.hidden_TD.index_select(0, to.rows))
-            sampler.sample(logits_TV, to.slots, to.positions, slots, target)
-            sampler.logprobs(logits_TV, to.slots, target, self._tokens.logprobs, asking)
+            logprobs = self._tokens.logprobs
+            asking = sampler.tokens_of(logits_TV, to.slots, to.positions, slots, target, logprobs, has_highest=False)
             self._slots.sampled(to.slots, to.positions)
         kept, vectors = {}, {}
         for index, segment in enumerate(segments):

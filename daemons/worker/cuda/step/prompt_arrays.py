@@ -18,6 +18,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceStep, HostStep
 from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 
 # Parts begin at multiples of so many integers: kernels are compiled anew for pointers that are aligned differently.
@@ -127,6 +128,10 @@ class PromptViews:
         self._ids = ids
         self._decode_kv_lens = decode_kv_lens
         self._chunks = (chunk_slots, chunk_row_starts, chunk_kv_lens)
+
+    def clamp(self, masks: SlotMasks) -> None:
+        """Brings decode rows back to the length that their slots have."""
+        masks.clamp(self.slots, self.positions, self._decode_kv_lens, self._ids)
 
     def ids(self, last_tokens: torch.Tensor) -> torch.Tensor:
         """int32 [rows]. Decode rows take what was sampled for their slot last."""

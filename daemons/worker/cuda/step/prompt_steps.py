@@ -8,7 +8,7 @@ than the host, which launches them kernel by kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,9 +19,10 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.runner import DecodeRows, Segment
 from radixmesh.kernels.rope_kv import KvTarget
@@ -57,6 +58,7 @@ class PromptSteps:
         model: DeviceModel,
         attention: DeviceAttention,
         slots: SlotState,
+        masks: SlotMasks,
         *,
         page_size: int,
         max_tokens: int,
@@ -65,7 +67,7 @@ class PromptSteps:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._slots = slots
+        self._slots, self._masks = slots, masks
         self._page_size = page_size
         self._max_tokens = max_tokens
         self._max_total_len = max_total_len
@@ -77,14 +79,25 @@ class PromptSteps:
 
     def capture(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory."""
-        for size in sorted(self._graphs.sizes, reverse=True):
+        for size, variant, work in self._captured(self._graphs.sizes):
+            self._graphs.capture(size, variant, work)
+
+    def launch_all(self) -> None:
+        """Launches what `capture` captures, kernel by kernel, and what `warm_up` runs: for compiling."""
+        for _, _, work in self._captured(sizes_to_compile(self._graphs.sizes)):
+            work()
+        self.warm_up()
+
+    def _captured(self, sizes: Sequence[int]) -> Iterator[tuple[int, str, Callable[[], torch.Tensor]]]:
+        """Rows, variant and work of each graph, whose inputs have been sent when it comes."""
+        for size in sorted(sizes, reverse=True):
             shape, rows = self.shape_of(size), no_rows()
             step = host_step(rows, (), shape.num_decodes)
             self._attention.plan(step)
             self.buffer.upload(shape, step, rows, ())
             views = self.buffer.views(shape)
             for variant in self._attention.variants(shape.num_decodes):
-                self._graphs.capture(size, variant, partial(self._run, views, size, variant))
+                yield size, variant, partial(self._run, views, size, variant)
 
     def warm_up(self) -> None:
         """Runs chunks of the dummy slot, whose KV goes to the dummy page, that are not captured."""
@@ -127,6 +140,7 @@ class PromptSteps:
     def _run(self, views: PromptViews, max_chunk_len: int, variant: str) -> torch.Tensor:
         """Hidden states of all rows, [T, D]. What a graph records."""
         tables = self._slots.page_tables
+        views.clamp(self._masks)
         target = KvTarget(views.positions, views.slots, tables, self._page_size)
         attention = self._attention.begin(views.attention(tables, max_chunk_len), variant)
         return self._model.layers(self._model.embed(views.ids(self._slots.last_tokens)), target, attention)

@@ -11,6 +11,7 @@ import torch
 from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.runtime.sampling import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
 from radixmesh.daemons.worker.cuda.step.token_ring import NOBODY, Asking
 from radixmesh.daemons.worker.limits import MAX_SUPPRESSED_IDS
 from radixmesh.kernels.sampling.logprobs import LogprobScratch, compile_logprobs, token_logprobs
@@ -31,9 +32,16 @@ class SlotSampler:
     """Parameters of all slots, and a dummy that is greedy. Lists are sent only for slots that need them."""
 
     def __init__(
-        self, num_slots: int, *, max_rows: int, vocab_size: int, max_total_len: int, device: torch.device
+        self,
+        num_slots: int,
+        *,
+        max_rows: int,
+        vocab_size: int,
+        max_total_len: int,
+        device: torch.device,
+        masks: SlotMasks | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._masks = device, masks
         self._needs = np.zeros(num_slots + 1, np.uint8)
         self._has_options = np.zeros(num_slots + 1, np.bool_)
         self._params = SampleParams.allocate(
@@ -55,13 +63,48 @@ class SlotSampler:
         """Prompt and output of slots with penalties, int32 [slots + 1, max_total_len]."""
         return self._params.tokens_SL
 
+    def tokens_of(
+        self,
+        logits_TV: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        host_slots: IntArray,
+        target: TokenTarget,
+        ring_RTL: torch.Tensor,
+        *,
+        has_highest: bool,
+    ) -> Asking:
+        """Samples rows into `target` under the masks of their slots, and writes the logprobs that they ask for into
+        `ring_RTL`: those of the logits as they were. Returns the rows that ask.
+
+        has_highest: `sample_greedily` of the same logits ran just before; rows that are all greedy are done then.
+        """
+        asking, masks = self.asking(host_slots), self._masks
+        as_they_were_TV = logits_TV
+        if masks is not None and masks.is_guided(host_slots):
+            if asking.rows:
+                as_they_were_TV = logits_TV.clone()
+            masks.apply(logits_TV, slots, positions)
+            self.sample(logits_TV, slots, positions, host_slots, target)
+            masks.settle(slots, positions, target, self.tokens_SL)
+        elif has_highest:
+            self.resample(logits_TV, slots, positions, host_slots, target)
+        else:
+            self.sample(logits_TV, slots, positions, host_slots, target)
+        self.logprobs(as_they_were_TV, slots, target, ring_RTL, asking)
+        return asking
+
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compiles every variant of the sampling kernels for logits of `dtype`."""
         compile_sampling(self._params, self._vocab_size, dtype)
         compile_logprobs(self._params, self._vocab_size, dtype)
+        if self._masks is not None:
+            self._masks.warm_up(dtype, self._vocab_size, self.tokens_SL)
 
     def admitted(self, admit: Admit) -> None:
         """A request took a slot. What it asks for is sent with the next step."""
+        if self._masks is not None:
+            self._masks.admitted(admit)
         self._needs[admit.slot] = needs_of(admit)
         num_top = admit.sampling.num_top_logprobs
         self._num_top[admit.slot] = -1 if num_top is None else min(num_top, self._vocab_size)
@@ -69,6 +112,8 @@ class SlotSampler:
 
     def send(self) -> None:
         """Brings the options of requests admitted since to the device, behind all work so far."""
+        if self._masks is not None:
+            self._masks.send()
         if not self._admitted:
             return
         # A slot that needs nothing must not keep what another request asked for: its neighbours may need noise.

@@ -88,34 +88,38 @@ TRANSFER_STATE_ABORTED: TransferState
 TRANSFER_STATE_FAILED: TransferState
 
 class ExecuteRequest(_message.Message):
-    __slots__ = ("hello", "complete", "claim", "plan", "fence", "alive")
+    __slots__ = ("hello", "complete", "claim", "plan", "fence", "alive", "more_plans")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     COMPLETE_FIELD_NUMBER: _ClassVar[int]
     CLAIM_FIELD_NUMBER: _ClassVar[int]
     PLAN_FIELD_NUMBER: _ClassVar[int]
     FENCE_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    MORE_PLANS_FIELD_NUMBER: _ClassVar[int]
     hello: _common_pb2.Hello
     complete: bytes
     claim: Claim
     plan: StepPlan
     fence: Fence
     alive: Alive
-    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., complete: _Optional[bytes] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    more_plans: _containers.RepeatedCompositeFieldContainer[StepPlan]
+    def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., complete: _Optional[bytes] = ..., claim: _Optional[_Union[Claim, _Mapping]] = ..., plan: _Optional[_Union[StepPlan, _Mapping]] = ..., fence: _Optional[_Union[Fence, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., more_plans: _Optional[_Iterable[_Union[StepPlan, _Mapping]]] = ...) -> None: ...
 
 class ExecuteResponse(_message.Message):
-    __slots__ = ("hello", "claimed", "result", "refusal", "fenced")
+    __slots__ = ("hello", "claimed", "result", "refusal", "fenced", "more_results")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CLAIMED_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    MORE_RESULTS_FIELD_NUMBER: _ClassVar[int]
     hello: WorkerHello
     claimed: Claimed
     result: StepResult
     refusal: Refusal
     fenced: Fenced
-    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ...) -> None: ...
+    more_results: _containers.RepeatedCompositeFieldContainer[StepResult]
+    def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., claimed: _Optional[_Union[Claimed, _Mapping]] = ..., result: _Optional[_Union[StepResult, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., fenced: _Optional[_Union[Fenced, _Mapping]] = ..., more_results: _Optional[_Iterable[_Union[StepResult, _Mapping]]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("hello", "highest_epoch", "holder_instance_id", "is_holder_connected", "holder_silent_ms", "last_received_step", "last_completed_step", "retained_plans", "capabilities", "predecessor_end")
@@ -142,7 +146,7 @@ class WorkerHello(_message.Message):
     def __init__(self, hello: _Optional[_Union[_common_pb2.Hello, _Mapping]] = ..., highest_epoch: _Optional[int] = ..., holder_instance_id: _Optional[str] = ..., is_holder_connected: bool = ..., holder_silent_ms: _Optional[int] = ..., last_received_step: _Optional[int] = ..., last_completed_step: _Optional[int] = ..., retained_plans: _Optional[_Iterable[bytes]] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., predecessor_end: _Optional[_Union[PredecessorEnd, str]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive")
+    __slots__ = ("state", "backend", "page_size", "num_pages", "num_slots", "max_tokens_per_step", "max_plans_in_flight", "max_tokens_per_row", "max_blob_bytes", "rank", "world_size", "group_generation", "is_deterministic", "weights_version", "tasks", "barrier_ops", "layout", "weights_digest", "kv_dtype", "kv_layout", "rendezvous", "takes_alive", "takes_plan_batches")
     STATE_FIELD_NUMBER: _ClassVar[int]
     BACKEND_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -165,6 +169,7 @@ class Capabilities(_message.Message):
     KV_LAYOUT_FIELD_NUMBER: _ClassVar[int]
     RENDEZVOUS_FIELD_NUMBER: _ClassVar[int]
     TAKES_ALIVE_FIELD_NUMBER: _ClassVar[int]
+    TAKES_PLAN_BATCHES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerState
     backend: str
     page_size: int
@@ -187,7 +192,8 @@ class Capabilities(_message.Message):
     kv_layout: str
     rendezvous: str
     takes_alive: bool
-    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ...) -> None: ...
+    takes_plan_batches: bool
+    def __init__(self, state: _Optional[_Union[WorkerState, str]] = ..., backend: _Optional[str] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., num_slots: _Optional[int] = ..., max_tokens_per_step: _Optional[int] = ..., max_plans_in_flight: _Optional[int] = ..., max_tokens_per_row: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., group_generation: _Optional[int] = ..., is_deterministic: bool = ..., weights_version: _Optional[int] = ..., tasks: _Optional[_Iterable[_Union[_common_pb2.Task, str]]] = ..., barrier_ops: _Optional[_Iterable[str]] = ..., layout: _Optional[_Union[RankLayout, _Mapping]] = ..., weights_digest: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., kv_layout: _Optional[str] = ..., rendezvous: _Optional[str] = ..., takes_alive: bool = ..., takes_plan_batches: bool = ...) -> None: ...
 
 class RankLayout(_message.Message):
     __slots__ = ("tp_size", "tp_rank", "dp_size", "dp_rank", "ep_size", "ep_rank")
@@ -256,12 +262,14 @@ class LeaveGroupResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Claim(_message.Message):
-    __slots__ = ("epoch", "group_generation")
+    __slots__ = ("epoch", "group_generation", "takes_result_batches")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     GROUP_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TAKES_RESULT_BATCHES_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     group_generation: int
-    def __init__(self, epoch: _Optional[int] = ..., group_generation: _Optional[int] = ...) -> None: ...
+    takes_result_batches: bool
+    def __init__(self, epoch: _Optional[int] = ..., group_generation: _Optional[int] = ..., takes_result_batches: bool = ...) -> None: ...
 
 class Claimed(_message.Message):
     __slots__ = ("epoch",)

@@ -1,0 +1,314 @@
+"""Attention over latents (MLA) on a GPU, by configuration: TB/s of decodes, TFLOP/s of shared prefixes and of chunks.
+
+    PYTHONPATH=src python bench/gpu/mla.py --processes 6 --flashinfer-s 100 --output bench/results/h200-mla.json
+
+Launches are captured in a CUDA graph and timed by events; each reads other tokens of the pool, so that no cache holds
+them. Bytes are those of the latents and RoPE keys that rows have to see, a prefix counted once for its group;
+operations those of the pairs of a query and a token that it sees, absorbed: 2 (C + R) a head.
+With --processes, kernels are compiled by so many processes first. With --flashinfer-s, FlashInfer's FA3 template of MLA
+is compiled meanwhile, and measured beside ours if that took no longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
+
+from radixmesh.kernels.attention.decode_attention import plan_decode
+from radixmesh.kernels.attention.extend_attention import ExtendConfig
+from radixmesh.kernels.attention.mla_decode import (
+    mla_decode,
+    mla_decode_reference,
+    mla_decode_workspace,
+    mla_shared_decode,
+    mla_shared_workspace,
+)
+from radixmesh.kernels.attention.mla_extend import mla_extend
+from radixmesh.kernels.attention.prefix_groups import PrefixGroup
+from radixmesh.kernels.attention.shared_prefix_attention import plan_shared_decode
+from radixmesh.kernels.attention.split_schedule import SplitConfig
+
+_RANK, _ROPE = 512, 64
+_LATENT = _RANK + _ROPE
+_SCALE = 0.07
+_TOKENS = 1 << 20
+_FLUSH_BYTES = 160 << 20
+_MOST_TURNS, _REPLAYS = 128, 4
+# (rows, tokens of each) by query heads: of DeepSeek-V2-Lite, and of DeepSeek-V3.
+_DECODES = {
+    16: ((1, 384), (1, 8192), (32, 1024), (256, 384), (256, 2048), (512, 1024)),
+    128: ((1, 4096), (32, 4096), (128, 2048)),
+}
+# (groups, rows of each, tokens that a group shares, tokens of each row after them)
+_SHARED = ((32, 16, 2048, 192), (8, 4, 2048, 192))
+# (chunks, tokens of each, tokens before them)
+_EXTENDS = ((1, 8192, 0), (64, 128, 0), (4, 2048, 2048))
+# Tokens of a tile, warps, stages, programs of an SM, tiles of a program at least.
+_SPLITS = {
+    16: ((32, 4, 5, 2, 4), (32, 4, 3, 2, 4), (16, 4, 5, 3, 8), (16, 4, 7, 3, 4), (32, 8, 5, 2, 4), (64, 4, 3, 1, 2)),
+    128: ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2)),
+}
+_PREFIXES = ((32, 8, 5, 1, 4), (64, 8, 3, 1, 2), (64, 4, 3, 1, 2))
+_CHUNKS = ((64, 32, 8, 3), (64, 32, 8, 5), (64, 64, 8, 3), (64, 32, 4, 3), (128, 32, 8, 3))
+
+Record = dict[str, object]
+Launch = Callable[[int], object]
+
+
+class _Pool:
+    """Latents of a layer, and tables over them."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.latents_SC = torch.randn(num_tokens, _LATENT, device="cuda", dtype=torch.bfloat16)
+
+    def tables(self, num_rows: int, length: int) -> list[torch.Tensor]:
+        """Of launches in turn, each [rows, length] of other tokens as far as there are enough."""
+        num_tokens = num_rows * length
+        turns = min(_MOST_TURNS, max(4, _FLUSH_BYTES // (2 * _LATENT * num_tokens)))
+        order = torch.randperm(len(self.latents_SC), device="cuda").int()
+        return [
+            order.roll(turn * num_tokens)[:num_tokens].view(num_rows, length).contiguous()
+            if num_tokens <= len(order)
+            else torch.randint(len(order), (num_rows, length), device="cuda", dtype=torch.int32)
+            for turn in range(turns)
+        ]
+
+
+def _split(config: tuple[int, int, int, int, int]) -> SplitConfig:
+    block_n, warps, stages, per_sm, min_tiles = config
+    return SplitConfig(
+        heads=1, block_n=block_n, num_warps=warps, num_stages=stages, programs_per_sm=per_sm, min_tiles=min_tiles
+    )
+
+
+def _decode(pool: _Pool, heads: int, num_rows: int, length: int, config: tuple[int, int, int, int, int]) -> Record:
+    q, slots, lens = _rows(num_rows, heads, length)
+    tables = pool.tables(num_rows, length)
+    workspace = mla_decode_workspace(num_rows, heads, _RANK, "cuda", torch.bfloat16, _split(config))
+    plan_decode(lens, workspace)
+    got = mla_decode(q, pool.latents_SC, tables[0], slots, lens, 1, _SCALE, workspace)
+    _check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
+    us = _micros(
+        lambda turn: mla_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, _SCALE, workspace), len(tables)
+    )
+    return _figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
+
+
+def _shared(pool: _Pool, case: tuple[int, int, int, int], config: tuple[int, int, int, int, int]) -> Record:
+    heads, (groups, per_group, prefix, own) = 16, case
+    num_rows, length = groups * per_group, prefix + own
+    q, slots, lens = _rows(num_rows, heads, length)
+    tables = pool.tables(num_rows, length)[:8]
+    for table in tables:
+        of_groups = table.view(groups, per_group, length)
+        of_groups[:, :, :prefix] = of_groups[:, :1, :prefix].clone()
+    workspace = mla_shared_workspace(num_rows, heads, _RANK, "cuda", torch.bfloat16, _split(config))
+    assert workspace is not None
+    members = [PrefixGroup(np.arange(per_group * g, per_group * (g + 1)), prefix) for g in range(groups)]
+    workspace.set_groups(members, list(range(num_rows)))
+    plan_shared_decode(lens, workspace)
+    got = mla_shared_decode(q, pool.latents_SC, tables[0], slots, lens, 1, _SCALE, workspace)
+    _check(got[:4], q[:4], pool, tables[0], slots[:4], lens[:4])
+    us = _micros(
+        lambda turn: mla_shared_decode(q, pool.latents_SC, tables[turn], slots, lens, 1, _SCALE, workspace),
+        len(tables),
+    )
+    return _figures(us, read=groups * prefix + num_rows * own, pairs=num_rows * length, heads=heads)
+
+
+def _extend(pool: _Pool, case: tuple[int, int, int], config: tuple[int, int, int, int]) -> Record:
+    heads, (chunks, new, before) = 16, case
+    block_m, block_n, warps, stages = config
+    q, slots, lens = _rows(chunks * new, heads, before + new)
+    slots, lens = slots[:chunks], lens[:chunks]
+    starts = torch.arange(0, chunks * new + 1, new, device="cuda", dtype=torch.int32)
+    tables = pool.tables(chunks, before + new)[:4]
+    out = torch.empty(chunks * new, heads, _RANK, device="cuda", dtype=torch.bfloat16)
+    tuned = ExtendConfig(block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
+
+    def run(turn: int) -> object:
+        return mla_extend(q, pool.latents_SC, tables[turn], slots, starts, lens, 1, _SCALE, out, tuned)
+
+    run(0)
+    last = torch.arange(new - 1, chunks * new, new, device="cuda")[:2]
+    _check(out[last], q[last], pool, tables[0], slots[:2], lens[:2])
+    pairs = chunks * (new * before + new * (new + 1) // 2)
+    return _figures(_micros(run, len(tables)), read=chunks * (before + new), pairs=pairs, heads=heads)
+
+
+def _flashinfer(pool: _Pool, heads: int, num_rows: int, length: int) -> Record:
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    q, _, lens = _rows(num_rows, heads, length)
+    tables = pool.tables(num_rows, length)[:1]
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(256 << 20, dtype=torch.uint8, device="cuda"), backend="fa3")
+    starts = torch.arange(num_rows + 1, device="cuda", dtype=torch.int32)
+    wrapper.plan(
+        starts,
+        starts * length,
+        tables[0].flatten(),
+        lens,
+        heads,
+        _RANK,
+        _ROPE,
+        1,
+        False,
+        _SCALE,
+        *(torch.bfloat16,) * 2,
+    )
+    latents, ropes = pool.latents_SC[:, None, :_RANK], pool.latents_SC[:, None, _RANK:]
+    us = _micros(lambda _: wrapper.run(q[..., :_RANK], q[..., _RANK:], latents, ropes), 4)
+    return _figures(us, read=num_rows * length, pairs=num_rows * length, heads=heads)
+
+
+def _rows(num_rows: int, heads: int, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, slots and lengths."""
+    q = torch.randn(num_rows, heads, _LATENT, device="cuda", dtype=torch.bfloat16)
+    slots = torch.arange(num_rows, device="cuda", dtype=torch.int32)
+    return q, slots, torch.full((num_rows,), length, device="cuda", dtype=torch.int32)
+
+
+def _check(
+    got: torch.Tensor, q: torch.Tensor, pool: _Pool, table: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor
+) -> None:
+    """Raises RuntimeError where results are not the reference's."""
+    want = mla_decode_reference(q, pool.latents_SC, table, slots, lens, 1, _SCALE, _RANK).float()
+    error = float((got.float() - want).norm() / want.norm())
+    if not error < 0.02:
+        raise RuntimeError(f"differs from torch's by {error:.3g}")
+
+
+def _figures(us: float, *, read: int, pairs: int, heads: int) -> Record:
+    """read: tokens; pairs: of a row and a token."""
+    flop = 2 * (_LATENT + _RANK) * heads * pairs
+    return {
+        "us": round(us, 1),
+        "tb_s": round(2 * _LATENT * read / us * 1e-6, 2),
+        "tflop_s": round(flop / us * 1e-6, 1),
+    }
+
+
+def _micros(run: Launch, num_turns: int) -> float:
+    """Of one launch, the least of several replays of a graph in which each launch has other tokens."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        run(0)
+        stream.synchronize()
+        graph.capture_begin()
+        for turn in range(num_turns):
+            run(turn)
+        graph.capture_end()
+        least = float("inf")
+        for _ in range(_REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            least = min(least, start.elapsed_time(end) * 1e3 / num_turns)
+    return least
+
+
+def _tried(measure: Callable[[], Record]) -> Record:
+    try:
+        return measure()
+    except (RuntimeError, ValueError, triton.runtime.errors.OutOfResources) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:160]}
+
+
+def _all(pool: _Pool, *, is_short: bool = False) -> Iterator[Callable[[], Record]]:
+    """Every measurement; is_short: one case of each configuration, enough to compile it."""
+    few = 1 if is_short else None
+    for heads, cases in _DECODES.items():
+        for case, config in itertools.product(cases[:few], _SPLITS[heads]):
+            about = {"kind": "decode", "heads": heads, "rows": case[0], "kv": case[1], "config": config}
+            yield lambda a=about, h=heads, x=case, c=config: a | _tried(lambda: _decode(pool, h, *x, c))
+    for shared, config in itertools.product(_SHARED[:few], _PREFIXES):
+        about = {"kind": "shared", "groups": shared, "config": config}
+        yield lambda a=about, x=shared, c=config: a | _tried(lambda: _shared(pool, x, c))
+    for chunks, chunk_config in itertools.product(_EXTENDS[-1:] if is_short else _EXTENDS, _CHUNKS):
+        about = {"kind": "extend", "chunks": chunks, "config": chunk_config}
+        yield lambda a=about, x=chunks, c=chunk_config: a | _tried(lambda: _extend(pool, x, c))
+
+
+_BUILD = """
+import torch
+from flashinfer.jit.attention import gen_batch_mla_module as make
+make("fa3", torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32, 512, 64, False).build_and_load()
+"""
+
+
+def _beside(pool: _Pool, building: subprocess.Popen[str], deadline: float) -> Iterator[Record]:
+    """FlashInfer's, once its module is built."""
+    try:
+        said, _ = building.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        building.kill()
+        yield {"kind": "flashinfer", "error": "its module was not compiled in time"}
+        return
+    if building.returncode:
+        yield {"kind": "flashinfer", "error": said[-300:]}
+        return
+    for heads, cases in _DECODES.items():
+        for case in cases:
+            about = {"kind": "flashinfer", "heads": heads, "rows": case[0], "kv": case[1]}
+            yield about | _tried(lambda: _flashinfer(pool, heads, *case))  # noqa: B023
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=0, help="that compile kernels first")
+    parser.add_argument("--share", type=int, nargs=2, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--flashinfer-s", type=float, default=0.0, help="seconds that FlashInfer's build may take")
+    parser.add_argument("--output", help="where the report is written")
+    args = parser.parse_args()
+    started = time.monotonic()
+    if args.share is not None:
+        index, count = args.share
+        for measure in list(_all(_Pool(1 << 17), is_short=True))[index::count]:
+            measure()
+        return
+    building = None
+    if args.flashinfer_s:
+        command = [sys.executable, "-c", _BUILD]
+        building = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    helpers = [
+        subprocess.Popen([sys.executable, __file__, "--share", str(index), str(args.processes)])
+        for index in range(args.processes)
+    ]
+    for helper in helpers:
+        helper.wait()
+    pool, rows = _Pool(_TOKENS), []
+    beside = iter(()) if building is None else _beside(pool, building, started + args.flashinfer_s)
+    for record in itertools.chain((measure() for measure in _all(pool)), beside):
+        rows.append(record)
+        print(json.dumps(record), file=sys.stderr, flush=True)
+    report = {
+        "device": torch.cuda.get_device_name(),
+        "versions": {name: version(name) for name in ("torch", "triton")},
+        "command": " ".join(["python", *sys.argv]),
+        "rows": rows,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    if args.output:
+        Path(args.output).write_text(json.dumps(report) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()

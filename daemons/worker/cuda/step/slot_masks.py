@@ -1,0 +1,156 @@
+"""Masks of the slots that follow grammars: threads of the host write them, the device reads them where they lie.
+
+    host      token n known -> words of the mask of n + 1 -> its position
+    device                    forward of n + 1 ----------> is the position there?  mask, sample : nothing is yielded
+
+A step is launched before the token that its masks depend on is known. The device looks once, in stream order behind the
+forward, whether a mask is there, and waits for none. A mask is written only when the token of the one before is on the
+host, so the device has read that by then: one row of memory an output is enough.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.runtime.guided.backend import MaskWords
+from radixmesh.daemons.runtime.steps.step import Admit
+from radixmesh.daemons.worker.cuda.device import Device
+from radixmesh.daemons.worker.guided.guide import MaskSink
+from radixmesh.kernels.sampling.masks import (
+    NO_LENGTH,
+    NO_MASK,
+    GuidedSlots,
+    HostMasks,
+    apply_masks,
+    clamp_positions,
+    settle_masks,
+    take_masks,
+)
+from radixmesh.kernels.sampling.sample import TokenTarget
+
+
+class SlotMasks:
+    """A row of host memory for each slot, and as many for outputs that have left while a thread was at their mask."""
+
+    def __init__(self, device: Device, *, num_slots: int, max_rows: int, vocab_size: int) -> None:
+        where = device.torch_device
+        self._device = device
+        num_masks = 2 * num_slots
+        self._host = HostMasks(
+            words_MW=device.host_ints(num_masks, -(-vocab_size // 32)), positions_M=device.host_ints(num_masks)
+        )
+        self._words: MaskWords = self._host.words_MW.numpy()
+        self._positions: IntArray = self._host.positions_M.numpy()
+        self._free = list(range(num_masks - 1, -1, -1))
+        self._lock = threading.Lock()
+        self._state = GuidedSlots(
+            masks=torch.full((num_slots + 1,), NO_MASK, dtype=torch.int32, device=where),
+            lengths=torch.full((num_slots + 1,), NO_LENGTH, dtype=torch.int32, device=where),
+            last_tokens=torch.zeros(num_slots + 1, dtype=torch.int32, device=where),
+        )
+        self._taken_T = torch.zeros(max_rows, dtype=torch.int32, device=where)
+        self._is_guided: npt.NDArray[np.bool_] = np.zeros(num_slots + 1, np.bool_)
+        self._admitting: dict[int, int] = {}
+        self._unsent: dict[int, tuple[int, int, int]] = {}
+
+    def sink(self, admit: Admit) -> MaskSink:
+        """For an output that is about to be admitted. Raises OVERLOADED where threads hold all memory."""
+        with self._lock:
+            if not self._free:
+                message = "too many grammars of outputs that are gone are still being followed: retry"
+                raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {})
+            row = self._free.pop()
+        self._positions[row] = 0
+        self._admitting[admit.slot] = row
+        return _Row(self, row)
+
+    def admitted(self, admit: Admit) -> None:
+        """A request took a slot; it follows a grammar if its sink was asked for just before."""
+        row = self._admitting.pop(admit.slot, NO_MASK)
+        if row == NO_MASK and not self._is_guided[admit.slot]:
+            return
+        self._is_guided[admit.slot] = row != NO_MASK
+        ids = admit.output_ids if len(admit.output_ids) else admit.prompt_ids
+        length = len(admit.prompt_ids) + len(admit.output_ids) if row != NO_MASK else NO_LENGTH
+        self._unsent[admit.slot] = row, length, int(ids[-1])
+
+    def send(self) -> None:
+        """Brings the slots admitted since to the device, behind all work so far."""
+        if not self._unsent:
+            return
+        numbers = np.array([(slot, *of_slot) for slot, of_slot in self._unsent.items()], np.int32).T
+        self._unsent.clear()
+        sent = torch.empty(numbers.size, dtype=torch.int32, device=self._device.torch_device)
+        self._device.upload(np.ascontiguousarray(numbers).reshape(-1), sent)
+        slots, *values = sent.view(numbers.shape)
+        for target, of_slots in zip(self._state, values, strict=True):
+            target.index_copy_(0, slots.long(), of_slots)
+
+    def is_guided(self, slots: IntArray) -> bool:
+        """One of the slots follows a grammar."""
+        return bool(self._is_guided[slots].any())
+
+    def clamp(
+        self, slots: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> None:
+        """Brings decode rows back to the length that their slots have. Part of captured steps."""
+        clamp_positions(slots, positions, kv_lens, self._state.lengths, ids)
+
+    def apply(self, logits_TV: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """Masks the rows whose mask is there by now, in place; positions become exact."""
+        taken_T = self._taken_T[: len(slots)]
+        take_masks(slots, positions, self._state, self._host, taken_T)
+        apply_masks(logits_TV, taken_T, self._host)
+
+    def settle(
+        self, slots: torch.Tensor, positions: torch.Tensor, target: TokenTarget, tokens_SL: torch.Tensor
+    ) -> None:
+        """Behind sampling: advances the slots whose mask was there, and takes back the tokens of the others."""
+        settle_masks(self._taken_T[: len(slots)], slots, positions, self._state, self._host, target, tokens_SL)
+
+    def warm_up(self, dtype: torch.dtype, vocab_size: int, tokens_SL: torch.Tensor) -> None:
+        """Compiles the kernels for logits of `dtype`, with a row of the dummy slot."""
+        dummy = torch.full((1,), len(self._is_guided) - 1, dtype=torch.int32, device=self._device.torch_device)
+        zero = torch.zeros_like(dummy)
+        target = TokenTarget(ring_RT=zero[None].clone(), ring_index_1=zero, last_tokens_S=self._state.last_tokens)
+        self.apply(torch.zeros(1, vocab_size, dtype=dtype, device=dummy.device), dummy, zero.clone())
+        self.settle(dummy, zero, target, tokens_SL)
+
+    def write(self, row: int, position: int) -> None:
+        """The mask of `row` is that of `position`; its words are written."""
+        self._positions[row] = position
+
+    def release(self, row: int) -> None:
+        with self._lock:
+            self._free.append(row)
+
+    def words(self, row: int) -> MaskWords:
+        words: MaskWords = self._words[row]
+        return words
+
+
+class _Row(MaskSink):
+    def __init__(self, masks: SlotMasks, row: int) -> None:
+        self._masks, self._row = masks, row
+        self.words = masks.words(row)
+
+    def publish(self, position: int) -> None:
+        self._masks.write(self._row, position)
+
+    def release(self) -> None:
+        self._masks.release(self._row)
+
+
+def yielded(tokens: Sequence[int] | IntArray) -> tuple[IntArray, IntArray]:
+    """Tokens of the rows that have one, and 1 or 0 for each row, from tokens of which -1 are none."""
+    ids = np.asarray(tokens, np.int32)
+    has_token = ids >= 0
+    return ids[has_token], has_token.astype(np.int32)

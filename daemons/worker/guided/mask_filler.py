@@ -1,0 +1,63 @@
+"""Threads that move outputs on through their grammars while the model computes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from queue import SimpleQueue
+
+from radixmesh.daemons.worker.guided.guide import Guide
+
+_GROUP = 4  # Outputs that a thread takes at a time.
+_MAX_THREADS = 8
+_SLOW_THREADS = 2
+# A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
+_SWITCH_S = 0.0005
+
+
+class MaskFiller:
+    """Quick outputs go to a few threads, slow ones to others: a bomb holds up none but its like. Starts with the first
+    output that follows a grammar."""
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads or max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
+        self._quick: SimpleQueue[Sequence[Guide]] = SimpleQueue()
+        self._slow: SimpleQueue[Sequence[Guide]] = SimpleQueue()
+        self._has_started = False
+
+    def begin(self, guide: Guide) -> None:
+        """An output was admitted."""
+        if guide.begin():
+            self._put([guide])
+
+    def follow(self, moves: Iterable[tuple[Guide, Sequence[int]]]) -> None:
+        """Tokens were sampled for these outputs."""
+        self._put([guide for guide, tokens in moves if guide.push(tokens)])
+
+    def _put(self, guides: Sequence[Guide]) -> None:
+        if not guides:
+            return
+        if not self._has_started:
+            self._start()
+        quick = [guide for guide in guides if not guide.is_slow]
+        for start in range(0, len(quick), _GROUP):
+            self._quick.put(quick[start : start + _GROUP])
+        for guide in guides:
+            if guide.is_slow:
+                self._slow.put([guide])
+
+    def _start(self) -> None:
+        self._has_started = True
+        sys.setswitchinterval(min(sys.getswitchinterval(), _SWITCH_S))
+        for queue, count in ((self._quick, self._num_threads), (self._slow, _SLOW_THREADS)):
+            for number in range(count):
+                # Not joined at exit: a library that is stuck in a mask must not keep the process alive.
+                threading.Thread(target=_work, args=(queue,), name=f"masks-{number}", daemon=True).start()
+
+
+def _work(queue: SimpleQueue[Sequence[Guide]]) -> None:
+    while True:
+        for guide in queue.get():
+            guide.run()

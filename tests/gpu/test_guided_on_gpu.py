@@ -1,0 +1,78 @@
+"""Guided decoding on a GPU: the CPU worker's tokens, with graphs and without; late masks skip rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from support.device_settings import TINY_SETTINGS
+from support.guided_runs import MODEL, GuidedRun, text_of, vocabulary
+
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cuda.load import load_cuda_runner
+
+pytest.importorskip("xgrammar")
+pytestmark = pytest.mark.gpu
+
+SCHEMA = GrammarSource(
+    GrammarForm.JSON_SCHEMA,
+    json.dumps(
+        {
+            "type": "object",
+            "properties": {"name": {"enum": ["ada", "bob"]}, "ages": {"type": "array", "items": {"enum": [1, 22]}}},
+            "required": ["name", "ages"],
+        }
+    ),
+)
+REGEX = GrammarSource(GrammarForm.REGEX, "(ab|c[0-9]{2}){2,6}")
+SOURCES = [SCHEMA, None, REGEX, None, REGEX, SCHEMA]
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.9, seed=4, num_top_logprobs=2),
+    Sampling(temperature=0.0, num_top_logprobs=1, repetition_penalty=1.2),
+    Sampling(temperature=1.0, seed=5, top_k=20, top_p=0.9),
+]
+NUM_TOKENS = 40
+
+
+def _cut(tokens: list[int]) -> list[int]:
+    eos = set(vocabulary().identity.eos_ids)
+    end = next((index + 1 for index, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[: min(end, NUM_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    runner = load_cpu_runner(MODEL, num_pages=1024, threads=4)
+    runner.mask_wait_s = 60.0
+    run = GuidedRun(runner, SOURCES, SAMPLINGS)
+    run.run(NUM_TOKENS, lag=0)
+    return [_cut(tokens) for tokens in run.tokens]
+
+
+@pytest.mark.parametrize(
+    ("cuda_graphs", "lag", "page_size"), [(True, 0, 1), (True, 2, 16), (True, 3, 1), (False, 1, 1)]
+)
+def test_guided_rows_are_those_of_the_cpu_worker(expected, cuda_graphs, lag, page_size):
+    settings = replace(
+        TINY_SETTINGS,
+        attention_backend="triton",
+        num_pages=2048,
+        page_size=page_size,
+        cuda_graphs=cuda_graphs,
+        use_pdl=True,
+        tune_gemm=False,
+    )
+    runner = load_cuda_runner(MODEL, settings)
+    run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=-(-80 // page_size))
+    # Steps of a tiny model are quicker than any mask: with steps ahead most masks are late.
+    run.run(NUM_TOKENS * (1 + lag) + 200, lag=lag)
+    got = [_cut(tokens) for tokens in run.tokens]
+    assert got == expected, [(a, b) for a, b in zip(got, expected, strict=True) if a != b]
+    assert run.late_by_slot[1] == run.late_by_slot[3] == 0
+    print({"lag": lag, "late": run.late_by_slot, "texts": [text_of(tokens) for tokens in run.tokens][:3]})

@@ -1,0 +1,89 @@
+"""Guided outputs of the GPU's runner, on the host: the CPU worker's tokens, whichever masks come late."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import support.triton_interpreter  # noqa: F401
+import torch
+from support.device_settings import TINY_SETTINGS
+from support.guided_runs import MODEL, GuidedRun, text_of, vocabulary
+from support.replaying_device import ReplayingDevice
+
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cuda.device import HostDevice
+from radixmesh.daemons.worker.cuda.load import load_device_runner
+from radixmesh.daemons.worker.runner import ModelRunner
+
+pytest.importorskip("xgrammar")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="the runner on the host samples under Triton's interpreter; tests/gpu/test_guided_on_gpu.py is for the GPU",
+)
+
+SCHEMA = GrammarSource(
+    GrammarForm.JSON_SCHEMA,
+    json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"]}),
+)
+REGEX = GrammarSource(GrammarForm.REGEX, "(ab|c[0-9]{2}){2,3}")
+SOURCES = [SCHEMA, None, REGEX, None, REGEX]
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.9, seed=4, num_top_logprobs=2),
+    Sampling(temperature=0.0, num_top_logprobs=1, repetition_penalty=1.2),
+]
+NUM_TOKENS = 10
+
+
+def _cut(tokens: list[int]) -> list[int]:
+    """An output up to its end, at most NUM_TOKENS of it."""
+    eos = set(vocabulary().identity.eos_ids)
+    end = next((index + 1 for index, token in enumerate(tokens) if token in eos), len(tokens))
+    return tokens[: min(end, NUM_TOKENS)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    runner = load_cpu_runner(MODEL, num_pages=512, threads=1)
+    runner.mask_wait_s = 60.0
+    run = GuidedRun(runner, SOURCES, SAMPLINGS)
+    run.run(NUM_TOKENS, lag=0)
+    assert not run.num_late
+    return [_cut(tokens) for tokens in run.tokens]
+
+
+def _runner(device: HostDevice, **changes: object) -> ModelRunner:
+    settings = replace(TINY_SETTINGS, num_pages=512, **changes)  # type: ignore[arg-type]
+    return load_device_runner(MODEL, settings, device)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_guided_rows_are_those_of_the_cpu_worker_however_late_their_masks_are(expected, lag):
+    run = GuidedRun(_runner(HostDevice()), SOURCES, SAMPLINGS)
+    run.run(NUM_TOKENS * (1 + lag) + 25, lag=lag)
+    assert [_cut(tokens) for tokens in run.tokens] == expected
+    # The device computes a step as soon as it is launched: with steps ahead, every other mask is late.
+    assert run.num_late > (NUM_TOKENS // 2 if lag else -1)
+    assert run.late_by_slot[1] == run.late_by_slot[3] == 0, "a free row waits for nobody's mask"
+    for slot in (2, 4):
+        if len(expected[slot]) < NUM_TOKENS:
+            assert re.fullmatch("(ab|c[0-9]{2}){2,3}", text_of(run.tokens[slot]))
+
+
+def test_captured_steps_read_masks_anew(expected):
+    device = ReplayingDevice()
+    runner = _runner(device, cuda_graphs=True, attention_backend="triton")
+    runner.warm_up()  # type: ignore[attr-defined]
+    device.replayed.clear()
+    run = GuidedRun(runner, SOURCES[:3], SAMPLINGS[:3])
+    run.run(26, lag=1)
+    assert device.replayed and run.num_late
+    assert [_cut(tokens)[:6] for tokens in run.tokens] == [tokens[:6] for tokens in expected[:3]]

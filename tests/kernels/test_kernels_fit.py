@@ -1,0 +1,78 @@
+"""Kernels compiled for the GPU, which the interpreter does not do: that they compile, and what they hold of an SM."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+_SM_REGISTERS = 65536
+_SM_SHARED, _PROGRAM_SHARED, _RESERVED = 228 << 10, 227 << 10, 1 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "head_dim, heads, pool_dtype",
+    [
+        (128, 24, "bfloat16"),
+        pytest.param(64, 32, "bfloat16", marks=pytest.mark.full),
+        pytest.param(128, 32, "float8_e4m3fn", marks=pytest.mark.full),
+    ],
+)
+def test_default_configurations_fit(head_dim, heads, pool_dtype):
+    launches = _compiled("attention", head_dim, heads, pool_dtype)
+    split = [launch for launch in launches if launch["kernel"] == "_split_attention_kernel"]
+    extend = [launch for launch in launches if launch["kernel"] == "_extend_kernel"]
+    assert len(split) == 3 and len(extend) == 3
+    for launch, resident in [*zip(split, (4, 2, 4), strict=True), *((launch, 1) for launch in extend)]:
+        assert launch["shared"] <= _PROGRAM_SHARED
+        assert resident * (launch["shared"] + _RESERVED) <= _SM_SHARED, launch
+        assert resident * launch["registers"] * 32 * launch["warps"] <= _SM_REGISTERS, launch
+        # A few registers are spilled around a loop, none in it.
+        assert launch["stack"] <= 128, launch
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "rank", "rope"),
+    [
+        ("bfloat16", 16, 512, 64),
+        ("float32", 4, 48, 16),  # tiny-deepseek
+        *(pytest.param(dtype, 16, 512, 64, marks=pytest.mark.full) for dtype in ("float16", "float32")),
+        pytest.param("bfloat16", 128, 512, 64, marks=pytest.mark.full),
+    ],
+)
+def test_kernels_of_latent_attention_compile_and_fit(dtype, heads, rank, rope):
+    launches = _compiled("latents", dtype, heads, rank, rope)
+    names = {launch["kernel"] for launch in launches}
+    assert names >= {"_mla_rows_kernel", "_head_gemm_kernel", "_mla_split_kernel", "_mla_extend_kernel"}
+    assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [
+        ("bfloat16", (2048, 1408, 64, 1)),
+        pytest.param("bfloat16", (2048, 1408, 64, 100, 256, 512, 4096), marks=pytest.mark.full),
+        pytest.param("float32", (2048, 1408, 64, 1, 256, 512, 4096), marks=pytest.mark.full),
+        pytest.param("float32", (128, 64, 8, 1, 4, 64), marks=pytest.mark.full),
+    ],
+)
+def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
+    launches = _compiled("experts", dtype, *sizes)
+    names = {launch["kernel"] for launch in launches}
+    assert names >= {"_route_kernel", "_group_rows_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"}
+    assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
+
+
+def _compiled(*arguments):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "support.compiled_kernels", *map(str, arguments)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout)

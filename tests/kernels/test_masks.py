@@ -1,0 +1,127 @@
+"""Masks of grammars on the device: against the CPU's masked rows, and late ones that leave a slot as it was."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from support.device_samples import new_target, params_of
+
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.guided.guide import mask_row
+from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.daemons.worker.sampling.sampler import sample_tokens
+from radixmesh.kernels.sampling.masks import (
+    LATE,
+    NO_LENGTH,
+    NO_MASK,
+    GuidedSlots,
+    HostMasks,
+    apply_masks,
+    clamp_positions,
+    settle_masks,
+    take_masks,
+)
+from radixmesh.kernels.sampling.sample import SampleScratch, SlotRows, sample_rows
+from radixmesh.kernels.sampling.sample_params import Needs
+
+_NAN, _INF = float("nan"), float("inf")
+_NONE = np.empty(0, np.int32)
+
+
+def _ints(values: object, device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def _host(allowed: np.ndarray, positions: list[int], device: torch.device) -> HostMasks:
+    """Masks bool [M, V] as a worker's host holds them."""
+    num_masks, vocab_size = allowed.shape
+    padded = np.zeros((num_masks, -(-vocab_size // 32) * 32), np.bool_)
+    padded[:, :vocab_size] = allowed
+    words = torch.from_numpy(np.packbits(padded, axis=1, bitorder="little").view(np.int32).copy())
+    flags = torch.tensor(positions, dtype=torch.int32)
+    is_gpu = device.type == "cuda"
+    return HostMasks(words.pin_memory() if is_gpu else words, flags.pin_memory() if is_gpu else flags)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [31, 64, 2500, 5000])
+def test_masked_rows_sample_as_on_the_cpu(vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    rng = np.random.default_rng(vocab_size)
+    samplings = [Sampling(temperature=0.0), Sampling(temperature=1.0), Sampling(temperature=1.0, top_k=3), Sampling()]
+    inputs = [
+        SampleInput(sampling=sampling, prompt_ids=_NONE, output_ids=_NONE, position=4 + row)
+        for row, sampling in enumerate(samplings)
+    ]
+    logits = (torch.randn(4, vocab_size, device=device) * 3).to(dtype)
+    allowed = rng.random((4, vocab_size)) < np.array([[0.5], [0.02], [0.3], [0.5]])
+    allowed[np.arange(4), rng.integers(0, vocab_size, 4)] = True
+    rows = logits.float().cpu().numpy()
+    # The last row follows no grammar.
+    masked = np.stack([mask_row(row, mask, _NONE)[0] for row, mask in zip(rows[:3], allowed, strict=False)] + [rows[3]])
+    expected = sample_tokens(masked, inputs)
+    slots, positions = _ints([3, 2, 1, 0], device), _ints([sample.position for sample in inputs], device)
+    state = GuidedSlots(_ints([NO_MASK, 0, 1, 2, NO_MASK], device), _ints([NO_LENGTH, 6, 5, 4, NO_LENGTH], device),
+                        _ints([0] * 5, device))  # fmt: skip
+    host, taken = _host(allowed[[2, 1, 0]], [6, 5, 4], device), _ints([0] * 4, device)
+    params, target = params_of(inputs, [3, 2, 1, 0], device), new_target(4, 4, device, ring_index=1)
+    take_masks(slots, positions, state, host, taken)
+    assert taken.tolist() == [2, 1, 0, NO_MASK]
+    apply_masks(logits, taken, host)
+    assert torch.equal(logits[3].cpu().float(), torch.from_numpy(rows[3]))
+    scratch = SampleScratch(4, vocab_size, device, has_penalties=False)
+    sample_rows(logits, SlotRows(params, slots, positions), scratch, target, Needs.NOISE | Needs.FILTERS)
+    settle_masks(taken, slots, positions, state, host, target, params.tokens_SL)
+    tokens = target.ring_RT[1, :4].tolist()
+    assert tokens == expected and all(allowed[row, token] for row, token in enumerate(tokens[:3]))
+    assert state.lengths.tolist() == [NO_LENGTH, 7, 6, 5, NO_LENGTH]
+    assert state.last_tokens.tolist()[1:4] == tokens[2::-1]
+
+
+def test_a_late_row_leaves_its_slot_as_it_was(device: torch.device) -> None:
+    """The mask is that of the position before: the row's token is none, and its slot's last token is the one before."""
+    allowed = np.ones((2, 40), np.bool_)
+    slots, positions = _ints([0, 1], device), _ints([9, 12], device)
+    state = GuidedSlots(_ints([0, 1, NO_MASK], device), _ints([7, 12, NO_LENGTH], device), _ints([5, 6, 0], device))
+    host, taken = _host(allowed, [6, 12], device), _ints([0, 0], device)
+    target = new_target(2, 3, device, ring_index=0)
+    target.ring_RT[0, :2] = 33
+    target.last_tokens_S[:] = 33
+    take_masks(slots, positions, state, host, taken)
+    # The host was two steps ahead of the first row.
+    assert taken.tolist() == [LATE, 1] and positions.tolist() == [7, 12]
+    logits = torch.zeros(2, 40, device=device)
+    apply_masks(logits, taken, host)
+    assert not logits.any()
+    settle_masks(taken, slots, positions, state, host, target, torch.zeros(3, 64, dtype=torch.int32, device=device))
+    assert target.ring_RT[0, :2].tolist() == [-1, 33] and target.last_tokens_S.tolist()[:2] == [5, 33]
+    assert state.lengths.tolist() == [7, 13, NO_LENGTH] and state.last_tokens.tolist()[:2] == [5, 33]
+
+
+@pytest.mark.parametrize("row", [[_NAN] * 80, [-_INF] * 80])
+def test_broken_logits_leave_the_lowest_allowed_id(row: list[float], device: torch.device) -> None:
+    allowed = np.zeros((1, 80), np.bool_)
+    allowed[0, [37, 79]] = True
+    sample = SampleInput(sampling=Sampling(temperature=1.0), prompt_ids=_NONE, output_ids=_NONE, position=3)
+    slots, positions = _ints([0], device), _ints([3], device)
+    state = GuidedSlots(_ints([0, NO_MASK], device), _ints([3, NO_LENGTH], device), _ints([5, 0], device))
+    host, taken = _host(allowed, [3], device), _ints([0], device)
+    params, target = params_of([sample], [0], device), new_target(1, 1, device, ring_index=1)
+    logits = torch.tensor([row], device=device)
+    take_masks(slots, positions, state, host, taken)
+    apply_masks(logits, taken, host)
+    scratch = SampleScratch(1, 80, device, has_penalties=False)
+    sample_rows(logits, SlotRows(params, slots, positions), scratch, target, Needs.NOISE)
+    settle_masks(taken, slots, positions, state, host, target, params.tokens_SL)
+    assert target.ring_RT[1, 0].item() == 37 == target.last_tokens_S[0].item() == params.tokens_SL[0, 3].item()
+
+
+def test_rows_ahead_of_their_slot_are_brought_back(device: torch.device) -> None:
+    lengths = _ints([NO_LENGTH, 8, 8, NO_LENGTH], device)
+    slots, positions, kv_lens = _ints([0, 1, 2, 3], device), _ints([5, 9, 7, 0], device), _ints([6, 10, 8, 0], device)
+    clamp_positions(slots, positions, kv_lens, lengths)
+    assert positions.tolist() == [5, 7, 7, 0] and kv_lens.tolist() == [6, 8, 8, 0]
+    # Of a step with chunks, whose rows have ids: a chunk of the slot is nobody's decode.
+    slots, positions, kv_lens = _ints([1, 1, 1, 1], device), _ints([9, 9, 10, 11], device), _ints([10, 0, 0], device)
+    clamp_positions(slots, positions, kv_lens, lengths, _ints([-1, 4, 4, 4], device))
+    assert positions.tolist() == [7, 9, 10, 11] and kv_lens.tolist() == [8, 0, 0]

@@ -1,0 +1,42 @@
+"""Rooflines of measured shapes: weights that a step reads, of which routed experts only those that are hit."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "bench"))
+    from gpu import shapes
+
+    yield shapes
+    for name in [name for name in sys.modules if name.split(".")[0] == "gpu"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active_billions"), [("deepseek-v2-lite", 15.7, 2.4), ("qwen3-30b-a3b", 30.5, 3.0)]
+)
+def test_weights_are_those_of_the_models_cards(
+    shapes: ModuleType, name: str, billions: float, active_billions: float
+) -> None:
+    of = shapes.weights(name)
+    total = of.layers + 2 * of.head + of.num_routed_layers * of.num_experts * of.expert
+    assert total * 1e-9 == pytest.approx(billions, rel=0.01)
+    assert (of.layers_of_a_row + of.head) * 1e-9 == pytest.approx(active_billions, rel=0.05)
+
+
+def test_one_row_reads_its_picks_and_many_rows_read_all_experts(shapes: ModuleType) -> None:
+    of = shapes.weights("deepseek-v2-lite")
+    assert of.experts_hit(1) == pytest.approx(6.0)
+    assert of.experts_hit(256) == pytest.approx(64.0, rel=1e-6)
+    assert shapes.weight_bytes("deepseek-v2-lite", 1) == pytest.approx(2 * (of.layers_of_a_row + of.head))
+    # 512 latent numbers and 64 of RoPE in bf16, 27 layers.
+    assert shapes.kv_bytes_per_token("deepseek-v2-lite") == 576 * 2 * 27
+    assert shapes.sampling_temperature("deepseek-v2-lite") == 1.0
+    assert shapes.sampling_temperature("llama-3.2-3b") == 0.0
+    assert shapes.weights("llama-3.2-3b").experts_hit(256) == 0.0
