@@ -192,7 +192,7 @@ async def test_commands_that_need_no_mesh(folder: Path) -> None:
 
 
 async def test_packed_ids_are_read_and_written(folder: Path) -> None:
-    """What the page reads is what it writes, and what daemons pack."""
+    """The page reads the very ids that it writes, packed as daemons pack them."""
     read, write = of_test("test_packed_ids_are_read_and_written")
     assert [int(word) for word in (await run(read, folder)).split()] == [1, 74, 311]
     assert (await run(write, folder)).strip() == base64.b64encode(pack_ints([1, 74, 311])).decode() in read
