@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radixmesh.daemons.scheduler.planning.expert_placement import ExpertSites, balancedness, place_by_load
+from radixmesh.daemons.scheduler.results.expert_load import ExpertLoad
 
 
 @st.composite
@@ -69,6 +70,19 @@ def test_a_skewed_load_is_balanced() -> None:
 def test_sizes_that_do_not_fit_are_refused(sizes: dict[str, int], what: str) -> None:
     with pytest.raises(ValueError, match=what):
         place_by_load([1.0] * 8, ExpertSites(**sizes))
+
+
+def test_load_is_that_of_recent_steps() -> None:
+    load = ExpertLoad()
+    assert load.balancedness == 0.0
+    for rows in ((30, 10), (), (0, 0)):
+        load.add(rows)
+        assert load.balancedness == pytest.approx(2 / 3), "steps without rows change nothing"
+    for _ in range(1000):
+        load.add((10, 10))
+    assert load.balancedness > 0.99
+    load.add((5, 1, 1))
+    assert load.rows == [5, 1, 1], "another number of ranks begins anew"
 
 
 def test_balancedness_of_idle_ranks_is_one() -> None:

@@ -18,7 +18,9 @@ class ExpertLoad:
     rows: list[float] = field(default_factory=list)
 
     def add(self, rows: Sequence[int]) -> None:
-        """Those of a step."""
+        """Those of a step; a step without a forward has none."""
+        if not rows:
+            return
         if len(rows) != len(self.rows):
             self.rows = [0.0] * len(rows)
         self.rows = [_DECAY * before + num for before, num in zip(self.rows, rows, strict=True)]
