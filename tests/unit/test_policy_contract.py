@@ -116,7 +116,7 @@ def test_cache_aware_computes_a_prefix_again_where_that_holds_up_the_fewest() ->
 
 
 def test_a_crowd_at_a_place_makes_a_second_prefill_no_dearer_without_end() -> None:
-    # Where slots are short, a prefix that many share has to be at more places than one.
+    # A prefix that many share has to be at more places than one if slots are short.
     loads = {"a": 120, "b": 64}
     columns = {"matched_tokens": [900, 0], "queued_tokens": [3000, 0], "free_tokens": [0, 0]}
     assert pick(make_policy("cache_aware"), candidates_of(loads, **columns)) == 1
