@@ -66,7 +66,13 @@ class AttentionChoice:
     def creator(
         self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None]
     ) -> AttentionCreator:
-        """Makes it when the page tables are there. shape, windows: the model's."""
+        """Makes it when the page tables are there. shape, windows: the model's. Raises MeshError UNSUPPORTED."""
+        if self.name == "flashinfer" and shape.softcap is not None:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                "FlashInfer's soft-capped scores are not wired in: choose the triton attention backend",
+                {"field": "attention_backend"},
+            )
         stored_shape = self._stored_shape(shape)
         is_plain = stored_shape == shape and self.query_dtype == self.dtype
 
