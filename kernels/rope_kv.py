@@ -14,6 +14,7 @@ import triton.language as tl
 
 from radixmesh.kernels.deferred_norm import DeferredNormGemm
 from radixmesh.kernels.inverse_rms import check_norm_input, inverse_rms, inverse_rms_reference
+from radixmesh.kernels.kv_fp8 import KV_FP8, KV_FP8_MAX, KvScales, put_rows
 
 # Heads of one program: with 128 dims a warp holds four of them, 16 bytes of each half a thread. Fewer programs a row
 # would compute the inverse RMS less often, but leave too few to hide each other's waits.
@@ -51,6 +52,22 @@ class HeadNorms(NamedTuple):
     eps: float = 1e-6
 
 
+def head_factors(scales: KvScales, heads: HeadShape) -> torch.Tensor:
+    """float32 [H + 2K]: what `rope_write_kv` multiplies each head by, so that an FP8 pool with these scales holds its
+    keys and values, and scores are those of keys with their scales."""
+    of_queries = scales.keys_K.repeat_interleave(heads.num_heads // heads.num_kv_heads)
+    return torch.cat((of_queries, scales.keys_K.reciprocal(), scales.values_K.reciprocal())).float().contiguous()
+
+
+_LARGEST = tl.constexpr(KV_FP8_MAX)
+
+
+@triton.jit
+def _clamped(x):
+    """To what FP8 holds; a NaN, of which no comparison is true, stays one."""
+    return tl.where(x > _LARGEST, _LARGEST, tl.where(x < -_LARGEST, -_LARGEST, x))
+
+
 @triton.jit
 def _finished(x, bias, scale, HAS_BIAS: tl.constexpr, HAS_DEFERRED_NORM: tl.constexpr):
     x = x.to(tl.float32)
@@ -75,10 +92,11 @@ def _normed(x, w, scale, dtype: tl.constexpr):
 @triton.jit
 def _rope_kv_kernel(
     qkv_ptr, cos_ptr, sin_ptr, positions_ptr, row_slots_ptr, tables_ptr, q_norm_ptr, k_norm_ptr, bias_ptr,
-    norm_input_ptr, q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
+    norm_input_ptr, factors_ptr, q_ptr, keys_ptr, values_ptr, qkv_stride, table_stride, eps, PAGE_SIZE: tl.constexpr,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     STORED_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D2: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DEFERRED_NORM: tl.constexpr, PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DEFERRED_NORM: tl.constexpr, IS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     # Programs of a row: blocks of query heads, then of keys and values.
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -100,6 +118,8 @@ def _rope_kv_kernel(
     if HAS_BIAS:
         bias_a = tl.load(bias_ptr + at, mask=mask, other=0.0)
         bias_b = tl.load(bias_ptr + HALF + at, mask=mask, other=0.0)
+    if factors_ptr is not None:
+        factor = tl.load(factors_ptr + heads, mask=heads < NUM_HEADS + 2 * NUM_KV_HEADS, other=1.0)[:, None]
     if HAS_NORM:
         w_a = _norm_weight(q_norm_ptr, k_norm_ptr, dims, dim_mask, is_query)
         w_b = _norm_weight(q_norm_ptr + HALF, k_norm_ptr + HALF, dims, dim_mask, is_query)
@@ -121,21 +141,27 @@ def _rope_kv_kernel(
         mean = (tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / HEAD_DIM
         head_scale = tl.rsqrt(mean + eps)[:, None]
         x, y = _normed(a, w_a, head_scale, dtype), _normed(b, w_b, head_scale, dtype)
-    first, second = (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype)
+    first, second = x * cos - y * sin, y * cos + x * sin
+    if factors_ptr is not None:
+        first, second, a, b = first * factor, second * factor, a * factor, b * factor
     if is_query:
         q_at = q_ptr + row * NUM_HEADS * HEAD_DIM + at
-        tl.store(q_at, first, mask=mask)
-        tl.store(q_at + HALF, second, mask=mask)
+        tl.store(q_at, first.to(dtype), mask=mask)
+        tl.store(q_at + HALF, second.to(dtype), mask=mask)
     else:
+        # An FP8 pool gets numbers that were not rounded before.
+        stored: tl.constexpr = tl.float32 if IS_FP8 else dtype
+        if IS_FP8:
+            first, second, a, b = _clamped(first), _clamped(second), _clamped(a), _clamped(b)
         is_key = (heads < NUM_HEADS + NUM_KV_HEADS)[:, None]
         base = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS * STORED_DIM
         pool_at = (heads - NUM_HEADS)[:, None] * STORED_DIM + dims[None, :]
         key_at = keys_ptr + base + pool_at
-        tl.store(key_at, first, mask=mask & is_key)
-        tl.store(key_at + HALF, second, mask=mask & is_key)
+        tl.store(key_at, first.to(stored), mask=mask & is_key)
+        tl.store(key_at + HALF, second.to(stored), mask=mask & is_key)
         value_at = values_ptr + base + pool_at - NUM_KV_HEADS * STORED_DIM
-        tl.store(value_at, a.to(dtype), mask=mask & (is_key == 0))
-        tl.store(value_at + HALF, b.to(dtype), mask=mask & (is_key == 0))
+        tl.store(value_at, a.to(stored), mask=mask & (is_key == 0))
+        tl.store(value_at + HALF, b.to(stored), mask=mask & (is_key == 0))
 
 
 def rope_write_kv(
@@ -146,6 +172,7 @@ def rope_write_kv(
     values_SKd: torch.Tensor,
     heads: HeadShape,
     norms: HeadNorms,
+    factors_X: torch.Tensor | None = None,
     *,
     use_pdl: bool = False,
 ) -> torch.Tensor:
@@ -154,11 +181,13 @@ def rope_write_kv(
     qkv [T, (H + 2K) d] holds queries, keys, values side by side (features contiguous); its norm input [T, D] and bias
     [(H + 2K) d] are contiguous, and eps is that of `norms`.
     keys and values [S, K, d]: contiguous, or the first d of [S, K, stored d]; of any floating dtype, to which numbers
-    of qkv's are rounded. Two rows may not share a place, but for those of a dummy slot, whose page then holds any of
-    them.
+    of qkv's are rounded, to FP8 once and clamped to what it holds. Two rows may not share a place, but for those of a
+    dummy slot, whose page then holds any of them.
 
     With head norms, which come together, every head of queries and keys is RMS-normalised behind norm and bias. float32
     inside; rounded to the dtype after the norm of heads and after RoPE.
+
+    factors_X: float32 [H + 2K] of `head_factors`, for a pool with scales; multiplied in behind norm and RoPE.
 
     `use_pdl` as in `rms_norm`, and all but qkv, its norm input and the page tables is read without waiting: the kernels
     ahead may not be writing it.
@@ -170,6 +199,7 @@ def rope_write_kv(
     q_norm_d, k_norm_d, eps = norms
     num_rows = qkv_TX.shape[0]
     _check(qkv, angles, target, keys_SKd, values_SKd, heads, norms)
+    assert factors_X is None or factors_X.shape == (num_heads + 2 * num_kv_heads,), factors_X.shape
     out_THd = qkv_TX.new_empty(num_rows, num_heads, head_dim)
     if num_rows == 0:
         return out_THd
@@ -180,12 +210,12 @@ def rope_write_kv(
     num_features = 1 if norm_input_TD is None else norm_input_TD.shape[1]
     _rope_kv_kernel[(num_parts, num_rows)](
         qkv_TX, cos_PD2, sin_PD2, positions_T, row_slots_T, page_tables, _or(q_norm_d, cos_PD2), _or(k_norm_d, cos_PD2),
-        _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), out_THd, keys_SKd, values_SKd,
+        _or(bias_X, cos_PD2), _or(norm_input_TD, qkv_TX), factors_X, out_THd, keys_SKd, values_SKd,
         qkv_TX.stride(0), page_tables.stride(0), eps, PAGE_SIZE=page_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, D=num_features, STORED_DIM=keys_SKd.stride(1), BLOCK_H=block_h,
         BLOCK_D2=block_d2, BLOCK_D=triton.next_power_of_2(num_features), HAS_NORM=q_norm_d is not None,
-        HAS_BIAS=bias_X is not None, HAS_DEFERRED_NORM=norm_input_TD is not None, PDL=use_pdl,
-        num_warps=num_warps, launch_pdl=use_pdl,
+        HAS_BIAS=bias_X is not None, HAS_DEFERRED_NORM=norm_input_TD is not None, IS_FP8=keys_SKd.dtype == KV_FP8,
+        PDL=use_pdl, num_warps=num_warps, launch_pdl=use_pdl,
     )  # fmt: skip
     return out_THd
 
@@ -198,6 +228,7 @@ def rope_write_kv_reference(
     values_SKd: torch.Tensor,
     heads: HeadShape,
     norms: HeadNorms,
+    factors_X: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `rope_write_kv`, in torch."""
     num_heads, num_kv_heads, head_dim = heads
@@ -212,9 +243,15 @@ def rope_write_kv_reference(
     cos_T1h, sin_T1h = angles.cos[positions].unsqueeze(1), angles.sin[positions].unsqueeze(1)
     pages = target.page_tables[target.row_slots_T.long(), positions // target.page_size].long()
     places = pages * target.page_size + positions % target.page_size
-    keys_SKd[places] = apply_rope(k_TKd, cos_T1h, sin_T1h).to(dtype).to(keys_SKd.dtype)
-    values_SKd[places] = v_TKd.to(dtype).to(values_SKd.dtype)
-    return apply_rope(q_THd, cos_T1h, sin_T1h).to(dtype)
+    q_THd, k_TKd = apply_rope(q_THd, cos_T1h, sin_T1h), apply_rope(k_TKd, cos_T1h, sin_T1h)
+    if factors_X is not None:
+        q_H1, k_K1, v_K1 = factors_X[:, None].split((num_heads, num_kv_heads, num_kv_heads))
+        q_THd, k_TKd, v_TKd = q_THd * q_H1, k_TKd * k_K1, v_TKd * v_K1
+    is_fp8 = keys_SKd.dtype == KV_FP8
+    put_rows(keys_SKd, places, k_TKd if is_fp8 else k_TKd.to(dtype))
+    put_rows(values_SKd, places, v_TKd if is_fp8 else v_TKd.to(dtype))
+    rotated_THd: torch.Tensor = q_THd.to(dtype)
+    return rotated_THd
 
 
 def _head_normed(x_THd: torch.Tensor, w_d: torch.Tensor, eps: float) -> torch.Tensor:

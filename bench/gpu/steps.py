@@ -46,7 +46,10 @@ class Bench:
         with torch.inference_mode():
             for layer in range(runner.num_layers):
                 for plane in ("keys", "values"):
-                    runner.pool.tokens(plane, layer).normal_()
+                    tokens = runner.pool.tokens(plane, layer)
+                    # Slices: not every dtype of pages has random numbers of its own.
+                    for part in tokens.split(1 << 18):
+                        part.copy_(torch.randn(part.shape, device=part.device, dtype=torch.bfloat16))
 
     def decode(self, num_rows: int, context: int, num_steps: int) -> tuple[float, list[StepHandle[StepOutput]]]:
         """Seconds a step; the context grows by one every step, from `context` - num_steps on."""

@@ -18,24 +18,21 @@ from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.grammar_puts import GrammarPuts
 from radixmesh.daemons.scheduler.group.group_client import ClaimedGroup, GroupClient, GroupState
 from radixmesh.daemons.scheduler.group.worker_stream import RefusedPlan
-from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.planner import Planner
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
+from radixmesh.daemons.scheduler.routers.load_push import LoadPush
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
 from radixmesh.daemons.scheduler.scheduler_metrics import SchedulerMetrics
 from radixmesh.daemons.scheduler.sequence_times import SequenceTimes
+from radixmesh.daemons.scheduler.step_timeout import StepTimeout
 
 log = get_logger(__name__)
 
 _TICK_S = 0.1
 # A holder that says nothing for 5 s counts as dead to other schedulers.
 _HEARTBEAT_S = 1.0
-_LOAD_S = 0.5
-# A load that changed is told at once, but no more often than that.
-_LOAD_CHANGE_S = 0.05
-_HANG_FACTOR = 3.0
-_MOST_PATIENCE_S = 600.0
+_EXPORT_S = 0.5
 # After an epoch without a single step: whatever ended it may well end the next one.
 _FUTILE_PAUSE_S = 0.2
 
@@ -75,13 +72,13 @@ class SchedulerLoop:
         self._results: deque[Sequence[StepResult]] = deque()
         self._loss: BaseException | None = None
         self._lookahead = Lookahead(depth=settings.fixed_depth, max_in_flight=1)
-        self._last_heard_s = self._last_sent_s = self._last_load_s = self._last_export_s = self._clock()
-        self._told_load: tuple[int, ...] = ()
+        now = self._last_sent_s = self._last_export_s = self._clock()
+        self._loads = LoadPush(self.planner, self.streams, now)
+        self._timeout = StepTimeout(settings.step_timeout_s, now)
         self._was_idle_at_send: set[int] = set()
         self._batch_ends: deque[int] = deque()  # The last step of each batch in flight.
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
-        self._patience_s = settings.step_timeout_s
 
     @property
     def group(self) -> GroupClient:
@@ -98,26 +95,10 @@ class SchedulerLoop:
 
     def deliver(self) -> None:
         self.streams.deliver(self.planner.take_outputs())
-        now = self._clock()
-        if now - self._last_load_s >= _LOAD_CHANGE_S and self._load_signature() != self._told_load:
-            self._push_loads(now)
+        self._loads.if_changed(self._clock())
         if self._changed is not None:
             self._changed.set_result(None)
             self._changed = None
-
-    def _push_loads(self, now: float) -> None:
-        self._last_load_s, self._told_load = now, self._load_signature()
-        self.streams.push_loads()
-
-    def _load_signature(self) -> tuple[int, ...]:
-        """The part of the load that is pushed when it changes; pages, which change with every step, in 64ths."""
-        planner = self.planner
-        if planner.state is None:
-            return (planner.num_running, planner.num_waiting)
-        counts = planner.state.page_counts()
-        num_pages = planner.state.num_pages
-        pages = (64 * counts[kind] // num_pages for kind in (PageState.FREE, PageState.CACHED))
-        return (planner.num_running, planner.num_waiting, *pages)
 
     async def until(self, is_true: Callable[[], bool]) -> None:
         """Returns once is_true() is; looks whenever something happened."""
@@ -193,7 +174,8 @@ class SchedulerLoop:
         self._was_idle_at_send.clear()
         self._batch_ends.clear()
         self._lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
-        self._last_heard_s = self._last_sent_s = self._clock()
+        self._last_sent_s = self._clock()
+        self._timeout.restart(self._last_sent_s)
         log.info("epoch_begun", epoch=self.epoch, adopted_tokens=adopted, seconds=round(self._last_sent_s - start, 4))
         if self._metrics is not None:
             self._metrics.epoch.set(self.epoch)
@@ -230,21 +212,20 @@ class SchedulerLoop:
             await self._send_plans(claimed)
             puts.start(self.planner.grammars.take_wanted())
             self.deliver()
-            self._check_hang()
+            oldest = self._oldest_step()
+            self._timeout.check(oldest, self._clock())
             num_pending = max(self.planner.num_in_flight, self.planner.num_live)
             # A long step is no stall, unless it computes nothing while requests wait.
             steps = self.planner.state.in_flight.steps() if self.planner.state is not None else []
             is_computing = any(step.plan.has_forward for step in steps)
-            self._progress.work_pending(num_pending, patience_s=self._limit_s() if is_computing else 0.0)
+            self._progress.work_pending(num_pending, patience_s=self._timeout.limit_s(oldest) if is_computing else 0.0)
 
     def _take(self, results: Sequence[StepResult]) -> None:
         """One result of each data-parallel rank."""
         result = self.planner.joined(results)
         now = self._clock()
-        self._last_heard_s = now
-        self._patience_s = self._settings.step_timeout_s
-        state = self.planner.state
-        oldest = state.in_flight.oldest if state is not None else None
+        self._timeout.heard(now)
+        oldest = self._oldest_step()
         if oldest is not None and result.step_id in self._was_idle_at_send:
             self._was_idle_at_send.discard(result.step_id)
             device_us = (result.device_end_ns - result.device_start_ns) / 1000
@@ -278,7 +259,7 @@ class SchedulerLoop:
             if not steps and plan.has_forward:
                 self._was_idle_at_send = {plan.step_id}
             if not steps:
-                self._last_heard_s = now
+                self._timeout.restart(now)
             self._last_sent_s = now
             if batch and not _is_decode(plan):
                 await self._send(claimed, batch)
@@ -305,29 +286,9 @@ class SchedulerLoop:
         running = ends[0] if ends else steps[0].plan.step_id
         return sum(step.plan.expected_us for step in steps if step.plan.step_id > running)
 
-    def _check_hang(self) -> None:
-        """A step is dead after 3 x its expected time, never before step_timeout_s.
-
-        Nothing is expected before the first result: a worker whose steps are longer than that gets twice the time in
-        each epoch, or no result of it would ever come.
-        """
+    def _oldest_step(self) -> PlannedStep | None:
         state = self.planner.state
-        oldest = state.in_flight.oldest if state is not None else None
-        if oldest is None:
-            return
-        limit_s = self._limit_s()
-        waited_s = self._clock() - max(self._last_heard_s, oldest.sent_s)
-        if waited_s > limit_s:
-            self._patience_s = min(2 * limit_s, max(_MOST_PATIENCE_S, self._settings.step_timeout_s))
-            message = f"step {oldest.plan.step_id} has no result after {waited_s:.1f} s: the worker counts as dead"
-            raise MeshError(ErrorReason.ERROR_REASON_STEP_TIMEOUT, message)
-
-    def _limit_s(self) -> float:
-        """Timeout of the oldest step in flight, seconds."""
-        state = self.planner.state
-        oldest = state.in_flight.oldest if state is not None else None
-        expected_us = oldest.plan.expected_us if oldest is not None else 0
-        return max(self._patience_s, _HANG_FACTOR * expected_us / 1e6)
+        return state.in_flight.oldest if state is not None else None
 
     async def _tick(self) -> None:
         """Time-driven work: router streams that left, deadlines, loads, heartbeats, hangs."""
@@ -349,10 +310,9 @@ class SchedulerLoop:
         if self.planner.state is None:
             self.planner.plan(now)  # Expires deadlines while nothing runs.
             self._progress.work_pending(0)
-        if now - self._last_load_s >= _LOAD_S:
-            self._push_loads(now)
+        self._loads.if_due(now)
         # By a clock of its own: a load that changes is told as it changes, and then never comes due here.
-        if self._step_metrics is not None and now - self._last_export_s >= _LOAD_S:
+        if self._step_metrics is not None and now - self._last_export_s >= _EXPORT_S:
             self._last_export_s = now
             self._step_metrics.export(self.planner, now)
         self.notify()

@@ -101,6 +101,7 @@ def _load_cpu(settings: WorkerSettings, group: Group | None = None) -> LoadedMod
         is_deterministic=settings.deterministic is not False,
         attention_backend="paged_torch" if settings.attention_backend == "auto" else settings.attention_backend,
         dtype="float32" if settings.dtype == "auto" else settings.dtype,
+        kv_dtype=settings.kv_dtype,
         max_total_len=settings.max_total_len,
         embed_pooling=settings.embed_pooling,
         model_impl=settings.model_impl,
@@ -167,6 +168,9 @@ def _fingerprint(settings: WorkerSettings, folder: Path) -> str:
 
 
 def _loaded(settings: WorkerSettings, folder: Path, runner: ModelRunner, fingerprint: str) -> LoadedModel:
+    if settings.kv_dtype == "fp8":
+        # Tokens over KV of FP8 are not those over KV as the model has it: nobody continues the other's.
+        fingerprint = hashlib.sha256(f"kv fp8/{fingerprint}".encode()).hexdigest()
     identity = identity_to_proto(
         _named(settings, read_model_identity(folder)),
         model_fingerprint=fingerprint,

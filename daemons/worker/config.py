@@ -56,8 +56,8 @@ class WorkerSettings(CommonSettings):
         "flashinfer, torch")  # fmt: skip
     dtype: str = setting("auto", "of weights and KV: float32, bfloat16 or (cuda) float16; auto: float32 on a CPU, "
         "bfloat16 on a GPU")  # fmt: skip
-    kv_dtype: str = setting("auto", "CUDA: of KV pages, float16, bfloat16 or float32; auto: as dtype, but float16 "
-        "where that is float32 and flashinfer reads them")  # fmt: skip
+    kv_dtype: str = setting("auto", "of KV pages: fp8 (e4m3, with the checkpoint's scales), or CUDA: float16, bfloat16 "
+        "or float32; auto: as dtype, but float16 where that is float32 and flashinfer reads them")  # fmt: skip
     mem_fraction: float = setting(0.88, "CUDA: share of the GPU's memory for weights, work space and KV together")
     cuda_graphs: bool = setting(True, "CUDA: decode steps are captured and replayed")
     cuda_pdl: bool = setting(True, "CUDA: kernels begin while those ahead of them end (programmatic dependent launch)")
@@ -145,8 +145,11 @@ class WorkerSettings(CommonSettings):
         if self.quantization not in ("auto", "none") and self.backend is not Backend.CUDA:
             raise ValueError(f"{_flag('quantization')} {self.quantization} is for --backend cuda: a CPU computes with "
                 "the weights dequantised")  # fmt: skip
-        if self.kv_dtype != "auto" and self.backend is not Backend.CUDA:
-            raise ValueError(f"{_flag('kv_dtype')} {self.kv_dtype} is for --backend cuda: others keep KV as weights")
+        if self.kv_dtype == "fp8" and self.backend is Backend.SIMULATED:
+            raise ValueError(f"{_flag('kv_dtype')} fp8 is for --backend cpu or cuda: a simulated worker has no KV")
+        if self.kv_dtype not in ("auto", "fp8") and self.backend is not Backend.CUDA:
+            raise ValueError(f"{_flag('kv_dtype')} {self.kv_dtype} is for --backend cuda: a CPU keeps KV as the "
+                "weights (auto) or as fp8")  # fmt: skip
         if not 0.0 < self.mem_fraction <= 1.0:
             raise ValueError(f"{_flag('mem_fraction')} must be in (0, 1], not {self.mem_fraction}")
         layout = self.rank_layout

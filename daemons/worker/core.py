@@ -17,10 +17,10 @@ from radixmesh.daemons.runtime.common_settings import PredecessorEnd
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.daemons.runtime.rpc.progress import Progress
-from radixmesh.daemons.runtime.steps.step_codec import TASK_TO_PROTO
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.runtime.telemetry.metrics import Metrics
 from radixmesh.daemons.runtime.telemetry.tracing import NoTracer, Tracer
+from radixmesh.daemons.worker.capabilities import add_model, add_place, worker_hello
 from radixmesh.daemons.worker.epochs import EpochLedger, Holder
 from radixmesh.daemons.worker.group_formation import GroupFormation
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
@@ -30,6 +30,7 @@ from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.plans.plan_dump import PlanDump
 from radixmesh.daemons.worker.plans.plan_recorder import PlanRecorder
 from radixmesh.daemons.worker.plans.plan_runner import Answer, PlanRunner
+from radixmesh.daemons.worker.plans.plans_in_flight import PlansInFlight
 from radixmesh.daemons.worker.plans.retained_plans import RetainedPlans
 from radixmesh.daemons.worker.plans.slot_traces import SlotTraces
 from radixmesh.daemons.worker.profile import StepProfiler, make_profiler
@@ -41,17 +42,8 @@ log = get_logger(__name__)
 
 # A refusal that says why the process ends should get out before it does.
 _LAST_WORDS_S = 0.2
-# A step counts as hung after 3 x its expected time. The first one, of which nobody knows anything, may be a slow one.
-_HANG_FACTOR = 3
-_UNKNOWN_STEP_S = 60.0
 # Times max_plans_in_flight: the plans in flight here, and all that another rank may have retained.
 _MOST_COMPLETED = 3
-
-_PREDECESSOR_ENDS = {
-    PredecessorEnd.UNKNOWN: worker_pb2.PREDECESSOR_END_UNSPECIFIED,
-    PredecessorEnd.BY_ITSELF: worker_pb2.PREDECESSOR_END_BY_ITSELF,
-    PredecessorEnd.FROM_OUTSIDE: worker_pb2.PREDECESSOR_END_FROM_OUTSIDE,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +91,10 @@ class WorkerCore:
         self.plan_runner: PlanRunner | None = None
         self.profiler: StepProfiler | None = None
         self.holder: Holder | None = None
-        self._in_flight: dict[tuple[int, int], worker_pb2.StepPlan] = {}
-        self.num_in_flight = 0
+        self._in_flight = PlansInFlight(progress, metrics)
         self.retained = RetainedPlans(
             max_plans=2 * config.max_plans_in_flight, keeps_completed=self.member.layout.world_size > 1
         )
-        self._answered_one = asyncio.Event()
         self._is_draining = False
         self.formation = GroupFormation(
             self.ledger,
@@ -143,56 +133,33 @@ class WorkerCore:
         self._state = worker_pb2.WORKER_STATE_READY
 
     @property
+    def num_in_flight(self) -> int:
+        return self._in_flight.num
+
+    @property
     def hello(self) -> common_pb2.Hello:
         return self._hello
 
     def worker_hello(self) -> worker_pb2.WorkerHello:
         """Hello that a scheduler reads before it claims."""
-        ledger = self.ledger
-        return worker_pb2.WorkerHello(
-            hello=self._hello,
-            highest_epoch=ledger.highest_epoch,
-            holder_instance_id=ledger.holder_instance_id,
-            is_holder_connected=ledger.is_holder_connected,
-            # With unfinished plans it is the holder who waits for us, however long a step takes.
-            holder_silent_ms=0 if self.retained.has_unfinished else ledger.holder_silent_ms,
-            last_received_step=ledger.last_received_step,
-            last_completed_step=ledger.last_completed_step,
-            retained_plans=self.retained.encoded(),
-            capabilities=self.capabilities(),
-            predecessor_end=_PREDECESSOR_ENDS[self.config.predecessor_end],
-        )
+        return worker_hello(self._hello, self.ledger, self.retained, self.capabilities(), self.config.predecessor_end)
 
     def capabilities(self) -> worker_pb2.Capabilities:
         """State, backend and sizes of the worker; sizes are 0 while it loads."""
         self._leave_broken_group()
+        config = self.config
         capabilities = worker_pb2.Capabilities(
             state=self._state,
-            backend=self.config.backend,
-            max_plans_in_flight=self.config.max_plans_in_flight,
-            max_blob_bytes=self.config.max_blob_bytes,
-            rank=self.member.layout.rank,
-            world_size=self.member.layout.world_size,
+            backend=config.backend,
+            max_plans_in_flight=config.max_plans_in_flight,
+            max_blob_bytes=config.max_blob_bytes,
             group_generation=self.ledger.group_generation,
-            layout=self.member.layout.to_proto(),
-            rendezvous=self.member.rendezvous,
             takes_alive=True,
             takes_plan_batches=True,
         )
+        add_place(capabilities, self.member)
         if self.executor is not None:
-            limits = self.executor.limits
-            capabilities.page_size = limits.page_size
-            capabilities.num_pages = limits.num_pages
-            capabilities.num_slots = limits.num_slots
-            capabilities.max_tokens_per_step = limits.max_tokens_per_step
-            capabilities.max_tokens_per_row = limits.max_tokens_per_row
-            capabilities.is_deterministic = self.executor.runner.is_deterministic
-            capabilities.weights_version = self.executor.weights_version
-            capabilities.weights_digest = self._hello.model.model_fingerprint
-            capabilities.kv_dtype = self.executor.runner.kv_dtype
-            capabilities.kv_layout = self.executor.runner.kv_layout
-            capabilities.tasks.extend(TASK_TO_PROTO[task] for task in sorted(limits.tasks))
-            capabilities.barrier_ops.append("flush_cache")
+            add_model(capabilities, self.executor, self._hello.model.model_fingerprint)
         return capabilities
 
     def fence(self, holder: Holder, epoch: int, instance_id: str) -> None:
@@ -259,7 +226,7 @@ class WorkerCore:
         """As `submit`, of plans that follow each other, at most max_plans_in_flight: they are answered together."""
         runner, room = self._ready(), self.config.max_plans_in_flight - len(plans)
         while holder is not None and (self._is_draining or self.num_in_flight > room):
-            await self._next_answer()
+            await self._in_flight.next_answer()
         if holder is None:
             # Never behind a step: it may wait in a collective that only the fence which follows can end.
             self.check_complete(plans[0][0])
@@ -267,7 +234,7 @@ class WorkerCore:
             raise self.ledger.fenced()
         for plan, _ in plans:
             self._received(plan)
-        self._count_in_flight()
+        self._in_flight.export()
         assert self.executor is not None
         ready_ns = self.executor.runner.now_ns()
         epochs = [plan.header.epoch for plan, _ in plans]
@@ -277,13 +244,13 @@ class WorkerCore:
         )
 
     def _received(self, plan: worker_pb2.StepPlan) -> None:
-        self.num_in_flight += 1
         if self._recorder is not None:
             self._recorder.record(plan)
-        header = plan.header
-        if header.epoch == self.ledger.highest_epoch and header.step_id == self.ledger.last_received_step + 1:
-            self.ledger.last_received_step = header.step_id
-            self._in_flight[header.epoch, header.step_id] = plan
+        header, ledger = plan.header, self.ledger
+        is_next = header.epoch == ledger.highest_epoch and header.step_id == ledger.last_received_step + 1
+        self._in_flight.received(plan, will_run=is_next)
+        if is_next:
+            ledger.last_received_step = header.step_id
             self.retained.received(plan)
 
     def check_complete(self, plan: worker_pb2.StepPlan) -> None:
@@ -324,7 +291,7 @@ class WorkerCore:
         """Takes no more plans; returns when those in flight are answered. The holder's stream ends with NOT_SERVING."""
         self._is_draining = True
         while self.num_in_flight:
-            await self._next_answer()
+            await self._in_flight.next_answer()
         if self.holder is not None:
             message = "the worker leaves: continue on another one"
             self.holder.fail(MeshError(ErrorReason.ERROR_REASON_NOT_SERVING, message, {"state": "draining"}))
@@ -351,17 +318,18 @@ class WorkerCore:
                     holder.deliver(answer.response)
         for epoch, answer in zip(epochs, answers, strict=True):
             self._count(holder, epoch, answer)
-        self._count_in_flight()
-        self._answered_one.set()
+        self._in_flight.export()
+        self._in_flight.wake()
 
     def _count(self, holder: Holder | None, epoch: int, answer: Answer) -> None:
-        self._in_flight.pop((epoch, answer.step_id), None)
-        self.num_in_flight -= 1
+        self._in_flight.answered(epoch, answer.step_id)
         if epoch == self.ledger.highest_epoch:
             self.retained.completed(answer.step_id)
             self.ledger.heard()  # Its silence begins now: it has waited until here.
         if answer.result is not None:
-            self._completed(epoch, answer)
+            if epoch == self.ledger.highest_epoch:
+                self.ledger.last_completed_step = answer.step_id
+            self._in_flight.completed(answer.result)
         elif answer.refusal is not None:
             self._metrics.refusals.labels(answer.refusal.reason_name).inc()
             log.warning("plan_refused", epoch=epoch, step=answer.step_id, error=str(answer.refusal))
@@ -370,30 +338,6 @@ class WorkerCore:
         if answer.lost is not None and holder is not None:
             # The scheduler may not see that rank as lost: it forms the group again.
             holder.fail(MeshError(ErrorReason.ERROR_REASON_GROUP_LOST, f"a rank is lost: {answer.lost}"))
-
-    def _completed(self, epoch: int, answer: Answer) -> None:
-        assert answer.result is not None
-        if epoch == self.ledger.highest_epoch:
-            self.ledger.last_completed_step = answer.step_id
-        self._progress.completed()
-        self._metrics.steps.inc()
-        self._metrics.batch_size.observe(len(answer.result.counts))
-        device_s = max(0, answer.result.device_end_ns - answer.result.device_start_ns) * 1e-9
-        self._metrics.step_seconds.observe(device_s)
-        self._metrics.device_busy_seconds.inc(device_s)
-
-    def _count_in_flight(self) -> None:
-        under_way = next(iter(self._in_flight.values()), None)
-        patience_s = 0.0
-        if under_way is not None:
-            expected_s = under_way.header.expected_us / 1e6
-            patience_s = _HANG_FACTOR * expected_s if expected_s else _UNKNOWN_STEP_S
-        self._progress.work_pending(self.num_in_flight, patience_s=patience_s)
-        self._metrics.plans_in_flight.set(self.num_in_flight)
-
-    async def _next_answer(self) -> None:
-        self._answered_one.clear()
-        await self._answered_one.wait()
 
     def _fail(self, error: BaseException, step_id: int) -> None:
         self._state = worker_pb2.WORKER_STATE_FAILED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
+from radixmesh.kernels.kv_fp8 import KvScales
 
 _log = get_logger(__name__)
 
@@ -24,12 +26,21 @@ class KvPool(KvPlanes):
     """Planes of [layers, pages + 1, page_size, *row_shape]; token t of page p is number p x page_size + t of a layer.
 
     The page after the last is never granted and holds zeros: what attention reads where a sequence has no key. So does
-    the layout's padding, in all pages.
+    the layout's padding, in all pages. scales: by layer, of keys and values in a pool of FP8; None: all are 1.
     """
 
     def __init__(
-        self, layout: KvLayout, *, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layout: KvLayout,
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scales: Sequence[KvScales] | None = None,
     ) -> None:
+        assert scales is None or len(scales) == layout.num_layers, (len(scales), layout.num_layers)
+        self._scales = scales
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype_name = str(dtype).removeprefix("torch.")
@@ -73,6 +84,9 @@ class KvPool(KvPlanes):
     def tokens(self, plane: str, layer: int) -> torch.Tensor:
         return self._token_views[plane, layer]
 
+    def scales(self, layer: int) -> KvScales | None:
+        return None if self._scales is None else self._scales[layer]
+
     def copy_page(self, source: int, target: int, num_tokens: int) -> None:
         """Copies the first tokens of a page, in all layers and planes."""
         for plane in self._planes.values():
@@ -82,6 +96,16 @@ class KvPool(KvPlanes):
         """Fills all pages with NaN, so that whatever reads a token that was not written shows it."""
         for plane in self._planes.values():
             plane[:, : self.num_pages] = float("nan")
+
+
+def latents_in_fp8() -> MeshError:
+    """Refusal of a pool of FP8 for a model that caches latents, which no kernel reads yet."""
+    return MeshError(
+        common_pb2.ERROR_REASON_UNSUPPORTED,
+        "kv_dtype fp8 is for keys and values, not yet for the latents of multi-head latent attention: choose "
+        "--kv-dtype auto for this model",
+        {"field": "kv_dtype"},
+    )
 
 
 def default_num_pages(

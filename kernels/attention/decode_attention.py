@@ -12,6 +12,7 @@ import torch
 
 from radixmesh.kernels.attention.split_kv import split_attention
 from radixmesh.kernels.attention.split_schedule import SplitConfig, SplitParts, SplitPlan, SplitShape
+from radixmesh.kernels.kv_fp8 import KV_FP8, take_rows
 
 
 class DecodeWorkspace:
@@ -91,8 +92,10 @@ def paged_decode(
 ) -> torch.Tensor:
     """Softmax attention of each row over its sequence, whose last token is the row's own. Returns [T, H, D].
 
-    keys_SKd, values_SKd: the layer's pool, contiguous. page_tables int32 [slots, pages of a slot]: position p of slot s
-    is token page_tables[s, p // page_size] * page_size + p % page_size of the pool. row_slots_T int32 [T].
+    keys_SKd, values_SKd: the layer's pool, contiguous, of the query's dtype or FP8 (as stored: queries come multiplied
+    by the keys' scale, and the result is without that of the values). page_tables int32 [slots, pages of a slot]:
+    position p of slot s is token page_tables[s, p // page_size] * page_size + p % page_size of the pool. row_slots_T
+    int32 [T].
     window: a token sees itself and the `window - 1` before it. A row with kv_len 0 gives zeros, or what is in `out`.
     `plan_decode` must have run with the same kv_lens_T. Raises ValueError on shapes or dtypes that do not fit.
     use_pdl: begins while the kernel ahead of it ends (Hopper and later).
@@ -114,6 +117,11 @@ def paged_decode(
     return out
 
 
+def is_kv_dtype(pool: torch.Tensor, q_THd: torch.Tensor) -> bool:
+    """True where kernels read such a pool for such queries."""
+    return pool.dtype in (q_THd.dtype, KV_FP8)
+
+
 def check_decode_inputs(
     shape: SplitShape,
     q_THd: torch.Tensor,
@@ -127,9 +135,9 @@ def check_decode_inputs(
     if q_THd.shape[1:] != (heads, dim) or not q_THd.is_contiguous():
         raise ValueError(f"queries must be contiguous [rows, {heads}, {dim}], not {tuple(q_THd.shape)}")
     for pool in (keys_SKd, values_SKd):
-        if pool.shape[1:] != (shape.num_kv_heads, dim) or not pool.is_contiguous() or pool.dtype != q_THd.dtype:
+        if pool.shape[1:] != (shape.num_kv_heads, dim) or not pool.is_contiguous() or not is_kv_dtype(pool, q_THd):
             raise ValueError(
-                f"a pool must be contiguous {q_THd.dtype} [tokens, {shape.num_kv_heads}, {dim}], "
+                f"a pool must be contiguous {q_THd.dtype} or {KV_FP8} [tokens, {shape.num_kv_heads}, {dim}], "
                 f"not {pool.dtype} {tuple(pool.shape)}"
             )
     if page_tables.dtype != torch.int32 or row_slots_T.dtype != torch.int32:
@@ -157,8 +165,8 @@ def paged_decode_reference(
             continue
         position = torch.arange(0 if window is None else max(0, length - window), length, device=q_THd.device)
         token = page_tables[slot, position // page_size].long() * page_size + position % page_size
-        k_LHd = keys_SKd[token].float().repeat_interleave(group, dim=1)
-        v_LHd = values_SKd[token].float().repeat_interleave(group, dim=1)
+        k_LHd = take_rows(keys_SKd, token).repeat_interleave(group, dim=1)
+        v_LHd = take_rows(values_SKd, token).repeat_interleave(group, dim=1)
         scores_HL = torch.einsum("hd,lhd->hl", q_THd[row].float() * scale, k_LHd)
         out_THd[row] = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LHd)
     return out_THd.to(q_THd.dtype)

@@ -19,7 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from radixmesh.kernels.attention.decode_attention import is_kv_dtype
 from radixmesh.kernels.attention.extend_tiles import extend_tiles
+from radixmesh.kernels.kv_fp8 import KV_FP8, take_rows
 
 LOG2_E = 1.4426950408889634
 # Below every score and finite: a row that has seen no key yet must not compute inf - inf.
@@ -73,7 +75,7 @@ def paged_extend(
     The rows of chunk c are [chunk_row_starts[c], chunk_row_starts[c + 1]), int32 [C + 1] ascending, and hold the last
     positions of its chunk_kv_lens_C[c] (int32 [C]); their own KV is already in the pool. Rows of a chunk with KV length
     0 give zeros; rows before the first chunk and past the last are left as they are in `out`. A chunk may have no rows.
-    keys_SKd, values_SKd: the layer's pool, contiguous. page_tables int32 [slots, pages of a slot]: position p of slot s
+    keys_SKd, values_SKd: the layer's pool, as of `paged_decode`. page_tables int32 [slots, pages]: position p of slot s
     is token page_tables[s, p // page_size] * page_size + p % page_size. chunk_slots_C int32 [C].
     window: a token sees itself and the `window - 1` before it. max_chunk_len: chooses the configuration; no bound.
     Raises ValueError on shapes or dtypes that do not fit.
@@ -124,9 +126,10 @@ def _check(
     if not q_THd.is_contiguous() or heads % keys_SKd.shape[1]:
         raise ValueError(f"queries must be contiguous with a multiple of {keys_SKd.shape[1]} heads, not {heads}")
     for pool in (keys_SKd, values_SKd):
-        if pool.shape[2] != dim or pool.dtype != q_THd.dtype or not pool.is_contiguous():
+        if pool.shape[2] != dim or not is_kv_dtype(pool, q_THd) or not pool.is_contiguous():
             raise ValueError(
-                f"a pool must be contiguous {q_THd.dtype} of head_dim {dim}, not {pool.dtype} {tuple(pool.shape)}"
+                f"a pool must be contiguous {q_THd.dtype} or {KV_FP8} of head_dim {dim}, "
+                f"not {pool.dtype} {tuple(pool.shape)}"
             )
     slots, row_starts, kv_lens = chunks
     if any(x.dtype != torch.int32 for x in (page_tables, *chunks)):
@@ -267,8 +270,8 @@ def paged_extend_reference(
             continue
         position = torch.arange(length, device=q_THd.device)
         token = page_tables[slot, position // page_size].long() * page_size + position % page_size
-        k_LHd = keys_SKd[token].float().repeat_interleave(group, dim=1)
-        v_LHd = values_SKd[token].float().repeat_interleave(group, dim=1)
+        k_LHd = take_rows(keys_SKd, token).repeat_interleave(group, dim=1)
+        v_LHd = take_rows(values_SKd, token).repeat_interleave(group, dim=1)
         at_T = position[length - (rows.stop - rows.start) :]
         is_hidden = position[None, :] > at_T[:, None]
         if window is not None:

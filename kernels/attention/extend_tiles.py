@@ -44,6 +44,8 @@ def extend_tiles(
             k = tl.load(keys_ptr + kv_offset, mask=(d < D)[None, :], other=0.0)
         else:
             k = tl.load(keys_ptr + kv_offset)
+        # From FP8, of which the query's dtype holds every number; otherwise the two are one.
+        k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if IS_MASKED:
             is_seen = position[None, :] <= m_position[:, None]
@@ -60,6 +62,7 @@ def extend_tiles(
             v = tl.load(values_ptr + kv_offset, mask=(d < D)[None, :], other=0.0)
         else:
             v = tl.load(values_ptr + kv_offset)
+        v = v.to(q.dtype)
         acc = tl.dot(exps.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
         highest = new_highest
     return highest, total, acc

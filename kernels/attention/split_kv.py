@@ -233,14 +233,15 @@ def _split_attention_kernel(
             token = token_index(table_ptr, position, is_in, PAGE_SIZE)
             kv_offset = token[:, None] * (KV_HEADS * D) + kv_column[None, :]
             is_loaded = is_in[:, None] if D == DP else is_in[:, None] & (column_dim < D)[None, :]
-            k = tl.load(keys_block_ptr + kv_offset, mask=is_loaded, other=0.0)
+            # An FP8 pool's numbers become the query's dtype, which holds each of them; otherwise the two are one.
+            k = tl.load(keys_block_ptr + kv_offset, mask=is_loaded, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
             scores = tl.where(is_in[None, :], scores, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
             exps = tl.exp2(scores * scale - new_highest[:, None])
             correction = tl.exp2(highest - new_highest)
             total = total * correction + tl.sum(exps, 1)
-            v = tl.load(values_block_ptr + kv_offset, mask=is_loaded, other=0.0)
+            v = tl.load(values_block_ptr + kv_offset, mask=is_loaded, other=0.0).to(q.dtype)
             acc = tl.dot(exps.to(v.dtype), v, acc * correction[:, None], input_precision="ieee")
             highest = new_highest
 

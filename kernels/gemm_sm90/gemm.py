@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +23,7 @@ from radixmesh.kernels.inverse_rms import inverse_rms_reference
 MAX_ROWS = 256
 DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16
-_NUM_COMPILERS = 8  # Threads.
+_NUM_COMPILERS = min(16, max(2, (os.cpu_count() or 2) - 2))  # Threads; others start the worker meanwhile.
 # Behind the tensor maps of weight and rows: the output and the residual, four sizes, eps, partial sums of squares to
 # read and to write.
 _POINTER, _INT32 = ctypes.c_void_p, ctypes.c_int32

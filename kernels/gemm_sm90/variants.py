@@ -118,9 +118,10 @@ class Variant(ABC):
     def kernel_source(self) -> str:
         """Without what is set."""
         folder = Path(__file__).parent
-        primitives = (folder / "ptx.cuh").read_text(encoding="utf-8")
         kernel = (folder / self.source_file).read_text(encoding="utf-8")
-        return kernel.replace("// ptx.cuh stands here.\n", primitives)
+        for name in ("ptx.cuh", "gemm_results.cuh"):
+            kernel = kernel.replace(f"// {name} stands here.\n", (folder / name).read_text(encoding="utf-8"))
+        return kernel
 
     def source(self) -> str:
         """For NVRTC or nvcc (sm_90a)."""

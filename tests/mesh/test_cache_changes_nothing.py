@@ -57,7 +57,13 @@ def wishes_of(model: str, num: int) -> list[Wish]:
 
 
 async def run(
-    model: str, wishes: list[Wish], page_size: int, *, num_tokens: int = NUM_TOKENS, **choices: object
+    model: str,
+    wishes: list[Wish],
+    page_size: int,
+    *,
+    num_tokens: int = NUM_TOKENS,
+    kv_dtype: str = "auto",
+    **choices: object,
 ) -> Run:
     """All wishes at once. Memory for so many tokens."""
     worker_settings = WorkerSettings(
@@ -68,6 +74,7 @@ async def run(
         num_slots=8,
         max_total_len=192,
         cpu_threads=1,
+        kv_dtype=kv_dtype,
     )
     async with running(WorkerDaemon, worker_settings) as worker:
         settings = SchedulerSettings(
@@ -94,9 +101,9 @@ def compare(run: Run, plain: Run) -> None:
         assert output.finished.reason == expected.finished.reason, number
 
 
-async def undisturbed(model: str, wishes: list[Wish]) -> Run:
+async def undisturbed(model: str, wishes: list[Wish], **settings: str) -> Run:
     """No cache, and memory for all."""
-    plain = await run(model, wishes, 1, num_tokens=4096, cache="none")
+    plain = await run(model, wishes, 1, num_tokens=4096, cache="none", **settings)
     assert not plain.state.num_retractions and not plain.state.prompt_cached_tokens
     assert all(seen.finished is not None and seen.finished.error.reason == 0 for seen in plain.outputs)
     assert sum(len(seen.tokens) for seen in plain.outputs) > 10 * len(wishes)
@@ -111,6 +118,17 @@ def check_pressure(state: scheduler_pb2.GetStateResponse, *, is_cached: bool) ->
         assert state.evicted_pages > 0 and state.prompt_cached_tokens > 0
     else:
         assert not state.prompt_cached_tokens
+
+
+async def test_outputs_over_pages_of_fp8_are_the_same_with_and_without_the_cache() -> None:
+    """All who share a page read what was quantised once; without a cache each computes and quantises its own."""
+    wishes = wishes_of("tiny-llama", 12)
+    plain = await undisturbed("tiny-llama", wishes, kv_dtype="fp8")
+    cached = await run("tiny-llama", wishes, 4, cache="radix", kv_dtype="fp8")
+    compare(cached, plain)
+    check_pressure(cached.state, is_cached=True)
+    full = await undisturbed("tiny-llama", wishes)
+    assert [seen.logprobs for seen in full.outputs] != [seen.logprobs for seen in plain.outputs], "KV was quantised"
 
 
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])

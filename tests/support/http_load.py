@@ -18,13 +18,14 @@ _RETRYABLE = (429, 502, 503, 504)
 
 class HttpLoad:
     """`num_streams` clients from enter to exit. failures: wrong answers and refusals. retryable: (client, error) after
-    which a client asks again."""
+    which a client asks again. patience_s: how long the last answers may take at the exit."""
 
-    def __init__(self, address: str, jobs: Sequence[Job], *, num_streams: int = 4) -> None:
+    def __init__(self, address: str, jobs: Sequence[Job], *, num_streams: int = 4, patience_s: float = 60.0) -> None:
         self._jobs = [job for job in jobs if isinstance(job.prompt, str) and len(job.answers) == 1]
         assert self._jobs, "no job is a text with one output"
         self._url = f"http://{address}"
         self._num_streams = num_streams
+        self._patience_s = patience_s
         self._tasks: list[asyncio.Task[None]] = []
         self._is_ending = False
         self.failures: list[str] = []
@@ -39,7 +40,7 @@ class HttpLoad:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_ending = True
-        _, late = await asyncio.wait(self._tasks, timeout=60 if error is None else 0)
+        _, late = await asyncio.wait(self._tasks, timeout=self._patience_s if error is None else 0)
         if late:
             self.failures.append(f"{len(late)} HTTP clients made no end")
         for task in late:

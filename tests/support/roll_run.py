@@ -40,7 +40,7 @@ async def roll_under_load(folder: Path, *, num_streams: int, num_rolls: int, num
         async with StreamLoad(mesh.client, jobs, num_streams=num_streams) as load:
             await load.all_progressed(time.monotonic(), _PATIENCE_S)
             began = time.monotonic()
-            async with HttpLoad(front, jobs, num_streams=num_http) as http:
+            async with HttpLoad(front, jobs, num_streams=num_http, patience_s=_PATIENCE_S) as http:
                 await http.progressed(2 * num_http)
             quiet = _gaps(load, began)
             for _ in range(num_rolls):
@@ -51,7 +51,7 @@ async def roll_under_load(folder: Path, *, num_streams: int, num_rolls: int, num
                         times[event.process] = round(event.seconds, 2)
 
                 began = time.monotonic()
-                async with HttpLoad(front, jobs, num_streams=num_http) as http:
+                async with HttpLoad(front, jobs, num_streams=num_http, patience_s=_PATIENCE_S) as http:
                     await mesh.cluster.prepare_roll(services, on_event=on_event).run()
                     await http.progressed(num_http)
                 failures += [*http.failures, *(text for _, text in http.retryable)]
@@ -85,7 +85,7 @@ async def kill_replicas(folder: Path, *, num_streams: int, num_each: int, pairs:
         pick.shuffle(plan)
         async with (
             StreamLoad(mesh.client, jobs, num_streams=num_streams) as load,
-            HttpLoad(front, jobs, num_streams=num_http) as http,
+            HttpLoad(front, jobs, num_streams=num_http, patience_s=_PATIENCE_S) as http,
         ):
             await load.all_progressed(time.monotonic(), _PATIENCE_S)
             for kind in plan:

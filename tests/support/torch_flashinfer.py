@@ -15,6 +15,7 @@ from radixmesh.daemons.worker.cuda.flashinfer import shared_prefix as flashinfer
 from radixmesh.daemons.worker.cuda.flashinfer import workspace as flashinfer_workspace
 from radixmesh.daemons.worker.cuda.flashinfer.modules import KernelConfig
 from radixmesh.daemons.worker.cuda.step import row_order
+from radixmesh.kernels.kv_fp8 import take_rows
 
 _SIZES = (64, 128, 256)
 _NUM_SMS = 4
@@ -65,7 +66,8 @@ class _Planned:
     def _check(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         shape, size = self._config.shape, self._config.shape.head_dim
         assert size in _SIZES and self._config.dtype in (torch.float16, torch.bfloat16)
-        assert {x.dtype for x in (query, keys, values, out)} == {self._config.dtype}
+        assert {query.dtype, out.dtype} == {self._config.dtype}
+        assert {keys.dtype, values.dtype} == {self._config.pool_dtype}
         assert query.shape[1:] == out.shape[1:] == (shape.num_heads, size) and query.stride(2) == 1
         assert out.is_contiguous() and keys.is_contiguous() and values.is_contiguous()
         assert keys.shape == values.shape and keys.shape[1:] == (self._config.page_size, shape.num_kv_heads, size)
@@ -83,7 +85,8 @@ class _Decode(_Planned):
         config, shape = self._config, self._config.shape
         assert (heads, kv_heads, dim_qk, dim_vo) == (shape.num_heads, shape.num_kv_heads, *(shape.head_dim,) * 2)
         assert (page_size, in_graphs, window_left) == (config.page_size, config.in_graphs, config.window_left)
-        assert len(page_counts) == rows + 1 and empty_q.dtype == empty_kv.dtype == config.dtype and soft_cap == 0
+        assert len(page_counts) == rows + 1 and (empty_q.dtype, empty_kv.dtype) == (config.dtype, config.pool_dtype)
+        assert soft_cap == 0
         self._keep(ints, staging, torch.arange(rows + 1), page_counts.diff())
         return [rows]
 
@@ -105,6 +108,7 @@ class _Extend(_Planned):
     def __init__(self, name: str, config: KernelConfig, ran: list[str]) -> None:
         super().__init__(config)
         self._is_hopper = name == "fa3"
+        assert not self._is_hopper or config.pool_dtype == config.dtype
         self._name, self._ran = name, ran
 
     def plan(
@@ -194,7 +198,7 @@ def _attend(
             continue
         first = int(starts[row])
         pages = page_list[first : first + -(-length // page_size)].long()
-        k, v = (x[pages].flatten(0, 1)[:length].float().repeat_interleave(group, dim=1) for x in (keys, values))
+        k, v = (take_rows(x, pages).flatten(0, 1)[:length].repeat_interleave(group, dim=1) for x in (keys, values))
         scores = torch.einsum("thd,lhd->htl", query[queries].float() * scale, k)
         at, key_at = torch.arange(length - count, length)[:, None], torch.arange(length)[None, :]
         if window_left >= 0 or is_causal:

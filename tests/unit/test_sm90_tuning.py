@@ -28,7 +28,7 @@ from radixmesh.daemons.worker.cuda.gemm.autotuner import (
 )
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue, GemmKernel, GemmProblem, TorchGemm, TunedGemm
 from radixmesh.daemons.worker.cuda.gemm.sm90_kernels import Sm90Gemm, Sm90Kernels, check_kernel
-from radixmesh.daemons.worker.cuda.gemm.tuning import matrix_group
+from radixmesh.daemons.worker.cuda.gemm.tuning import compiled_sm90, matrix_group
 from radixmesh.daemons.worker.cuda.ops import TritonOps
 from radixmesh.kernels.gemm_sm90.candidates import cache_bytes, candidates
 from radixmesh.kernels.gemm_sm90.cuda_driver import CudaDriver, Kernel, Launch, ParameterType, PreparedLaunch
@@ -399,3 +399,19 @@ def test_a_kernel_that_errs_is_found() -> None:
     check_kernel(_TorchKernel(), torch.bfloat16, torch.device("cpu"))
     with pytest.raises(RuntimeError, match="differs from torch's"):
         check_kernel(_TorchKernel(error=0.05), torch.bfloat16, torch.device("cpu"))
+
+
+def test_candidates_are_compiled_ahead_once_and_not_again_when_they_are_measured() -> None:
+    sources: list[str] = []
+
+    def compile_source(source: str) -> bytes:
+        sources.append(source)
+        return b"code"
+
+    groups = [matrix_group([torch.zeros(512, 256, dtype=torch.bfloat16)], GemmEpilogue.PLAIN)]
+    kernel = compiled_sm90(groups, (8, 64), lambda: GemmSm90(None, compile_source))  # type: ignore[arg-type]
+    num_compiled = len(sources)
+    assert num_compiled > 4
+    kernels = Sm90Kernels(kernel, TorchGemm())
+    kernels.prepare([group.problem(rows) for rows in kernels.measured_rows((8, 64)) for group in groups])
+    assert len(sources) == num_compiled

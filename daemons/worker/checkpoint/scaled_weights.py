@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from radixmesh.daemons.worker.checkpoint.config_reader import bad_checkpoint
+from radixmesh.daemons.worker.checkpoint.kv_scales import is_kv_scale
 from radixmesh.daemons.worker.checkpoint.quantization import BLOCK, CheckpointQuantization, Fp8Form
 from radixmesh.daemons.worker.checkpoint.tensor_index import TensorEntry
 from radixmesh.daemons.worker.checkpoint.tensor_reader import TensorReader
@@ -19,7 +20,7 @@ from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
 _FP8 = "F8_E4M3"
 # Suffixes that follow the name of the weight. Both tensors are factors of the stored numbers.
 _SUFFIXES = ("_scale_inv", "_scale")
-# Scales for rows, for the cache of keys and values, for results: found here when the rows are there.
+# Scales for rows and results: found here when the rows are there. Those of the KV cache are `kv_scales.py`'s.
 _UNUSED = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".kv_scale")
 
 
@@ -43,8 +44,8 @@ class ScaledWeights:
         return name in self._scales
 
     def is_side(self, name: str) -> bool:
-        """True if a tensor belongs to such weights and is not loaded by itself."""
-        return name in self._sides or (self._quantization is not None and name.endswith(_UNUSED))
+        """True if a tensor belongs to such weights, or to an FP8 KV cache, and is not loaded with them."""
+        return name in self._sides or is_kv_scale(name) or (self._quantization is not None and name.endswith(_UNUSED))
 
     def read_scales(self, reader: TensorReader, name: str, cut: TensorSlice | None = None) -> torch.Tensor:
         """Of the weight [N, K] of that name: float32 [N, 1], or [N / 128, K / 128] rounded up in the form of blocks.

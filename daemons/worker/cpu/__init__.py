@@ -19,6 +19,7 @@ def load_cpu_runner(
     is_deterministic: bool = True,
     attention_backend: str = "paged_torch",
     dtype: str = "float32",
+    kv_dtype: str = "auto",
     max_total_len: int | None = None,
     embed_pooling: str = "mean",
     model_impl: str = "auto",
@@ -28,7 +29,8 @@ def load_cpu_runner(
 
     num_pages None: sized by memory (`kv_pool.py`). threads None: as torch chooses (OMP_NUM_THREADS, or the cores).
     is_deterministic False: faster, but a row's last bits depend on its batch. dtype of weights and KV: "float32" or
-    "bfloat16". max_total_len shortens what the config allows; None leaves it.
+    "bfloat16". kv_dtype: "auto" (as the weights) or "fp8", with the checkpoint's scales. max_total_len
+    shortens what the config allows; None leaves it.
     embed_pooling: what an embed task gives of the states after the final norm: "mean" of the prompt, "last", "cls".
     model_impl: "radixmesh" (a family of this engine), "transformers" (its modules, slower) or "auto" (the first).
     group: the ranks that hold the model together, of which this one loads its share; None: it computes alone.
@@ -44,6 +46,7 @@ def load_cpu_runner(
         is_deterministic=is_deterministic,
         attention_backend=attention_backend,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         max_total_len=max_total_len,
         embed_pooling=embed_pooling,
         model_impl=model_impl,

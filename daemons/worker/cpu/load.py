@@ -12,6 +12,7 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
+from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import read_quantization
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionPlacement
@@ -21,13 +22,15 @@ from radixmesh.daemons.worker.cpu.encoder_runner import EncoderRunner
 from radixmesh.daemons.worker.cpu.pooling import hidden_pools
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.group import Group, LocalGroup
-from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages
+from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages, latents_in_fp8
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.encoder.config import read_encoder_config
 from radixmesh.daemons.worker.models.encoder.model import EncoderModel
 from radixmesh.daemons.worker.models.model import BuiltModel, Placement
 from radixmesh.daemons.worker.models.registry import model_families
+from radixmesh.daemons.worker.models.sharding import Share
 from radixmesh.daemons.worker.tiles import RowTiles
+from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales
 
 _log = get_logger(__name__)
 
@@ -44,6 +47,7 @@ def load_runner(
     is_deterministic: bool,
     attention_backend: str,
     dtype: str,
+    kv_dtype: str = "auto",
     max_total_len: int | None,
     embed_pooling: str,
     model_impl: str = "auto",
@@ -55,6 +59,8 @@ def load_runner(
         raise _invalid("model_impl", f"is {model_impl!r}: choose one of {', '.join(MODEL_IMPLS)}")
     if dtype not in _DTYPES:
         raise _invalid("dtype", f"is {dtype!r}: choose one of {', '.join(_DTYPES)}")
+    if kv_dtype not in ("auto", "fp8"):
+        raise _invalid("kv_dtype", f"is {kv_dtype!r}: on a CPU choose auto (as the weights) or fp8")
     create_attention = attention_backends().create(attention_backend)
     hidden_pool = hidden_pools().create(embed_pooling)
     group = group or LocalGroup()
@@ -65,6 +71,8 @@ def load_runner(
     if group.size > 1:
         _check_can_shard(model, model_impl)
     if _architecture(model) in ENCODER_ARCHITECTURES:
+        if kv_dtype != "auto":
+            raise _invalid("kv_dtype", f"is {kv_dtype!r}, but an encoder keeps no KV: choose auto")
         encoder = load_encoder(model, placement)
         return EncoderRunner(
             encoder,
@@ -77,9 +85,12 @@ def load_runner(
     built = load_model(model, placement, model_impl)
     length = min(built.model.max_total_len, max_total_len or built.model.max_total_len)
     layout = built.model.kv_layout
+    pool_dtype, scales = placement.dtype, None
+    if kv_dtype == "fp8":
+        pool_dtype, scales = KV_FP8, _kv_scales(model, built)
     if num_pages is None:
         num_pages = default_num_pages(
-            layout, page_size=page_size, dtype=placement.dtype, max_total_len=length, num_ranks=group.size
+            layout, page_size=page_size, dtype=pool_dtype, max_total_len=length, num_ranks=group.size
         )
     with torch.inference_mode(), group.alone():
         attention = create_attention(
@@ -88,7 +99,14 @@ def load_runner(
         )
         is_tiled = is_deterministic and built.model.is_batch_invariant
         tiles = verified_tiles(built.model.row_probes(), placement.device) if is_tiled else RowTiles(None)
-        pool = KvPool(layout, num_pages=num_pages, page_size=page_size, dtype=placement.dtype, device=placement.device)
+        pool = KvPool(
+            layout,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=pool_dtype,
+            device=placement.device,
+            scales=scales,
+        )
     return CpuRunner(
         built.model, pool, attention, tiles, hidden_pool, max_total_len=length, num_threads=num_threads, group=group
     )
@@ -118,6 +136,21 @@ def load_model(folder: Path, placement: Placement, model_impl: str = "auto") -> 
         seconds=seconds,
     )
     return built
+
+
+def _kv_scales(folder: Path, built: BuiltModel) -> tuple[KvScales, ...] | None:
+    """Of this rank's KV heads. Raises MeshError UNSUPPORTED for a model that caches latents, BAD_CHECKPOINT."""
+    if {plane.name for plane in built.model.kv_layout.planes} != {"keys", "values"}:
+        raise latents_in_fp8()
+    num_heads = built.model.attention_shape.num_kv_heads
+    total, share = (num_heads, Share(0, num_heads)) if built.kv_heads is None else built.kv_heads
+    return read_kv_scales(
+        folder,
+        num_layers=built.model.kv_layout.num_layers,
+        num_kv_heads=total,
+        heads=(share.start, share.stop),
+        device=torch.device("cpu"),
+    )
 
 
 def load_encoder(folder: Path, placement: Placement) -> EncoderModel:

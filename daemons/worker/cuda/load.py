@@ -12,6 +12,7 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
 from radixmesh.daemons.worker.cuda.kernel_choice import check_kernels, create_kernels
@@ -26,6 +27,7 @@ from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
 from radixmesh.kernels.hopper import has_gdc
+from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales
 
 _log = get_logger(__name__)
 
@@ -71,6 +73,7 @@ class ModelOnDevice:
     model: LoadedModel
     kernels: Kernels
     limits: RunnerLimits
+    kv_scales: tuple[KvScales, ...] | None = None
 
 
 def load_cuda_runner(folder: Path, settings: DeviceSettings) -> DeviceRunner:
@@ -104,7 +107,7 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
     dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
     # Report wrong flags before reading the weights.
-    attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype), where)
+    attention = choose_attention(settings, dtype, _kv_dtype(settings.kv_dtype), where)
     check_kernels(settings)
     _check_rows(settings)
     placement = Placement(
@@ -114,6 +117,7 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
         model = load_model(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)
+    kv_scales = _kv_scales(folder, settings, model, where) if attention.kv_dtype == KV_FP8 else None
     has_graphs = settings.cuda_graphs
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
@@ -126,7 +130,13 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
     )
     kernels = create_kernels(settings, model, limits.graph_rows, where)
     return ModelOnDevice(
-        settings=settings, device=device, attention=attention, model=model, kernels=kernels, limits=limits
+        settings=settings,
+        device=device,
+        attention=attention,
+        model=model,
+        kernels=kernels,
+        limits=limits,
+        kv_scales=kv_scales,
     )
 
 
@@ -139,7 +149,14 @@ def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
     layout = attention.layout(model.kv_layout)
     num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype))
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
-        pool = KvPool(layout, num_pages=num_pages, page_size=settings.page_size, dtype=attention.kv_dtype, device=where)
+        pool = KvPool(
+            layout,
+            num_pages=num_pages,
+            page_size=settings.page_size,
+            dtype=attention.kv_dtype,
+            device=where,
+            scales=loaded.kv_scales,
+        )
         device_model = model.create(loaded.kernels, pool, limits.max_total_len)
     with fitting("tables by slot", "--num-slots, --max-total-len or --mem-fraction"):
         return DeviceRunner(
@@ -195,6 +212,26 @@ def _dtype(field: str, name: str) -> torch.dtype | None:
     if name != "auto" and name not in _DTYPES:
         raise _invalid(field, f"is {name!r}: choose one of auto, {', '.join(_DTYPES)}")
     return _DTYPES.get(name)
+
+
+def _kv_dtype(name: str) -> torch.dtype | None:
+    """As `_dtype`, or FP8."""
+    if name == "fp8":
+        return KV_FP8
+    if name != "auto" and name not in _DTYPES:
+        raise _invalid("kv_dtype", f"is {name!r}: choose one of auto, fp8, {', '.join(_DTYPES)}")
+    return _DTYPES.get(name)
+
+
+def _kv_scales(
+    folder: Path, settings: DeviceSettings, model: LoadedModel, device: torch.device
+) -> tuple[KvScales, ...] | None:
+    if settings.load_format == "dummy":
+        return None
+    num_heads = model.attention_shape.num_kv_heads
+    return read_kv_scales(
+        folder, num_layers=model.num_layers, num_kv_heads=num_heads, heads=(0, num_heads), device=device
+    )
 
 
 def _invalid(field: str, what: str) -> MeshError:

@@ -57,8 +57,12 @@ class Ops(ABC):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
+        factors_X: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Writes keys with RoPE, and values, into the pool; returns queries with RoPE, [T, H, d]."""
+        """Writes keys with RoPE, and values, into the pool; returns queries with RoPE, [T, H, d].
+
+        factors_X: of a pool with scales, `head_factors`.
+        """
 
     @abstractmethod
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor: ...
@@ -156,8 +160,9 @@ class TorchOps(Ops):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
+        factors_X: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rope_write_kv_reference(qkv, angles, target, keys_SKd, values_SKd, heads, norms)
+        return rope_write_kv_reference(qkv, angles, target, keys_SKd, values_SKd, heads, norms, factors_X)
 
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
         return silu_mul_reference(gate_up.out_TN, norm_input_TD=gate_up.norm_input_TD, bias_2F=gate_up.bias_N, eps=eps)
@@ -244,8 +249,9 @@ class TritonOps(Ops):
         values_SKd: torch.Tensor,
         heads: HeadShape,
         norms: HeadNorms,
+        factors_X: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return rope_write_kv(qkv, angles, target, keys_SKd, values_SKd, heads, norms, use_pdl=self._use_pdl)
+        return rope_write_kv(qkv, angles, target, keys_SKd, values_SKd, heads, norms, factors_X, use_pdl=self._use_pdl)
 
     def silu_mul(self, gate_up: DeferredNormGemm, eps: float) -> torch.Tensor:
         return silu_mul(

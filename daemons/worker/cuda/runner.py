@@ -25,8 +25,9 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device, DeviceClock, TimedEvent
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
 from radixmesh.daemons.worker.cuda.step.chunk_steps import NO_CHUNKS, ChunkSteps, LaunchedChunks
+from radixmesh.daemons.worker.cuda.step.compile_ahead import can_compile_ahead, compile_ahead
 from radixmesh.daemons.worker.cuda.step.decode_buffer import DecodeBuffer
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_logits import HostLogits
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_steps import PromptSteps, no_rows
@@ -189,6 +190,8 @@ class DeviceRunner(ModelRunner):
         for, and steps as they will come, so that no request waits for a compiler or a library's start."""
         rows = no_rows()
         with self.device.in_order(), torch.inference_mode():
+            if self.device.can_capture and self._attention.has_triton_alone and can_compile_ahead():
+                compile_ahead(self._launch_all)
             self._prompts.capture()
             if Task.GENERATE not in self.tasks:
                 self._prompts.warm_up()
@@ -210,6 +213,15 @@ class DeviceRunner(ModelRunner):
             ):
                 self.launch(rows, segments, 0)
             self.device.record_event().wait()
+
+    def _launch_all(self) -> None:
+        """Launches the kernels of all steps that `warm_up` captures or runs, for compiling."""
+        self._prompts.launch_all()
+        if Task.GENERATE in self.tasks:
+            for num_rows in sizes_to_compile(self._graphs.sizes):
+                for variant in self._attention.variants(num_rows):
+                    self._decode(num_rows, variant)
+            self._sampler.warm_up(self.model.dtype)
 
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepHandle[StepOutput]:

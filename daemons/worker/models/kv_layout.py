@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from radixmesh.kernels.kv_fp8 import KvScales
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvPlane:
@@ -59,5 +61,9 @@ class KvPlanes(ABC):
     def tokens(self, plane: str, layer: int) -> torch.Tensor:
         """View of all tokens of one plane and layer, [tokens of the pool, *row_shape]: written through, not copied.
 
-        Strides are those of `stored_shape`.
+        Strides are those of `stored_shape`. Of FP8, the numbers are without the `scales`.
         """
+
+    def scales(self, layer: int) -> KvScales | None:
+        """Scales of the layer's keys and values in an FP8 pool; None: all are 1."""
+        return None

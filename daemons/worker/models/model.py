@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape, BatchAttention
 from radixmesh.daemons.worker.group import Group
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
+from radixmesh.daemons.worker.models.sharding import Share
 from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
 
 
@@ -101,11 +102,19 @@ class Model(ABC):
         left out. Functions of one name have inputs and weights of the same shapes."""
 
 
+class KvHeads(NamedTuple):
+    """The KV heads of a rank out of all `total` of the model."""
+
+    total: int
+    share: Share
+
+
 class BuiltModel(NamedTuple):
-    """A model with unfilled weights, and which tensor of a checkpoint goes where."""
+    """A model with unfilled weights, and which tensor of a checkpoint goes where. kv_heads: None where it has all."""
 
     model: Model
     targets: TensorTargets
+    kv_heads: KvHeads | None = None
 
 
 class ModelFamily(ABC):

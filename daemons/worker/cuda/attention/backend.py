@@ -91,6 +91,8 @@ class DeviceAttention(ABC):
 
     is_batch_invariant: bool
     captures_chunks: bool = False
+    has_triton_alone: bool = False
+    """Its kernels are Triton's: no other reads what those were to write."""
     needs_exact_lengths: bool = False
 
     def reserve(self, num_rows: int) -> None:

@@ -14,7 +14,9 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.attention.pool_attention import PoolAttention
+from radixmesh.daemons.worker.kv_pool import latents_in_fp8
 from radixmesh.daemons.worker.models.kv_layout import KvLayout
+from radixmesh.kernels.kv_fp8 import KV_FP8
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.cuda.flashinfer.backend import FlashInferBackend
@@ -31,10 +33,12 @@ _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionChoice:
-    """name: one of ATTENTION_BACKENDS. dtype: the model's; kv_dtype: the pool's. latent_rank: as of `LoadedModel`."""
+    """name: one of ATTENTION_BACKENDS. dtype: the model's; query_dtype: the kernels'; kv_dtype: the pool's, which is
+    FP8 or as the queries. latent_rank: as of `LoadedModel`."""
 
     name: str
     dtype: torch.dtype
+    query_dtype: torch.dtype
     kv_dtype: torch.dtype
     latent_rank: int | None = None
 
@@ -46,6 +50,8 @@ class AttentionChoice:
                 "FlashInfer's latent attention is not wired in: choose the triton attention backend",
                 {"field": "attention_backend"},
             )
+        if self.kv_dtype == KV_FP8:
+            raise latents_in_fp8()
         return replace(self, latent_rank=rank)
 
     def layout(self, layout: KvLayout) -> KvLayout:
@@ -58,18 +64,18 @@ class AttentionChoice:
         """Bytes of GPU memory that it takes beside the pool, if that is much. shape, windows: the model's."""
         if self.name != "flashinfer":
             return 0
-        return _flashinfer_bytes(settings, self._stored_shape(shape), windows, self.kv_dtype, device)
+        return _flashinfer_bytes(settings, self._stored_shape(shape), windows, self, device)
 
     def creator(
         self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None]
     ) -> AttentionCreator:
         """Makes it when the page tables are there. shape, windows: the model's."""
         stored_shape = self._stored_shape(shape)
-        is_plain = stored_shape == shape and self.kv_dtype == self.dtype
+        is_plain = stored_shape == shape and self.query_dtype == self.dtype
 
         def create(page_tables: torch.Tensor) -> DeviceAttention:
             inner = self._create(settings, stored_shape, windows, page_tables)
-            return inner if is_plain else PoolAttention(inner)
+            return inner if is_plain else PoolAttention(inner, self.query_dtype)
 
         return create
 
@@ -85,7 +91,7 @@ class AttentionChoice:
 
             return TorchAttention(shape, page_size=settings.page_size)
         if self.name == "flashinfer":
-            return _flashinfer(settings, shape, windows, self.kv_dtype, page_tables)
+            return _flashinfer(settings, shape, windows, self, page_tables)
         from radixmesh.daemons.worker.cuda.attention.paged_kernels import KeyValueKernels, LatentKernels
         from radixmesh.daemons.worker.cuda.attention.triton_attention import TritonAttention
 
@@ -123,19 +129,22 @@ def choose_attention(
 ) -> AttentionChoice:
     """kv_dtype None: as suits. Raises MeshError INVALID_ARGUMENT."""
     name = _name(settings, device)
+    read_dtype = torch.float16 if name == "flashinfer" and dtype not in _FLASHINFER_DTYPES else dtype
+    if kv_dtype == KV_FP8:
+        # Queries stay as they are: kernels make the pool's numbers what queries are.
+        return AttentionChoice(name=name, dtype=dtype, query_dtype=read_dtype, kv_dtype=KV_FP8)
     if kv_dtype is None:
-        kv_dtype = dtype
-        if name == "flashinfer" and dtype not in _FLASHINFER_DTYPES:
-            kv_dtype = torch.float16
+        kv_dtype = read_dtype
+        if kv_dtype != dtype:
             _log.info("kv_dtype_chosen", kv_dtype="float16", dtype=str(dtype).removeprefix("torch."), attention=name)
     elif name == "flashinfer" and kv_dtype not in _FLASHINFER_DTYPES:
         chosen = str(kv_dtype).removeprefix("torch.")
         raise _invalid(
             "kv_dtype",
-            f"is {chosen!r}, of which FlashInfer reads no pages: choose float16 or bfloat16, or the triton attention "
-            "backend",
+            f"is {chosen!r}, of which FlashInfer reads no pages: choose float16, bfloat16 or fp8, or the triton "
+            "attention backend",
         )
-    return AttentionChoice(name=name, dtype=dtype, kv_dtype=kv_dtype)
+    return AttentionChoice(name=name, dtype=dtype, query_dtype=kv_dtype, kv_dtype=kv_dtype)
 
 
 def _name(settings: DeviceSettings, device: torch.device) -> str:
@@ -154,7 +163,7 @@ def _flashinfer(
     settings: DeviceSettings,
     shape: AttentionShape,
     windows: Sequence[int | None],
-    dtype: torch.dtype,
+    choice: AttentionChoice,
     page_tables: torch.Tensor,
 ) -> FlashInferBackend:
     from radixmesh.daemons.worker.cuda.flashinfer.attention import FlashInferAttention
@@ -164,7 +173,8 @@ def _flashinfer(
     kernels = FlashInferAttention(
         shape,
         page_tables,
-        dtype=dtype,
+        dtype=choice.query_dtype,
+        kv_dtype=choice.kv_dtype,
         page_size=settings.page_size,
         max_rows=settings.num_slots,
         max_extend_tokens=settings.max_tokens_per_step,
@@ -172,7 +182,7 @@ def _flashinfer(
     )
     return FlashInferBackend(
         kernels,
-        _shared_prefix(settings, shape, dtype, page_tables) if _can_share(windows) else None,
+        _shared_prefix(settings, shape, choice, page_tables) if _can_share(windows) else None,
         dummy_slot=page_tables.shape[0] - 1,
         page_size=settings.page_size,
         order=RowOrder(settings.num_slots, page_tables.device),
@@ -183,7 +193,7 @@ def _flashinfer_bytes(
     settings: DeviceSettings,
     shape: AttentionShape,
     windows: Sequence[int | None],
-    dtype: torch.dtype,
+    choice: AttentionChoice,
     device: torch.device,
 ) -> int:
     from radixmesh.daemons.worker.cuda.flashinfer.attention import attention_plan_specs
@@ -193,13 +203,20 @@ def _flashinfer_bytes(
     decodes, extends = attention_plan_specs(
         shape,
         device,
-        dtype=dtype,
+        dtype=choice.query_dtype,
+        kv_dtype=choice.kv_dtype,
         page_size=settings.page_size,
         max_rows=settings.num_slots,
         max_extend_tokens=settings.max_tokens_per_step,
         windows=windows,
     )
-    shared = shared_prefix_plan_specs(shape, dtype=dtype, page_size=settings.page_size, max_rows=settings.num_slots)
+    shared = shared_prefix_plan_specs(
+        shape,
+        dtype=choice.query_dtype,
+        kv_dtype=choice.kv_dtype,
+        page_size=settings.page_size,
+        max_rows=settings.num_slots,
+    )
     specs = [*decodes, *extends, *(shared if _can_share(windows) else ())]
     return sum(spec.num_bytes(num_sms_of(device)) for spec in specs)
 
@@ -210,14 +227,19 @@ def _can_share(windows: Sequence[int | None]) -> bool:
 
 
 def _shared_prefix(
-    settings: DeviceSettings, shape: AttentionShape, dtype: torch.dtype, page_tables: torch.Tensor
+    settings: DeviceSettings, shape: AttentionShape, choice: AttentionChoice, page_tables: torch.Tensor
 ) -> FlashInferSharedPrefix | None:
     """None where its kernels are not among the compiled ones, while all others are."""
     from radixmesh.daemons.worker.cuda.flashinfer.shared_prefix import FlashInferSharedPrefix
 
     try:
         return FlashInferSharedPrefix(
-            shape, page_tables, dtype=dtype, page_size=settings.page_size, max_rows=settings.num_slots
+            shape,
+            page_tables,
+            dtype=choice.query_dtype,
+            kv_dtype=choice.kv_dtype,
+            page_size=settings.page_size,
+            max_rows=settings.num_slots,
         )
     except MeshError as error:
         _log.warning("prefixes_read_by_every_row", reason=str(error))

@@ -1,6 +1,6 @@
 """Attention over a pool that is not as the queries are: of another dtype, or with rows stored longer than heads are.
 
-    query  [T, H, d] of the model's dtype --> pool's dtype, zeros up to the stored size --> inner --> first d, model's
+    query  [T, H, d] of the model's dtype --> inner's dtype, zeros up to the stored size --> inner --> first d, model's
     keys   [S, K, d] of the pool ------------------------> the same memory [S, K, stored]
 
 Zeros in queries and keys add nothing to scores, those in values give outputs that are cut off; the scale stays that of
@@ -17,9 +17,10 @@ from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, Dev
 
 
 class PoolAttention(DeviceAttention):
-    """inner: made for the pool's dtype and for heads of the pool's stored size."""
+    """inner: made for queries of `query_dtype` and for heads of the pool's stored size."""
 
-    def __init__(self, inner: DeviceAttention) -> None:
+    def __init__(self, inner: DeviceAttention, query_dtype: torch.dtype) -> None:
+        self._query_dtype = query_dtype
         self.inner = inner
         self.is_batch_invariant = inner.is_batch_invariant
         self.captures_chunks = inner.captures_chunks
@@ -35,11 +36,12 @@ class PoolAttention(DeviceAttention):
         return self.inner.plan(step)
 
     def begin(self, step: DeviceStep, variant: str) -> StepAttention:
-        return _PoolStep(self.inner.begin(step, variant))
+        return _PoolStep(self.inner.begin(step, variant), self._query_dtype)
 
 
 class _PoolStep(StepAttention):
-    def __init__(self, inner: StepAttention) -> None:
+    def __init__(self, inner: StepAttention, query_dtype: torch.dtype) -> None:
+        self._query_dtype = query_dtype
         self._inner = inner
 
     def attend(
@@ -48,11 +50,11 @@ class _PoolStep(StepAttention):
         head_dim, stored_dim = query_THd.shape[2], keys_SKd.stride(1)
         if values_SKd.shape[2] < head_dim:
             # Latents, of which values are a part: no kernel has them padded.
-            return self._inner.attend(query_THd.to(keys_SKd.dtype), keys_SKd, values_SKd, window).to(query_THd.dtype)
+            return self._inner.attend(query_THd.to(self._query_dtype), keys_SKd, values_SKd, window).to(query_THd.dtype)
         if head_dim == stored_dim:
-            query = query_THd.to(keys_SKd.dtype)
+            query = query_THd.to(self._query_dtype)
         else:
-            query = query_THd.new_zeros(*query_THd.shape[:2], stored_dim, dtype=keys_SKd.dtype)
+            query = query_THd.new_zeros(*query_THd.shape[:2], stored_dim, dtype=self._query_dtype)
             query[..., :head_dim] = query_THd
         out = self._inner.attend(query, _stored(keys_SKd), _stored(values_SKd), window)
         return out[..., :head_dim].to(query_THd.dtype)

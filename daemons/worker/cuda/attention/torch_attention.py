@@ -6,6 +6,7 @@ import torch
 
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention, DeviceStep, HostStep, StepAttention
+from radixmesh.kernels.kv_fp8 import take_rows
 
 
 class TorchAttention(DeviceAttention):
@@ -45,8 +46,8 @@ class _TorchStep(StepAttention):
         for first, num_rows, slot, kv_len in self._sequences:
             positions = torch.arange(kv_len, device=query_THd.device)
             places = self._step.page_tables[slot, positions // size].long() * size + positions % size
-            keys_LHd = keys_SKd[places].float().repeat_interleave(shape.group_size, dim=1)
-            values_LHd = values_SKd[places].float().repeat_interleave(shape.group_size, dim=1)
+            keys_LHd = take_rows(keys_SKd, places).repeat_interleave(shape.group_size, dim=1)
+            values_LHd = take_rows(values_SKd, places).repeat_interleave(shape.group_size, dim=1)
             query = query_THd[first : first + num_rows].float()
             scores_HTL = torch.einsum("thd,lhd->htl", query, keys_LHd) * shape.scale
             own = torch.arange(kv_len - num_rows, kv_len, device=query_THd.device)[:, None]

@@ -22,6 +22,7 @@ class TritonAttention(DeviceAttention):
     """windows: those of the model's layers. is_deterministic: chunks are computed row by row, as decodes are."""
 
     captures_chunks = True
+    has_triton_alone = True
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ class FlashInferAttention:
         page_tables: torch.Tensor,
         *,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         page_size: int,
         max_rows: int,
         max_extend_tokens: int,
@@ -50,6 +51,7 @@ class FlashInferAttention:
             shape,
             page_tables.device,
             dtype=dtype,
+            kv_dtype=kv_dtype,
             page_size=page_size,
             max_rows=max_rows,
             max_extend_tokens=max_extend_tokens,
@@ -123,6 +125,7 @@ def attention_plan_specs(
     device: torch.device,
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
     page_size: int,
     max_rows: int,
     max_extend_tokens: int,
@@ -132,7 +135,9 @@ def attention_plan_specs(
 ) -> tuple[list[PlanSpec], list[PlanSpec]]:
     """Those of decode and of extend, one a window. Arguments as of `FlashInferAttention`."""
     if extend_kind is None:
-        extend_kind = KernelKind.HOPPER if has_hopper_kernels(device) else KernelKind.TENSOR_CORES
+        # The Hopper kernels multiply a pool of FP8 by queries of FP8 alone.
+        is_hopper = has_hopper_kernels(device) and kv_dtype in (None, dtype)
+        extend_kind = KernelKind.HOPPER if is_hopper else KernelKind.TENSOR_CORES
     decodes, extends = (
         [
             PlanSpec(
@@ -140,6 +145,7 @@ def attention_plan_specs(
                 config=KernelConfig(
                     shape=shape,
                     dtype=dtype,
+                    kv_dtype=kv_dtype,
                     page_size=page_size,
                     window=window,
                     is_causal=is_extend,

@@ -23,6 +23,7 @@ from radixmesh.daemons.worker.cuda.flashinfer.modules import (
     decode_module,
     extend_module,
 )
+from radixmesh.kernels.kv_fp8 import KV_FP8
 
 _NHD = 0
 _SEES_ALL, _CAUSAL = 0, 1
@@ -65,10 +66,11 @@ def create_kernel(kind: KernelKind, config: KernelConfig) -> PlannedKernel:
     may not compile.
     """
     shape = config.shape
-    if config.dtype not in _DTYPES or shape.head_dim not in _HEAD_DIMS:
+    is_pool_read = config.pool_dtype in (config.dtype, KV_FP8)
+    if config.dtype not in _DTYPES or not is_pool_read or shape.head_dim not in _HEAD_DIMS:
         raise MeshError(
             common_pb2.ERROR_REASON_UNSUPPORTED,
-            f"FlashInfer has no kernel for {config.dtype} with head_dim {shape.head_dim}: "
+            f"FlashInfer has no kernel for {config.dtype} over {config.pool_dtype} with head_dim {shape.head_dim}: "
             "choose the triton attention backend",
             {"dtype": str(config.dtype), "head_dim": str(shape.head_dim)},
         )
@@ -96,6 +98,7 @@ class _CudaCoreDecode(PlannedKernel):
     def __init__(self, config: KernelConfig) -> None:
         self._config = config
         self._empty = torch.empty(0, dtype=config.dtype)
+        self._empty_kv = torch.empty(0, dtype=config.pool_dtype)
         self._module = decode_module(config)
 
     def plan(self, rows: PagedRows, workspace: Workspace, staging: torch.Tensor) -> PlanLayout:
@@ -116,7 +119,7 @@ class _CudaCoreDecode(PlannedKernel):
             shape.head_dim,
             shape.head_dim,
             self._empty,
-            self._empty,
+            self._empty_kv,
         )
 
     def run(

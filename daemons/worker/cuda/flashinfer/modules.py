@@ -32,7 +32,8 @@ class KernelKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """`window` as in `StepAttention.attend`. `in_graphs`: every plan of as many rows has the same layout and grid."""
+    """dtype: of queries and results; kv_dtype: of the pool, None = the same. `window` as in `StepAttention.attend`.
+    `in_graphs`: every plan of as many rows has the same layout and grid."""
 
     shape: AttentionShape
     dtype: torch.dtype
@@ -40,6 +41,11 @@ class KernelConfig:
     window: int | None
     is_causal: bool
     in_graphs: bool
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def pool_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
 
     @property
     def window_left(self) -> int:
@@ -112,7 +118,9 @@ def _variant(config: KernelConfig) -> tuple[object, ...]:
     """dtypes of queries, keys and values, and outputs; of indices; head dims; what the kernel does to the scores."""
     head_dim, has_soft_cap = config.shape.head_dim, False
     return (
-        *(config.dtype,) * 3,
+        config.dtype,
+        config.pool_dtype,
+        config.dtype,
         torch.int32,
         head_dim,
         head_dim,
@@ -137,7 +145,7 @@ def _load(spec: _Spec[Module], purpose: str) -> Module:
 
 
 def _purpose(config: KernelConfig) -> str:
-    return f"{config.dtype}, head_dim {config.shape.head_dim}, window {config.window}"
+    return f"{config.dtype} over {config.pool_dtype}, head_dim {config.shape.head_dim}, window {config.window}"
 
 
 def _check_installed() -> None:

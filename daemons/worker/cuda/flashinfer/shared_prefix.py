@@ -32,6 +32,7 @@ class FlashInferSharedPrefix:
         page_tables: torch.Tensor,
         *,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         page_size: int,
         max_rows: int,
         suffix_kind: KernelKind | None = None,
@@ -42,7 +43,7 @@ class FlashInferSharedPrefix:
         self._prefix_rows = PagedRows(page_tables, page_size, max_rows)
         self._suffix_rows = PagedRows(page_tables, page_size, max_rows)
         specs = shared_prefix_plan_specs(
-            shape, dtype=dtype, page_size=page_size, max_rows=max_rows, suffix_kind=suffix_kind
+            shape, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, max_rows=max_rows, suffix_kind=suffix_kind
         )
         self._tile_rows = specs[0].longest
         self._prefix_plan, self._suffix_plan = (FlashInferPlan(spec, device) for spec in specs)
@@ -116,12 +117,15 @@ def shared_prefix_plan_specs(
     shape: AttentionShape,
     *,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
     page_size: int,
     max_rows: int,
     suffix_kind: KernelKind | None = None,
 ) -> tuple[PlanSpec, PlanSpec]:
     """Those of prefixes and of what is the rows' own. Arguments as of `FlashInferSharedPrefix`."""
-    config = KernelConfig(shape=shape, dtype=dtype, page_size=page_size, window=None, is_causal=False, in_graphs=True)
+    config = KernelConfig(
+        shape=shape, dtype=dtype, kv_dtype=kv_dtype, page_size=page_size, window=None, is_causal=False, in_graphs=True
+    )
     prefix, suffix = (
         PlanSpec(kind=kind, config=config, max_rows=max_rows, max_queries=max_rows, longest=longest)
         for kind, longest in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -56,16 +57,34 @@ def tuned_gemm(
         check_small_gemm(lt, dtype)
         return CublasLtKernels(lt)
 
-    def sm90() -> Sm90Kernels:
-        kernel = GemmSm90(CudaDriver(), Nvrtc().cubin)
-        check_kernel(kernel, dtype, device)
-        return Sm90Kernels(kernel, TunedGemm(table))
+    # Compilers have cores of their own while the device measures the library's kernels.
+    with ThreadPoolExecutor(1) as beside:
+        groups, compiling = plain_groups(matrices, has_gated=True), None
+        if use_pdl and torch.cuda.get_device_capability(device) == (9, 0) and dtype in DTYPES:
+            compiling = beside.submit(compiled_sm90, groups, sizes, lambda: GemmSm90(CudaDriver(), Nvrtc().cubin))
+        table |= tune_kind(cublaslt, plain_groups(matrices), sizes, device, event="gemm_tuned", failed="gemm_not_tuned")
+    if compiling is not None:
+        compiled = compiling
 
-    table |= tune_kind(cublaslt, plain_groups(matrices), sizes, device, event="gemm_tuned", failed="gemm_not_tuned")
-    if use_pdl and torch.cuda.get_device_capability(device) == (9, 0) and dtype in DTYPES:
-        groups = plain_groups(matrices, has_gated=True)
+        def sm90() -> Sm90Kernels:
+            kernel = compiled.result()
+            check_kernel(kernel, dtype, device)
+            return Sm90Kernels(kernel, TunedGemm(table))
+
         table |= tune_kind(sm90, groups, sizes, device, event="gemm_pdl_tuned", failed="gemm_pdl_not_used")
     return TunedGemm(table) if table else TorchGemm()
+
+
+def compiled_sm90(
+    groups: Sequence[MatrixGroup[torch.Tensor]], sizes: Sequence[int], create: Callable[[], GemmSm90]
+) -> GemmSm90:
+    """The project's own GEMMs with all of their candidates compiled; nothing is launched. Raises what `create` does."""
+    started = time.monotonic()
+    kernel = create()
+    kernels = Sm90Kernels(kernel, TorchGemm())
+    kernels.prepare([group.problem(num_rows) for num_rows in kernels.measured_rows(sizes) for group in groups])
+    _log.info("gemm_pdl_compiled", seconds=round(time.monotonic() - started, 3))
+    return kernel
 
 
 def tune_kind(

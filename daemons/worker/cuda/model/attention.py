@@ -7,13 +7,37 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.linear import Linear, Norm, Residual
 from radixmesh.daemons.worker.cuda.ops import Ops
-from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
+from radixmesh.kernels.kv_fp8 import KvScales
+from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles, head_factors
+
+
+class PoolScales(NamedTuple):
+    """Scales of a layer's keys and values in an FP8 pool, as the kernels around the attention take them.
+
+    factors_X: of `rope_write_kv`. values_H1: float32 [H, 1], what is left to multiply the attention's result by. None:
+    numbers are as they are stored.
+    """
+
+    factors_X: torch.Tensor | None = None
+    values_H1: torch.Tensor | None = None
+
+    @classmethod
+    def create(cls, scales: KvScales | None, heads: HeadShape) -> PoolScales:
+        if scales is None:
+            return cls()
+        values_H = scales.values_K.repeat_interleave(heads.num_heads // heads.num_kv_heads)
+        return cls(head_factors(scales, heads), values_H[:, None].float())
+
+    def of_values(self, o_THd: torch.Tensor) -> torch.Tensor:
+        """[T, H, d]: the result of attention over values as they are stored, made that over values; in place."""
+        return o_THd if self.values_H1 is None else o_THd.mul_(self.values_H1)
 
 
 class Attention(ABC):
@@ -39,11 +63,12 @@ class GroupedQueryAttention(Attention):
     values_SKd: torch.Tensor
     window: int | None
     ops: Ops
+    scales: PoolScales
 
     def run(self, residual: Residual, target: KvTarget, attention: StepAttention) -> None:
         qkv = self.qkv.normed(residual, self.norm)
         q_THd = self.ops.rope_write_kv(
-            qkv, self.angles, target, self.keys_SKd, self.values_SKd, self.heads, self.head_norms
+            qkv, self.angles, target, self.keys_SKd, self.values_SKd, self.heads, self.head_norms, self.scales.factors_X
         )
         o_THd = attention.attend(q_THd, self.keys_SKd, self.values_SKd, self.window)
-        self.o.add_to(residual, o_THd.flatten(1))
+        self.o.add_to(residual, self.scales.of_values(o_THd).flatten(1))

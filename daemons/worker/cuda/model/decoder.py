@@ -19,7 +19,7 @@ from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
-from radixmesh.daemons.worker.cuda.model.attention import Attention, GroupedQueryAttention
+from radixmesh.daemons.worker.cuda.model.attention import Attention, GroupedQueryAttention, PoolScales
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
     Kernels,
@@ -233,6 +233,7 @@ def _create_attention(
     o = create_linear(kernels, loaded.matrices[index].o, weights.b_o_D)
     heads = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
     keys_SKd, values_SKd = kv.tokens("keys", index), kv.tokens("values", index)
+    scales = PoolScales.create(kv.scales(index), heads)
     if not needs_general_attention(config):
         return GroupedQueryAttention(
             norm=Norm(None if loaded.is_qkv_folded else weights.norm_D, eps),
@@ -245,6 +246,7 @@ def _create_attention(
             values_SKd=values_SKd,
             window=config.windows[index],
             ops=kernels.plain,
+            scales=scales,
         )
     return GeneralAttention(
         norm=create_norm(config, weights.norm_D, weights.norm_bias_D),
@@ -261,6 +263,7 @@ def _create_attention(
         values_SKd=values_SKd,
         window=config.windows[index],
         ops=kernels.plain,
+        scales=scales,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
-from radixmesh.daemons.worker.cuda.model.attention import Attention
+from radixmesh.daemons.worker.cuda.model.attention import Attention, PoolScales
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.models.activations import Activation
@@ -43,15 +43,23 @@ class GeneralAttention(Attention):
     values_SKd: torch.Tensor
     window: int | None
     ops: Ops
+    scales: PoolScales
 
     def run(self, residual: Residual, target: KvTarget, attention: StepAttention) -> None:
         qkv_TX = _finished(self.qkv.multiplied(self.norm(residual.rows())))
         if self.head_norm is not HeadNorm.NONE:
             self._norm_heads(qkv_TX)
         q_THd = self.ops.rope_write_kv(
-            DeferredNormGemm(qkv_TX), self.angles, target, self.keys_SKd, self.values_SKd, self.heads, _NO_NORMS
+            DeferredNormGemm(qkv_TX),
+            self.angles,
+            target,
+            self.keys_SKd,
+            self.values_SKd,
+            self.heads,
+            _NO_NORMS,
+            self.scales.factors_X,
         )
-        o_THd = attention.attend(q_THd, self.keys_SKd, self.values_SKd, self.window)
+        o_THd = self.scales.of_values(attention.attend(q_THd, self.keys_SKd, self.values_SKd, self.window))
         y_TD = self.output_norm(_finished(self.o.multiplied(o_THd.flatten(1))))
         residual.rows().add_(y_TD, alpha=self.scale)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -41,6 +41,11 @@ class DecodeGraphs:
     def replay(self, num_rows: int, variant: str) -> torch.Tensor:
         """Launches a graph; its result, which the next replay of any graph overwrites."""
         return self._graphs[num_rows, variant]()
+
+
+def sizes_to_compile(sizes: Sequence[int]) -> list[int]:
+    """Those of `sizes` whose steps have all kernels, or nearly: kernels are chosen by powers of two."""
+    return [size for size in sizes if size.bit_count() == 1 or size == max(sizes)]
 
 
 def default_graph_rows(max_rows: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ than the host, which launches them kernel by kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ from radixmesh.daemons.runtime.arrays import IntArray
 from radixmesh.daemons.worker.cuda.attention.backend import DeviceAttention
 from radixmesh.daemons.worker.cuda.device import Device
 from radixmesh.daemons.worker.cuda.model.device_model import DeviceModel
-from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs
+from radixmesh.daemons.worker.cuda.step.decode_graphs import DecodeGraphs, sizes_to_compile
 from radixmesh.daemons.worker.cuda.step.host_step import host_step
 from radixmesh.daemons.worker.cuda.step.prompt_arrays import PromptBuffer, PromptShape, PromptViews, SampledRows
 from radixmesh.daemons.worker.cuda.step.slot_masks import SlotMasks
@@ -79,14 +79,25 @@ class PromptSteps:
 
     def capture(self) -> None:
         """Compiles and captures, largest first: smaller graphs reuse its memory."""
-        for size in sorted(self._graphs.sizes, reverse=True):
+        for size, variant, work in self._captured(self._graphs.sizes):
+            self._graphs.capture(size, variant, work)
+
+    def launch_all(self) -> None:
+        """Launches what `capture` captures, kernel by kernel, and what `warm_up` runs: for compiling."""
+        for _, _, work in self._captured(sizes_to_compile(self._graphs.sizes)):
+            work()
+        self.warm_up()
+
+    def _captured(self, sizes: Sequence[int]) -> Iterator[tuple[int, str, Callable[[], torch.Tensor]]]:
+        """Rows, variant and work of each graph, whose inputs have been sent when it comes."""
+        for size in sorted(sizes, reverse=True):
             shape, rows = self.shape_of(size), no_rows()
             step = host_step(rows, (), shape.num_decodes)
             self._attention.plan(step)
             self.buffer.upload(shape, step, rows, ())
             views = self.buffer.views(shape)
             for variant in self._attention.variants(shape.num_decodes):
-                self._graphs.capture(size, variant, partial(self._run, views, size, variant))
+                yield size, variant, partial(self._run, views, size, variant)
 
     def warm_up(self) -> None:
         """Runs chunks of the dummy slot, whose KV goes to the dummy page, that are not captured."""

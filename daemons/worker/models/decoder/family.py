@@ -12,7 +12,7 @@ from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.sharding import shard_decoder
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
-from radixmesh.daemons.worker.models.model import BuiltModel, ModelFamily, Placement
+from radixmesh.daemons.worker.models.model import BuiltModel, KvHeads, ModelFamily, Placement
 
 
 class DecoderFamily(ModelFamily):
@@ -35,4 +35,5 @@ class DecoderFamily(ModelFamily):
         shard = shard_decoder(decoder, group.size, group.rank, block=features_in_unit(config), layout=self._layout)
         weights = DecoderWeights.empty(shard.config, placement)
         targets = replace(tensor_targets(shard.config, weights, self._layout), slices=shard.slices)
-        return BuiltModel(DecoderModel(shard.config, weights, placement), targets)
+        kv_heads = KvHeads(decoder.num_kv_heads, shard.kv_heads)
+        return BuiltModel(DecoderModel(shard.config, weights, placement), targets, kv_heads)

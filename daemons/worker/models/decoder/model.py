@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.models.cached_attention import attend_cached
 from radixmesh.daemons.worker.models.decoder.block import create_block
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.norms import create_norm
@@ -61,12 +62,9 @@ class DecoderModel(Model):
             rope = self._layer_ropes[index]
             inputs = (x_TD, *temperature) if rope is None else (x_TD, *angles[rope])
             q_THd, k_TKd, v_TKd = batch.tiles.map(block.attention.project, inputs)
-            keys_SKd, values_SKd = batch.kv.tokens("keys", index), batch.kv.tokens("values", index)
-            keys_SKd.index_copy_(0, batch.kv_slots_N, k_TKd[: batch.num_rows])
-            values_SKd.index_copy_(0, batch.kv_slots_N, v_TKd[: batch.num_rows])
             sinks_H = self.weights.layers[index].attention.sinks_H
             chunk = None if self.config.chunks is None else self.config.chunks[index]
-            o_THd = batch.attention.attend(q_THd, keys_SKd, values_SKd, window, sinks_H, chunk)
+            o_THd = attend_cached(batch, index, q_THd, k_TKd, v_TKd, window=window, sinks_H=sinks_H, chunk=chunk)
             x_TD = block.finish(x_TD, o_THd, batch)
         return x_TD
 

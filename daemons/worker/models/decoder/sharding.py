@@ -24,6 +24,7 @@ class DecoderShard:
     rows of embedding and head. slices: by a tensor's name in the checkpoint; others are whole."""
 
     config: DecoderConfig
+    kv_heads: Share
     vocabulary: Share
     slices: Mapping[str, TensorSlice]
 
@@ -51,7 +52,7 @@ def shard_decoder(
     if experts is not None:
         sizes = replace(experts.whole, mlp_size=experts.routed.size, shared_mlp_size=experts.shared.size)
         local = replace(local, experts=sizes)
-    return DecoderShard(config=local, vocabulary=vocabulary, slices=slices)
+    return DecoderShard(config=local, kv_heads=heads.kv, vocabulary=vocabulary, slices=slices)
 
 
 def _vocabulary_slices(config: DecoderConfig, share: Share) -> Iterator[tuple[str, TensorSlice]]:

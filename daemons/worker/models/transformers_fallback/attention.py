@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
+from radixmesh.daemons.worker.models.cached_attention import attend_cached
 from radixmesh.daemons.worker.models.model import ModelBatch
 
 # Names of attention functions. That of the running one has no mask function, so that no mask is made.
@@ -66,10 +67,7 @@ def _attend(
     assert batch is not None and attention_mask is None
     q_THd, k_TKd, v_TKv = (x[0].transpose(0, 1) for x in (query, key, value))
     v_TKd = functional.pad(v_TKv, (0, layer.shape.head_dim - layer.value_dim))
-    keys_SKd, values_SKd = batch.kv.tokens("keys", index), batch.kv.tokens("values", index)
-    keys_SKd.index_copy_(0, batch.kv_slots_N, k_TKd[: batch.num_rows].to(keys_SKd.dtype))
-    values_SKd.index_copy_(0, batch.kv_slots_N, v_TKd[: batch.num_rows].to(keys_SKd.dtype))
-    o_THd = batch.attention.attend(q_THd.contiguous(), keys_SKd, values_SKd, layer.window, s_aux)
+    o_THd = attend_cached(batch, index, q_THd.contiguous(), k_TKd, v_TKd, window=layer.window, sinks_H=s_aux)
     return o_THd[None, :, :, : layer.value_dim], None
 
 

@@ -1,0 +1,58 @@
+"""Kernels that a start compiles ahead of its warm-up, for an H200, on a machine that has none. Nothing is launched.
+
+Run as a program without TRITON_INTERPRET: prints JSON, the number of kernels of a first pass and of a second one.
+Memory that no kernel wrote is filled with the largest numbers: one that was used as an index would end the program.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from radixmesh.daemons.worker.cuda import kernel_choice, load
+from radixmesh.daemons.worker.cuda.step import compile_ahead
+from support.device_settings import TINY_SETTINGS
+from support.replaying_device import ReplayingDevice
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+        )
+    )
+    kernel_choice._kernels_name = lambda settings, device: settings.kernels
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings = load.replace(
+        TINY_SETTINGS,
+        dtype="bfloat16",
+        attention_backend="triton",
+        cuda_graphs=True,
+        use_pdl=True,
+        max_total_len=512,
+        num_pages=1024,
+        max_tokens_per_step=64,
+        num_slots=16,
+    )
+    runner = load.load_device_runner(Path(sys.argv[1]), settings, ReplayingDevice())
+    found = []
+    for _ in range(2):
+        with runner.device.in_order(), torch.inference_mode(), compile_ahead.compiling_ahead() as kernels:
+            runner._launch_all()
+        assert all(kernel.exception() is None for kernel in kernels), kernels
+        found.append(len(kernels))
+    assert compile_ahead.can_compile_ahead()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
