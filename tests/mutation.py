@@ -1,6 +1,6 @@
 """Mutates random lines of daemons/ and lists the mutants that no quick test notices. Not a part of CI.
 
-    python tests/mutation.py [--num 200] [--seed 0] [--under daemons/scheduler] [--json FILE]
+    python tests/mutation.py [--num 200] [--seed 0] [--under daemons/scheduler ...] [--json FILE]
 
 A mutant differs from the code in one place: an operator, a comparison, a condition, a constant, or a statement that is
 gone. It is run in a copy of the tree, against the files of tests/unit and tests/contract that import its module, or
@@ -265,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--under", default="daemons", help="folder of the lines")
+    parser.add_argument("--under", nargs="+", default=["daemons"], help="folders and files of the lines")
     parser.add_argument(
         "--max-file-s", type=float, default=20.0, help="test files that take more CPU time are left out"
     )
@@ -273,7 +273,12 @@ def main() -> None:
     options = parser.parse_args()
     for module in ("pytest", "pytest_asyncio", "pytest_timeout", "hypothesis.stateful", "numpy", "torch", "grpc.aio"):
         __import__(module)  # Forks have them.
-    paths = [str(path.relative_to(ROOT)) for path in sorted((ROOT / options.under).rglob("*.py"))]
+    found = {
+        path
+        for name in options.under
+        for path in ((ROOT / name).rglob("*.py") if (ROOT / name).is_dir() else [ROOT / name])
+    }
+    paths = [str(path.relative_to(ROOT)) for path in sorted(found)]
     mutants = {path: mutants_of(path, (ROOT / path).read_bytes()) for path in paths if not _is_excluded(path)}
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for mutant in (mutant for found in mutants.values() for mutant in found):

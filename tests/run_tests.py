@@ -2,8 +2,9 @@
 
 python tests/run_tests.py daily|compose [PYTEST-ARGUMENT...]
 
-The daily suite runs in two processes, for two cores: tests that compute, and tests that mostly wait. Only the first
-imports torch and transformers. It ends earlier, and then takes files of the other from the end of its list.
+The daily suite runs in three processes, for two cores: one of tests that compute, and two of tests that mostly wait,
+the second of which begins in the middle of the list. Only the first imports torch and transformers. It ends earlier,
+and then takes files of the others from the end of the list.
 
 Tests of real processes (tests/mesh, tests/compose) meet whatever machine there is: at most two that failed are run once
 more, alone. Any other test that fails, fails the run. Every first failure is written with its output to
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,9 +114,9 @@ def known_lines(failures: Sequence[Failure], known: dict[str, object]) -> list[s
 def main(suite: str, arguments: list[str]) -> int:
     folder = Path(tempfile.mkdtemp())
     try:
-        reports = [folder / "waiting.json", folder / "computing.json"]
-        code = _daily(reports, arguments) if suite == "daily" else _pytest(["tests/compose", *arguments], reports[0])
-        found = [Report.read(path) for path in reports]
+        is_daily = suite == "daily"
+        code = _daily(folder, arguments) if is_daily else _pytest(["tests/compose", *arguments], folder / "0.json")
+        found = [Report.read(path) for path in sorted(folder.glob("*.json"))]
         failures = [failure for report in found for failure in report.failures]
         again = to_rerun(failures) if code == 1 else []
         if again:
@@ -126,20 +128,28 @@ def main(suite: str, arguments: list[str]) -> int:
         shutil.rmtree(folder)
 
 
-def _daily(reports: Sequence[Path], arguments: list[str]) -> int:
+def _daily(folder: Path, arguments: list[str]) -> int:
     waiting = _waiting_files()
-    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryDirectory() as claims:
-        computing = _start([*COMPUTING, *reversed(waiting), *arguments], reports[1], output, claims)
+    middle = len(waiting) // 2
+    orders = [waiting, [*waiting[middle:], *waiting[:middle]], [*COMPUTING, *reversed(waiting)]]
+    with tempfile.TemporaryDirectory() as claims, ExitStack() as stack:
+        # The first says at once what it does, the others when all are through.
+        outputs = [None, *(stack.enter_context(tempfile.TemporaryFile("w+")) for _ in orders[1:])]
+        runs = [
+            _start([*order, *arguments], folder / f"{number}.json", output, claims)
+            for number, (order, output) in enumerate(zip(orders, outputs, strict=True))
+        ]
         try:
-            waited = _start([*waiting, *arguments], reports[0], None, claims).wait()
-            computed = computing.wait()
+            codes = [run.wait() for run in runs]
         finally:
-            computing.kill()
-        output.seek(0)
-        print(f"\n=== {' '.join(COMPUTING)}\n{output.read()}", flush=True)
-    # One half may have had nothing to run.
-    codes = [code for code in (waited, computed) if code != _NOTHING_SELECTED]
-    return max(codes, default=_NOTHING_SELECTED)
+            for run in runs:
+                run.kill()
+        for order, output in zip(orders, outputs, strict=True):
+            if output is not None:
+                output.seek(0)
+                print(f"\n=== from {order[0]}\n{output.read()}", flush=True)
+    # One of them may have had nothing to run.
+    return max((code for code in codes if code != _NOTHING_SELECTED), default=_NOTHING_SELECTED)
 
 
 def _waiting_files() -> list[str]:

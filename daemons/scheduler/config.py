@@ -9,6 +9,7 @@ from radixmesh.daemons.runtime.common_settings import CommonSettings
 from radixmesh.daemons.runtime.settings import setting
 from radixmesh.daemons.scheduler.cache.eviction import EVICTION_POLICIES
 from radixmesh.daemons.scheduler.cache.prefix_cache import PREFIX_CACHES, check_cache_choice
+from radixmesh.daemons.scheduler.planning.dispatch import DISPATCH_CHOICES, DispatchChoice
 from radixmesh.daemons.scheduler.planning.settings import PlannerSettings
 from radixmesh.daemons.scheduler.queue.policies import QUEUE_POLICIES
 
@@ -20,6 +21,7 @@ _AT_LEAST_ONE = (
     "grant_ahead_tokens",
     "decode_reserve_tokens",
     "inflight_prefix_min_tokens",
+    "low_latency_max_tokens",
 )
 
 
@@ -60,6 +62,9 @@ class SchedulerSettings(CommonSettings):
         "a request waits for a shared prefix of at least so many tokens that another is computing",
         deprecated=("hold-tokens",),
     )
+    expert_dispatch: str = setting("auto", "how rows reach experts on other ranks (worker --ep-size): normal, "
+        "low-latency, or auto (low-latency for steps of decodes alone)")  # fmt: skip
+    low_latency_max_tokens: int = setting(128, "most tokens of a rank in a step that auto dispatches at low latency")
     check_invariants: bool = setting(False, "verify every page after every step, and fail on a violation (tests)")
     step_timeout_s: float = setting(
         5.0, "seconds without a result after which a worker counts as dead, at least", deprecated=("hang-s",)
@@ -91,6 +96,7 @@ class SchedulerSettings(CommonSettings):
             ("cache", PREFIX_CACHES),
             ("eviction", EVICTION_POLICIES),
             ("queue_policy", QUEUE_POLICIES),
+            ("expert_dispatch", DISPATCH_CHOICES),
         ):
             if getattr(self, name) not in choices:
                 raise ValueError(f"--{name.replace('_', '-')} must be one of {', '.join(choices)}")
@@ -119,5 +125,8 @@ class SchedulerSettings(CommonSettings):
             max_preemptions=self.max_preemptions,
             priority_across_tenants=self.priority_across_tenants,
             inflight_prefix_min_tokens=self.inflight_prefix_min_tokens,
+            dispatch=DispatchChoice(
+                mode=DISPATCH_CHOICES[self.expert_dispatch], max_tokens=self.low_latency_max_tokens
+            ),
             check_invariants=self.check_invariants,
         )

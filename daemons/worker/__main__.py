@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -47,7 +48,8 @@ class WorkerDaemon(Daemon):
         runtime.server.add(worker_pb2_grpc.add_WorkerServiceServicer_to_server, service)
 
     async def load(self) -> None:
-        model = await asyncio.to_thread(load_model, self._settings, self.core.member.group)
+        member = self.core.member
+        model = await asyncio.to_thread(load_model, self._settings, member.group, member.experts)
         executor = StepExecutor(
             model.runner,
             num_slots=self._settings.num_slots,
@@ -84,7 +86,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Blobs, of half that size at most, are what its unary calls carry.
     unary_limits = UnaryLimits(max_message_bytes=MAX_PLAN_BYTES, max_bytes=4 * MAX_PLAN_BYTES)
-    return run_daemon("worker", settings, build, unary_limits, StreamLimits(max_message_bytes=MAX_PLAN_BYTES))
+    code = run_daemon("worker", settings, build, unary_limits, StreamLimits(max_message_bytes=MAX_PLAN_BYTES))
+    if settings.rank_layout.world_size > 1:
+        # A thread that still meets other ranks is in gloo, which aborts a process that ends around it (status 134).
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":

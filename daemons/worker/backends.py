@@ -37,6 +37,7 @@ from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
+    from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.group import Group
 
 # Defaults of the simulated backend.
@@ -65,21 +66,24 @@ def check_backend(settings: WorkerSettings) -> None:
         )
 
 
-def load_model(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
+def load_model(
+    settings: WorkerSettings, group: Group | None = None, experts: ExpertDispatch | None = None
+) -> LoadedModel:
     """Loads; takes as long as it takes. group: the ranks that hold the model together; None: this one alone does.
+    experts: reaches those that share the experts with this one; None: it has all.
 
     Raises BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """
     check_backend(settings)
     if settings.backend is Backend.CPU:
-        return _load_cpu(settings, group)
+        return _load_cpu(settings, group, experts)
     return _LOADERS[settings.backend](settings)
 
 
 def create_member(settings: WorkerSettings) -> GroupMember:
     """The worker's place among the ranks of its group, and what connects it with those that it computes with."""
     layout = settings.rank_layout
-    if settings.backend is not Backend.CPU or layout.tp_size == 1:
+    if settings.backend is not Backend.CPU or layout.tp_size == layout.ep_size == 1:
         return UnconnectedMember(layout)
     # Losing a rank is ours to tell: torch would put stacks of C++ frames between our lines.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -88,7 +92,9 @@ def create_member(settings: WorkerSettings) -> GroupMember:
     return CollectiveMember(layout, settings.group_host or own_host(settings.listen))
 
 
-def _load_cpu(settings: WorkerSettings, group: Group | None = None) -> LoadedModel:
+def _load_cpu(
+    settings: WorkerSettings, group: Group | None = None, experts: ExpertDispatch | None = None
+) -> LoadedModel:
     from radixmesh.daemons.worker.cpu import load_cpu_runner
 
     folder = settings.model
@@ -106,6 +112,7 @@ def _load_cpu(settings: WorkerSettings, group: Group | None = None) -> LoadedMod
         embed_pooling=settings.embed_pooling,
         model_impl=settings.model_impl,
         group=group,
+        experts=experts,
     )
     if settings.jump_forward_tokens:
         from radixmesh.daemons.worker.cpu.runner import CpuRunner

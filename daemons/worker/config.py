@@ -112,8 +112,9 @@ class WorkerSettings(CommonSettings):
         if not 0 <= self.jump_forward_tokens < MAX_TOKENS_PER_ROW:
             most = MAX_TOKENS_PER_ROW - 1
             raise ValueError(f"{_flag('jump_forward_tokens')} must be in [0, {most}], not {self.jump_forward_tokens}")
-        if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1):
-            raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 alone has it so far")
+        if self.jump_forward_tokens and (self.backend is not Backend.CPU or self.tp_size > 1 or self.ep_size > 1):
+            raise ValueError(f"{_flag('jump_forward_tokens')}: --backend cpu with --tp-size 1 and --ep-size 1 alone "
+                "has it so far")  # fmt: skip
         if self.grammar_backend not in BACKENDS:
             raise ValueError(f"{_flag('grammar_backend')} must be one of {', '.join(BACKENDS)}")
         if not 0.0 <= self.simulated_eos_rate <= 1.0:
@@ -156,9 +157,9 @@ class WorkerSettings(CommonSettings):
         if self.backend is Backend.CUDA and layout.tp_size > 1:
             raise ValueError(f"{_flag('tp_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
                 "split a model yet; use replicas")  # fmt: skip
-        if self.backend is not Backend.SIMULATED and layout.ep_size > 1:
-            raise ValueError(f"{_flag('ep_size')} above 1 is for --backend simulated: no other divides experts among "
-                "ranks; use --tp-size, which cuts each expert")  # fmt: skip
+        if self.backend is Backend.CUDA and layout.ep_size > 1:
+            raise ValueError(f"{_flag('ep_size')} above 1 is for --backend cpu or simulated: the cuda backend does not "
+                "divide experts among ranks yet")  # fmt: skip
         if self.backend is Backend.CUDA and layout.dp_size > 1:
             raise ValueError(f"{_flag('dp_size')} above 1 is for --backend cpu or simulated: start replicas, each with "
                 "a scheduler of its own")  # fmt: skip

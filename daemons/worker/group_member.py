@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 
 if TYPE_CHECKING:
+    from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.group import Group
 
 
@@ -43,6 +44,11 @@ class GroupMember(Protocol):
         """Those that hold the model together with this rank, for its maths; None: it computes alone."""
         ...
 
+    @property
+    def experts(self) -> ExpertDispatch | None:
+        """Carries rows to the ranks that share the experts with this one; None: it has all of them."""
+        ...
+
     def form(self, generation: int, rendezvous: str, member_instance_ids: Sequence[str]) -> None:
         """Meets the other ranks; blocks until all are there. Raises CollectiveAborted if abort() comes first."""
         ...
@@ -57,6 +63,7 @@ class UnconnectedMember:
 
     is_whole = True
     group: Group | None = None
+    experts: ExpertDispatch | None = None
 
     def __init__(self, layout: RankLayout | None = None) -> None:
         self.layout = layout or RankLayout()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray, empty_ints
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.steps.step import Admit, Task, TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.guided.guide import Guide, MaskSink
 from radixmesh.daemons.worker.step_handle import StepHandle
 
@@ -196,6 +196,10 @@ class ModelRunner(ABC):
         """
         return
 
+    def begin_step(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+        """The shape of the forward that comes next, which all ranks were told alike. Default: has no need of it."""
+        return
+
     def now_ns(self) -> int:
         """The clock of StepOutput's times and of `ready_ns`; any thread may ask."""
         return time.monotonic_ns()
@@ -224,5 +228,6 @@ class ModelRunner(ABC):
         """
         assert len(rows.slots) == 0, f"{len(rows.slots)} decode rows for a runner that takes none"
         start_ns = self.now_ns()
-        outputs = self.forward(segments) if segments else []
+        # Without segments too: other ranks may count on this one.
+        outputs = self.forward(segments)
         return StepOutput(tokens=empty_ints(), segments=outputs, start_ns=start_ns, end_ns=self.now_ns())

@@ -18,9 +18,9 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer
 from radixmesh.daemons.runtime.rpc.wire_bounds import parse_frame
+from radixmesh.daemons.runtime.steps.forward_shape import missing_field
 from radixmesh.daemons.runtime.steps.result_codec import refusal_to_proto
 from radixmesh.daemons.runtime.steps.step import Refusal
-from radixmesh.daemons.runtime.steps.step_codec import missing_field
 from radixmesh.daemons.worker.core import WorkerCore
 from radixmesh.worker.v1 import worker_pb2
 

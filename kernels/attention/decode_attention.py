@@ -88,6 +88,7 @@ def paged_decode(
     workspace: DecodeWorkspace,
     out: torch.Tensor | None = None,
     *,
+    softcap: float | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """Softmax attention of each row over its sequence, whose last token is the row's own. Returns [T, H, D].
@@ -98,6 +99,7 @@ def paged_decode(
     int32 [T].
     window: a token sees itself and the `window - 1` before it. A row with kv_len 0 gives zeros, or what is in `out`.
     `plan_decode` must have run with the same kv_lens_T. Raises ValueError on shapes or dtypes that do not fit.
+    softcap: scaled scores become softcap x tanh(score / softcap); None: they stay.
     use_pdl: begins while the kernel ahead of it ends (Hopper and later).
     """
     check_decode_inputs(workspace.shape, q_THd, keys_SKd, values_SKd, page_tables, row_slots_T)
@@ -111,6 +113,7 @@ def paged_decode(
         page_size=page_size,
         scale=scale,
         window=window,
+        softcap=softcap,
         out=out,
         use_pdl=use_pdl,
     )
@@ -156,6 +159,7 @@ def paged_decode_reference(
     page_size: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Reference of `paged_decode`, in fp32 and row by row."""
     out_THd = torch.zeros(q_THd.shape, dtype=torch.float32, device=q_THd.device)
@@ -168,5 +172,7 @@ def paged_decode_reference(
         k_LHd = take_rows(keys_SKd, token).repeat_interleave(group, dim=1)
         v_LHd = take_rows(values_SKd, token).repeat_interleave(group, dim=1)
         scores_HL = torch.einsum("hd,lhd->hl", q_THd[row].float() * scale, k_LHd)
+        if softcap is not None:
+            scores_HL = (scores_HL / softcap).tanh() * softcap
         out_THd[row] = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LHd)
     return out_THd.to(q_THd.dtype)

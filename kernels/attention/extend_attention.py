@@ -69,6 +69,7 @@ def paged_extend(
     max_chunk_len: int,
     out: torch.Tensor | None = None,
     config: ExtendConfig | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Softmax attention of each row over its chunk's sequence up to itself. Returns [T, H, D].
 
@@ -78,6 +79,7 @@ def paged_extend(
     keys_SKd, values_SKd: the layer's pool, as of `paged_decode`. page_tables int32 [slots, pages]: position p of slot s
     is token page_tables[s, p // page_size] * page_size + p % page_size. chunk_slots_C int32 [C].
     window: a token sees itself and the `window - 1` before it. max_chunk_len: chooses the configuration; no bound.
+    softcap: as of `paged_decode`.
     Raises ValueError on shapes or dtypes that do not fit.
     """
     num_rows, heads, dim = q_THd.shape
@@ -98,7 +100,7 @@ def paged_extend(
         out,
         page_tables.stride(0),
         num_chunks,
-        scale * LOG2_E,
+        (scale if softcap is None else softcap) * LOG2_E,
         H=heads,
         KV_HEADS=kv_heads,
         D=dim,
@@ -109,6 +111,7 @@ def paged_extend(
         CHUNKS=_CHUNKS_AT_ONCE,
         PAGE_SIZE=page_size,
         WINDOW=window,
+        SOFTCAP=None if softcap is None else scale / softcap,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
     )
@@ -164,6 +167,7 @@ def _extend_kernel(
     CHUNKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     GROUP: tl.constexpr = H // KV_HEADS
@@ -217,6 +221,7 @@ def _extend_kernel(
                 BLOCK_N,
                 PAGE_SIZE,
                 WINDOW,
+                SOFTCAP,
                 STAGES,
                 False,
             )
@@ -240,6 +245,7 @@ def _extend_kernel(
             BLOCK_N,
             PAGE_SIZE,
             WINDOW,
+            SOFTCAP,
             STAGES,
             True,
         )
@@ -259,6 +265,7 @@ def paged_extend_reference(
     page_size: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Reference of `paged_extend`, in fp32 and chunk by chunk; zeros in rows of no chunk."""
     out_THd = torch.zeros_like(q_THd)
@@ -277,6 +284,8 @@ def paged_extend_reference(
         if window is not None:
             is_hidden |= position[None, :] <= at_T[:, None] - window
         scores_HTL = torch.einsum("thd,lhd->htl", q_THd[rows].float() * scale, k_LHd)
+        if softcap is not None:
+            scores_HTL = (scores_HTL / softcap).tanh() * softcap
         exps_HTL = scores_HTL.masked_fill(is_hidden, float("-inf")).softmax(-1)
         out_THd[rows] = torch.einsum("htl,lhd->thd", exps_HTL, v_LHd).to(q_THd.dtype)
     return out_THd

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from radixmesh.kernels.attention.split_pieces import soft_capped
+
 
 @triton.jit
 def extend_tiles(
@@ -25,6 +27,7 @@ def extend_tiles(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
@@ -47,6 +50,8 @@ def extend_tiles(
         # From FP8, of which the query's dtype holds every number; otherwise the two are one.
         k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SOFTCAP is not None:
+            scores = soft_capped(scores, SOFTCAP)
         if IS_MASKED:
             is_seen = position[None, :] <= m_position[:, None]
             if WINDOW is not None:

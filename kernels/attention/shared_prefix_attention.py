@@ -123,6 +123,7 @@ def paged_shared_decode(
     workspace: SharedPrefixWorkspace,
     out: torch.Tensor | None = None,
     *,
+    softcap: float | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """`decode_attention.paged_decode` without a window, computed by the workspace's groups. Returns [T, H, D].
@@ -140,6 +141,7 @@ def paged_shared_decode(
         ends_U=workspace.lens_G,
         page_size=page_size,
         scale=scale,
+        softcap=softcap,
         out=workspace.prefix_outputs_THd,
         members_UR=workspace.members_GR,
         out_lse=workspace.prefix_lses_TH,
@@ -153,6 +155,7 @@ def paged_shared_decode(
         ends_U=kv_lens_T,
         page_size=page_size,
         scale=scale,
+        softcap=softcap,
         out=out,
         begins_U=workspace.row_prefix_lens_T,
         initial=(workspace.prefix_outputs_THd, workspace.prefix_lses_TH),

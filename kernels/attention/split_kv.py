@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixmesh.kernels.attention.split_pieces import LOWEST, merge_parts, prefetch_tile, token_index
+from radixmesh.kernels.attention.split_pieces import LOWEST, merge_parts, prefetch_tile, soft_capped, token_index
 from radixmesh.kernels.attention.split_schedule import SplitParts, SplitPlan
 
 LOG2_E = 1.4426950408889634
@@ -42,6 +42,7 @@ def split_attention(
     scale: float,
     out: torch.Tensor,
     window: int | None = None,
+    softcap: float | None = None,
     begins_U: torch.Tensor | None = None,
     members_UR: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -73,7 +74,7 @@ def split_attention(
         out_lse,
         page_tables.stride(0),
         ends_U.shape[0],
-        scale * LOG2_E,
+        (scale if softcap is None else softcap) * LOG2_E,
         H=shape.num_heads,
         KV_HEADS=shape.num_kv_heads,
         D=shape.head_dim,
@@ -86,6 +87,8 @@ def split_attention(
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
         WINDOW=window,
+        # The factor that makes a product a share of the cap; the share is then scaled by the cap.
+        SOFTCAP=None if softcap is None else scale / softcap,
         MIN_TILES=config.min_tiles,
         IS_WHOLE=config.is_whole,
         NUM_PROGRAMS=plan.num_programs,
@@ -136,6 +139,7 @@ def _split_attention_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     MIN_TILES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
@@ -236,6 +240,8 @@ def _split_attention_kernel(
             # An FP8 pool's numbers become the query's dtype, which holds each of them; otherwise the two are one.
             k = tl.load(keys_block_ptr + kv_offset, mask=is_loaded, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if SOFTCAP is not None:
+                scores = soft_capped(scores, SOFTCAP)
             scores = tl.where(is_in[None, :], scores, float("-inf"))
             new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
             exps = tl.exp2(scores * scale - new_highest[:, None])

@@ -10,6 +10,12 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def soft_capped(scores, factor):
+    """tanh(scores x factor): scores of products as a share of the cap, by the exponential that every device has."""
+    return 1.0 - 2.0 / (tl.exp2(scores * (factor * 2.8853900817779268)) + 1.0)
+
+
+@triton.jit
 def token_index(table_ptr, position, is_in, PAGE_SIZE: tl.constexpr):
     """Index in the pool of the token at each position, int64; token 0 where it is not in."""
     page = tl.load(table_ptr + position // PAGE_SIZE, mask=is_in, other=0).to(tl.int64)

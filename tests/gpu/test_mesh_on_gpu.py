@@ -17,24 +17,30 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 WORKER = {"backend": "cuda", "dtype": "float32", "num_pages": 60_000, "num_slots": 64, "max_total_len": 2048}
 
 
-@pytest.mark.parametrize(("attention", "depth"), [*(("triton", d) for d in "012"), ("flashinfer", "2")])
-async def test_recitations(attention: str, depth: str) -> None:
+MODELS = ("tiny-llama", "tiny-deepseek")
+RECITATIONS = [("tiny-llama", "flashinfer", "2"), *((model, "triton", depth) for model in MODELS for depth in "012")]
+
+
+@pytest.mark.parametrize(("model", "attention", "depth"), RECITATIONS)
+async def test_recitations(model: str, attention: str, depth: str) -> None:
     if attention == "flashinfer":
         pytest.importorskip("flashinfer")
-    jobs = recitations("tiny-llama")
+    jobs = recitations(model)
     worker = WORKER | {"attention_backend": attention}
-    async with running_mesh("cpu", worker=worker, scheduler={"pipeline_depth": depth, "chunk_tokens": 7}) as mesh:
+    scheduler = {"pipeline_depth": depth, "chunk_tokens": 7}
+    async with running_mesh("cpu", model=model, worker=worker, scheduler=scheduler) as mesh:
         got = await asyncio.gather(*(job.run(mesh.client) for job in jobs))
         wrong = [job.name for job, answers in zip(jobs, got, strict=True) if job.answers and answers != job.answers]
         assert wrong == []
         assert mesh.bugs == []
 
 
-async def test_no_stream_notices_a_kill() -> None:
+@pytest.mark.parametrize("model", MODELS)
+async def test_no_stream_notices_a_kill(model: str) -> None:
     rounds = int(os.environ.get("RADIXMESH_KILL_ROUNDS", "1"))
     plan = [(service, signal.SIGKILL) for service in SERVICES]
     plan += [("scheduler", signal.SIGKILL)] * rounds
-    await kill_all("cpu", plan, worker=WORKER)
+    await kill_all("cpu", plan, model=model, worker=WORKER)
 
 
 async def test_no_stream_notices_a_step_that_dies(tmp_path: Path) -> None:

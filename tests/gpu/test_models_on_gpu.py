@@ -36,11 +36,7 @@ _FLOAT16_LEAD = 0.005
 _CACHED = (0, 1, 16, 22, 36)
 # Of those that differ from Llama by their config, in float32: of the standard deviation of the logits, and a lead that
 # sums in another order leave.
-_COMPUTED_FAMILIES = [
-    name
-    for name, family in FAMILIES.items()
-    if name != "gemma2" and not any("expert" in key for key in family.settings)
-]
+_COMPUTED_FAMILIES = [name for name, family in FAMILIES.items() if not any("expert" in key for key in family.settings)]
 _FAMILY_TOLERANCE, _FAMILY_LEAD, _FAMILY_VOCAB = 1e-4, 1e-3, 97
 SETTINGS = replace(
     TINY_SETTINGS,

@@ -19,17 +19,27 @@ from radixmesh.kernels.attention.split_schedule import SplitConfig
 
 
 def _check(
-    lengths, *, heads=6, kv_heads=2, dim=16, page_size=1, window=None, dtype=torch.float32, config=None, calls=1
+    lengths,
+    *,
+    heads=6,
+    kv_heads=2,
+    dim=16,
+    page_size=1,
+    window=None,
+    dtype=torch.float32,
+    config=None,
+    calls=1,
+    softcap=None,
 ):
     pool = PagedPool.random(lengths, kv_heads, dim, page_size, dtype)
     q = torch.randn(len(lengths), heads, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     workspace = DecodeWorkspace(len(lengths) + 3, heads, kv_heads, dim, DEVICE, dtype, (None, 5), config)
     plan_decode(pool.lengths, workspace)
     inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, pool.lengths, page_size, 0.3, window)
-    want = paged_decode_reference(*inputs)
+    want = paged_decode_reference(*inputs, softcap)
     tolerance = attention_kernel_tolerance(q, pool.keys, pool.values, scale=0.3, num_keys=max(lengths))
     for _ in range(calls):
-        got = paged_decode(*inputs, workspace)
+        got = paged_decode(*inputs, workspace, softcap=softcap)
         torch.testing.assert_close(got.float(), want.float(), **tolerance)
     assert workspace.parts.arrivals.count_nonzero() == 0
     return workspace
@@ -48,6 +58,13 @@ def test_rows_of_any_length_match_the_definition(lengths):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     _check([5, 70], dtype=dtype)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 2.0, 50.0])
+def test_scores_are_capped_before_keys_are_hidden(softcap):
+    """Parts of several programs too; a window of 5."""
+    _check([5, 130, 0, 17], softcap=softcap, config=_config())
+    _check([40, 3], softcap=softcap, window=5)
 
 
 @pytest.mark.parametrize("page_size", [4, 16])

@@ -124,3 +124,12 @@ def _greedy_ids(runner: ModelRunner, *, lag: int) -> list[int]:
 def test_fp8_weights_are_refused() -> None:
     with pytest.raises(MeshError, match="--quantization none"):
         load_device_runner(TINY_DEEPSEEK, replace(_SETTINGS, quantization="fp8"), HostDevice())
+
+
+def test_attention_without_latents_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """There are none: reading them would fail."""
+    (tmp_path / "config.json").write_text((TINY_DEEPSEEK / "config.json").read_text())
+    settings = replace(_SETTINGS, attention_backend="flashinfer")
+    with pytest.raises(MeshError, match="--attention-backend triton") as refused:
+        load_device_runner(tmp_path, settings, HostDevice())
+    assert refused.value.reason_name.endswith("UNSUPPORTED")

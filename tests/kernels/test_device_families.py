@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
 from support.family_folders import FAMILIES, family_folder, family_model
@@ -27,14 +28,13 @@ _SETTINGS = replace(
 _TOLERANCE = 1e-4
 # Refused until kernels have it, by the name of the feature.
 _REFUSED = {
-    "gemma2": "soft-capped scores",
     "gpt_oss": "biases of experts",
     "llama4": "experts whose input is scaled",
 }
 
 
-def _logits(folder: Path, ids: np.ndarray, lengths: Sequence[int], quantization: str = "auto") -> np.ndarray:
-    runner = load_device_runner(folder, replace(_SETTINGS, quantization=quantization), HostDevice())
+def _logits(folder: Path, ids: np.ndarray, lengths: Sequence[int], **changes: str) -> np.ndarray:
+    runner = load_device_runner(folder, replace(_SETTINGS, **changes), HostDevice())  # type: ignore[arg-type]
     assert isinstance(runner, DeviceRunner)
     pages = np.random.default_rng(0).permutation(_SETTINGS.num_pages or 0)[: -(-_LENGTH // 4)].astype(np.int32)
     parts, start = [], 0
@@ -45,11 +45,11 @@ def _logits(folder: Path, ids: np.ndarray, lengths: Sequence[int], quantization:
     return np.concatenate(parts)
 
 
-def _check(model: PreTrainedModel, folder: Path) -> None:
+def _check(model: PreTrainedModel, folder: Path, **changes: str) -> None:
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, _LENGTH).astype(np.int32)
     with torch.inference_mode():
         want = model(torch.from_numpy(ids).long()[None]).logits[0].numpy()
-    np.testing.assert_allclose(_logits(folder, ids, (37, 1, 22)), want, rtol=0, atol=_TOLERANCE * want.std())
+    np.testing.assert_allclose(_logits(folder, ids, (37, 1, 22), **changes), want, rtol=0, atol=_TOLERANCE * want.std())
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -62,6 +62,21 @@ def test_families_are_computed_or_refused_by_the_features_name(name: str, tmp_pa
         return
     with pytest.raises(MeshError, match=refused) as caught:
         load_device_runner(folder, _SETTINGS, HostDevice())
+    assert caught.value.reason_name == "UNSUPPORTED"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
+@pytest.mark.parametrize("attention", ["triton", "flashinfer"])
+def test_soft_capped_scores_are_computed_by_our_kernels_and_refused_by_flashinfer(
+    attention: str, tmp_path: Path
+) -> None:
+    model = family_model("gemma2")
+    folder = family_folder(model, tmp_path)
+    if attention == "triton":
+        _check(model, folder, attention_backend=attention)
+        return
+    with pytest.raises(MeshError, match="soft-capped") as caught:
+        load_device_runner(folder, replace(_SETTINGS, attention_backend=attention), HostDevice())
     assert caught.value.reason_name == "UNSUPPORTED"
 
 

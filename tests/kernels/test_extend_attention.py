@@ -12,7 +12,17 @@ _SMALL = ExtendConfig(block_m=16, block_n=16, num_warps=4, num_stages=3)
 
 
 def _check(
-    chunks, *, before=0, heads=6, kv_heads=2, dim=16, page_size=1, window=None, dtype=torch.float32, config=_SMALL
+    chunks,
+    *,
+    before=0,
+    heads=6,
+    kv_heads=2,
+    dim=16,
+    page_size=1,
+    window=None,
+    dtype=torch.float32,
+    config=_SMALL,
+    softcap=None,
 ):
     """chunks: (new tokens, KV length with them) each. before: rows that come before the first."""
     pool = PagedPool.random([length for _, length in chunks], kv_heads, dim, page_size, dtype)
@@ -20,9 +30,9 @@ def _check(
     num_rows = int(row_starts[-1])
     q = torch.randn(num_rows + 2, heads, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, row_starts.to(DEVICE), pool.lengths)
-    want = paged_extend_reference(*inputs, page_size, 0.3, window)
+    want = paged_extend_reference(*inputs, page_size, 0.3, window, softcap)
     out = torch.zeros_like(q)
-    got = paged_extend(*inputs, page_size, 0.3, window, max(new for new, _ in chunks), out, config)
+    got = paged_extend(*inputs, page_size, 0.3, window, max(new for new, _ in chunks), out, config, softcap)
     most = max(length for _, length in chunks)
     tolerance = attention_kernel_tolerance(q, pool.keys, pool.values, scale=0.3, num_keys=most)
     assert got is out
@@ -51,6 +61,12 @@ def test_more_chunks_than_a_program_looks_at_in_one_step():
 def test_a_chunk_ends_and_starts_at_every_place_of_a_block():
     """Blocks of 5 rows: chunks of 1 .. 6 rows follow one another."""
     _check([(new, new + 3) for new in (1, 2, 3, 4, 5, 6, 5)])
+
+
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_scores_are_capped_before_keys_are_hidden(softcap):
+    _check([(7, 50), (3, 3)], softcap=softcap)
+    _check([(7, 50)], softcap=softcap, window=5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,9 +13,16 @@ _SM_SHARED, _PROGRAM_SHARED, _RESERVED = 228 << 10, 227 << 10, 1 << 10
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("head_dim, heads", [(128, 24), pytest.param(64, 32, marks=pytest.mark.full)])
-def test_default_configurations_fit(head_dim, heads):
-    launches = _compiled("attention", head_dim, heads)
+@pytest.mark.parametrize(
+    "head_dim, heads, pool_dtype",
+    [
+        (128, 24, "bfloat16"),
+        pytest.param(64, 32, "bfloat16", marks=pytest.mark.full),
+        pytest.param(128, 32, "float8_e4m3fn", marks=pytest.mark.full),
+    ],
+)
+def test_default_configurations_fit(head_dim, heads, pool_dtype):
+    launches = _compiled("attention", head_dim, heads, pool_dtype)
     split = [launch for launch in launches if launch["kernel"] == "_split_attention_kernel"]
     extend = [launch for launch in launches if launch["kernel"] == "_extend_kernel"]
     assert len(split) == 3 and len(extend) == 3

@@ -40,6 +40,7 @@ def _check(
     dtype=torch.float32,
     spare_rows=1,
     configs=(None, None),
+    softcap=None,
 ):
     pool = PagedPool.random(lengths, kv_heads, dim, page_size, dtype)
     q = torch.randn(len(lengths), heads, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
@@ -50,9 +51,14 @@ def _check(
         _share(pool, groups)
         workspace.set_groups(groups, pool.slots.tolist())
         plan_shared_decode(pool.lengths, workspace)
-        got = paged_shared_decode(*inputs, workspace)
-        torch.testing.assert_close(got.float(), paged_decode_reference(*inputs).float(), **tolerance)
+        got = paged_shared_decode(*inputs, workspace, softcap=softcap)
+        want = paged_decode_reference(*inputs, None, softcap)
+        torch.testing.assert_close(got.float(), want.float(), **tolerance)
     return workspace
+
+
+def test_scores_of_prefixes_are_capped_as_all_are():
+    _check([70, 66, 41], [_groups(([0, 1], 64))], softcap=0.5)
 
 
 def test_rows_of_groups_and_rows_alone():

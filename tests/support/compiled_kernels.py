@@ -62,17 +62,25 @@ def _usage(cubin: bytes) -> dict:
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def _attention_launches(head_dim: int, heads: int) -> None:
+def _attention_launches(head_dim: int, heads: int, pool_dtype: torch.dtype = torch.bfloat16) -> None:
+    from radixmesh.kernels import rope_kv
     from radixmesh.kernels.attention import decode_attention, extend_attention, shared_prefix_attention
+    from radixmesh.kernels.deferred_norm import DeferredNormGemm
 
     rows, kv_heads, bf16 = 4, 8, torch.bfloat16
     q = torch.zeros(rows, heads, head_dim, dtype=bf16)
-    pool = torch.zeros(8, kv_heads, head_dim, dtype=bf16)
+    pool = torch.zeros(8, kv_heads, head_dim, dtype=bf16).to(pool_dtype)
     tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-    plain = decode_attention.DecodeWorkspace(rows, heads, kv_heads, head_dim, "cpu")
+    shape = rope_kv.HeadShape(heads, kv_heads, head_dim)
+    qkv = DeferredNormGemm(torch.zeros(rows, (heads + 2 * kv_heads) * head_dim, dtype=bf16))
+    angles = rope_kv.RopeAngles(torch.zeros(8, head_dim // 2), torch.zeros(8, head_dim // 2))
+    for factors in (None, torch.ones(heads + 2 * kv_heads)) if pool_dtype != bf16 else (None,):
+        target = rope_kv.KvTarget(ints, ints, tables, 1)
+        rope_kv.rope_write_kv(qkv, angles, target, pool, pool, shape, rope_kv.HeadNorms(), factors, use_pdl=True)
+    plain = decode_attention.DecodeWorkspace(rows, heads, kv_heads, head_dim, "cpu", pool_dtype)
     decode_attention.plan_decode(ints, plain)
     decode_attention.paged_decode(q, pool, pool, tables, ints, ints, 1, 0.1, None, plain, use_pdl=True)
-    shared = shared_prefix_attention.SharedPrefixWorkspace(rows, heads, kv_heads, head_dim, "cpu")
+    shared = shared_prefix_attention.SharedPrefixWorkspace(rows, heads, kv_heads, head_dim, "cpu", pool_dtype)
     shared_prefix_attention.paged_shared_decode(q, pool, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
     for chunk_len in (2, 64, 4096):
         extend_attention.paged_extend(q, pool, pool, tables, ints, torch.zeros(5).int(), ints, 1, 0.1, None, chunk_len)
@@ -126,7 +134,8 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
 
 
 def main() -> None:
-    """Arguments: attention HEAD_DIM HEADS; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ..."""
+    """Arguments: attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS
+    ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -139,7 +148,7 @@ def main() -> None:
     JITFunction.run = record
     what, *rest = sys.argv[1:]
     if what == "attention":
-        _attention_launches(*map(int, rest))
+        _attention_launches(int(rest[0]), int(rest[1]), *(getattr(torch, name) for name in rest[2:]))
     elif what == "latents":
         _latent_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
     else:

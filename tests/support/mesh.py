@@ -17,7 +17,7 @@ from radixmesh.daemons.runtime.security.tls_files import TlsFiles
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 COMPOSE = Path(__file__).parents[2] / "compose"
-FILES = {"cpu": COMPOSE / "local.yml", "simulated": COMPOSE / "simulated.yml", "tp2": COMPOSE / "tp2.yml"}
+FILES = {"cpu": COMPOSE / "local.yml", **{name: COMPOSE / f"{name}.yml" for name in ("simulated", "tp2", "dp-ep")}}
 # Log events of a daemon whose own code has failed: it went on, or gave up because of that.
 BUGS = (
     "background_task_failed",
@@ -67,7 +67,7 @@ async def running_mesh(
     overlays: Sequence[Path] = (),
     services: Mapping[str, Mapping[str, object]] | None = None,
 ) -> AsyncIterator[Mesh]:
-    """Starts the compose file of `backend` ("cpu", "simulated" or "tp2") with settings added per daemon.
+    """Starts the compose file of `backend` ("cpu" or another key of FILES) with settings added per daemon.
 
     `model`: a folder of compose/models/, or with `folder` what clients call that one; simulated meshes have the
     vocabulary of the tiny Llama only.

@@ -33,6 +33,7 @@ class LockStepMember:
     """One rank's end of the wire. all_gather() blocks until every rank has come, or abort() is called here."""
 
     group = None
+    experts = None
 
     def __init__(self, wire: Wire, rank: int) -> None:
         self.layout = RankLayout(tp_size=wire.num_ranks, tp_rank=rank)

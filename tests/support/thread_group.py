@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
 
 from radixmesh.daemons.worker.collectives.communicator import Communicator
-from radixmesh.daemons.worker.collectives.member import RankGroup
+from radixmesh.daemons.worker.collectives.rank_group import RankGroup
 
 T = TypeVar("T")
 _STUCK_S = 60.0
@@ -37,6 +37,17 @@ class ThreadCommunicator(Communicator):
         # Nobody brings the next tensor while others read this one.
         self._barrier.wait(_STUCK_S)
         return gathered
+
+    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        self.num_calls += 1
+        assert len(x) == sum(to_ranks), (x.shape, to_ranks)
+        self._tensors[self._rank] = x.split(list(to_ranks))  # type: ignore[assignment, call-overload]
+        self._barrier.wait(_STUCK_S)
+        parts = [parts[self._rank] for parts in self._tensors if parts is not None]
+        assert [len(part) for part in parts] == list(from_ranks), "ranks disagree on what they send each other"
+        came = torch.cat(parts)
+        self._barrier.wait(_STUCK_S)
+        return came
 
     def close(self) -> None:
         self._barrier.abort()

@@ -98,7 +98,7 @@ def test_it():
 
 
 @pytest.mark.timeout(300)
-def test_the_process_that_ends_first_takes_files_of_the_other_from_the_end(tmp_path: Path) -> None:
+def test_the_process_that_ends_first_takes_files_of_the_others_from_the_end(tmp_path: Path) -> None:
     root, seen = _suite(tmp_path, "def test_it(): pass\n", 0), tmp_path / "seen"
     for own, other in (("a", "z"), ("m", "a"), ("z", "a")):
         (root / "tests" / "mesh" / f"test_{own}.py").write_text(_MEETING.format(seen=str(seen), own=own, other=other))

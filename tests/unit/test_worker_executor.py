@@ -19,7 +19,7 @@ from support.plans import (
 from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.runtime.steps.step import PageCopy, Release, Task
+from radixmesh.daemons.runtime.steps.step import DispatchMode, PageCopy, Release, Task
 from radixmesh.daemons.worker.simulated.token_source import simulated_continuation
 from radixmesh.worker.v1 import worker_pb2
 
@@ -437,6 +437,9 @@ REFUSED = {
     "a decode of no slot": (lambda s: {"decode_set": as_ints([4])}, "SLOT_CONFLICT"),
     "a decode twice": (lambda s: {"decode_set": as_ints([0, 0])}, "SLOT_CONFLICT"),
     "a decode before the prefill is done": (lambda s: {"decode_set": as_ints([0, 1])}, "SLOT_CONFLICT"),
+    "a shape with fewer tokens than this rank has": (lambda s: {"max_tokens_per_rank": 2}, "INVALID_ARGUMENT"),
+    "a shape with more tokens than a step takes": (lambda s: {"max_tokens_per_rank": 1 << 31}, "INVALID_ARGUMENT"),
+    "low latency without a number of tokens": (lambda s: {"dispatch": DispatchMode.LOW_LATENCY}, "INVALID_ARGUMENT"),
     "a decode of a released slot": (lambda s: {"releases": (Release(slot=0, generation=3),)}, "SLOT_CONFLICT"),
 }
 

@@ -35,6 +35,14 @@ class Task(IntEnum):
     SCORE = 3
 
 
+class DispatchMode(IntEnum):
+    """Way in which tokens reach their experts; values as in `radixmesh.worker.v1.ExpertDispatch`."""
+
+    UNSPECIFIED = 0
+    NORMAL = 1
+    LOW_LATENCY = 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """Frees a slot; ignored if the slot has moved on to another generation."""
@@ -169,6 +177,8 @@ class StepPlan:
     """Most tokens that a rank computes; 0 = not said, as with one data-parallel rank."""
     idle_ranks: tuple[int, ...] = ()
     """Data-parallel ranks without tokens, which take part in collectives."""
+    dispatch: DispatchMode = DispatchMode.UNSPECIFIED
+    """Of experts that are divided among ranks; the same on all of them, as everything that the header says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,19 @@ from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rpc.hello import check_peer_names
 from radixmesh.daemons.runtime.sampling import sampling_from_proto, sampling_to_proto
+from radixmesh.daemons.runtime.steps.forward_shape import DISPATCH_MODES, DISPATCH_TO_PROTO, check_shape, missing_field
 from radixmesh.daemons.runtime.steps.sections import sections_of
-from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Draft, Grant, Grants, PageCopy, Release, StepPlan, Task
+from radixmesh.daemons.runtime.steps.step import (
+    Admit,
+    Chunk,
+    Draft,
+    Grant,
+    Grants,
+    PageCopy,
+    Release,
+    StepPlan,
+    Task,
+)
 from radixmesh.worker.v1 import worker_pb2
 
 _MAX_INT32 = 2**31 - 1
@@ -79,7 +90,7 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
     if header.step_id == 0:
         raise missing_field("header.step_id")
     chunks = _chunks(rank)
-    _check_shape(header, has_chunks=bool(chunks))
+    check_shape(header, has_chunks=bool(chunks))
     for op in header.barrier_ops:
         if op.WhichOneof("op") is None:
             raise missing_field("header.barrier_ops.op")
@@ -97,6 +108,8 @@ def plan_from_proto(message: worker_pb2.StepPlan, dp_rank: int = 0) -> StepPlan:
         decode_set=ids_from(rank.decode_set.slots, "decode_set.slots") if rank.HasField("decode_set") else None,
         drafts=_drafts(rank),
         has_forward=header.HasField("shape"),
+        max_tokens_per_rank=header.shape.max_tokens_per_rank,
+        dispatch=DISPATCH_MODES[header.shape.dispatch],
     )
 
 
@@ -116,11 +129,6 @@ def check_lengths(field: str, lengths: Sequence[int]) -> None:
         counted = " and ".join(str(length) for length in lengths)
         message = f"the arrays of {field} hold {counted} values: they belong together and need the same length"
         raise MeshError(common_pb2.ERROR_REASON_MALFORMED_MESSAGE, message, {"field": field})
-
-
-def missing_field(field: str) -> MeshError:
-    """The error for a field that the receiver needs."""
-    return MeshError(common_pb2.ERROR_REASON_MISSING_FIELD, f"{field} is missing: set it", {"field": field})
 
 
 def _fill_plan(message: worker_pb2.StepPlan, plan: StepPlan, num_ranks: int, slots_per_rank: int) -> None:
@@ -148,6 +156,7 @@ def _fill_header(header: worker_pb2.PlanHeader, plan: StepPlan) -> None:
         header.shape.mode = worker_pb2.FORWARD_MODE_MIXED if plan.chunks else worker_pb2.FORWARD_MODE_DECODE
         header.shape.max_tokens_per_rank = plan.max_tokens_per_rank
         header.shape.idle_ranks = pack_ints(plan.idle_ranks)
+        header.shape.dispatch = DISPATCH_TO_PROTO[plan.dispatch]
         if plan.drafts:
             header.shape.max_draft_tokens = max(len(draft.ids) for draft in plan.drafts)
 
@@ -317,19 +326,6 @@ def _columns(field: str, columns: Sequence[tuple[str, bytes, int]]) -> Iterable[
     arrays = [ids_from(data, f"{field}.{name}", least) for name, data, least in columns]
     check_lengths(field, [len(array) for array in arrays])
     return zip(*(array.tolist() for array in arrays), strict=True)
-
-
-def _check_shape(header: worker_pb2.PlanHeader, has_chunks: bool) -> None:
-    if not header.HasField("shape"):
-        if has_chunks:
-            raise missing_field("header.shape (the plan has chunks)")
-        return
-    mode = header.shape.mode
-    if mode not in worker_pb2.ForwardMode.values() or mode == worker_pb2.FORWARD_MODE_UNSPECIFIED:
-        raise missing_field("header.shape.mode")
-    if has_chunks and mode in (worker_pb2.FORWARD_MODE_DECODE, worker_pb2.FORWARD_MODE_IDLE):
-        message = f"the plan has chunks, its mode is {worker_pb2.ForwardMode.Name(mode)}: send EXTEND or MIXED"
-        raise MeshError(common_pb2.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "header.shape.mode"})
 
 
 def _check_at_least(field: str, value: int, least: int) -> None:

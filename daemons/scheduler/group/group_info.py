@@ -18,6 +18,8 @@ class GroupInfo:
     num_slots: int
     dp_size: int = 1
     """Data-parallel ranks: pages and slots are those of each."""
+    ep_size: int = 1
+    """Ranks that share the experts of a layer."""
     max_tokens_per_step: int
     max_plans_in_flight: int
     max_tokens_per_row: int = 1

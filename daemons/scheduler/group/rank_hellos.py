@@ -53,16 +53,16 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
                 raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": name})
     infos = [group_from_proto(hello) for hello in hellos]
     first = infos[0]
-    dp_size = 1
+    layout = RankLayout()
     if hellos[0].capabilities.world_size > 1 or len(hellos) > 1:
-        dp_size = _dp_size_of(hellos)
+        layout = _layout_of(hellos)
     for rank, (hello, info) in enumerate(zip(hellos, infos, strict=True)):
         ours, theirs = hellos[0].hello.model.model_fingerprint, hello.hello.model.model_fingerprint
         if ours != theirs:
             message = "the ranks of the group serve different models: start all on one folder"
             raise MeshError(ErrorReason.ERROR_REASON_MODEL_MISMATCH, message, {"ours": ours, "theirs": theirs})
         # Ranks may have different numbers of heads; the same one of each data-parallel rank has as many.
-        counterpart = infos[rank % (len(infos) // dp_size)]
+        counterpart = infos[rank % layout.tp_size]
         for name in ("page_size", "vocab_size", "eos_ids", "kv_dtype", "kv_layout"):
             if getattr(info, name) != getattr(counterpart if name == "kv_layout" else first, name):
                 message = f"the ranks of the group differ in {name}: start all with the same settings"
@@ -72,7 +72,8 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     return replace(
         first,
         **least,
-        dp_size=dp_size,
+        dp_size=layout.dp_size,
+        ep_size=layout.ep_size,
         tasks=frozenset.intersection(*(info.tasks for info in infos)),
         barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),
         group_generation=generations.pop() if len(generations) == 1 else 0,
@@ -80,8 +81,8 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     )
 
 
-def _dp_size_of(hellos: Sequence[worker_pb2.WorkerHello]) -> int:
-    """Number of data-parallel ranks.
+def _layout_of(hellos: Sequence[worker_pb2.WorkerHello]) -> RankLayout:
+    """Rank 0's layout, whose sizes are those of all.
 
     Raises INVALID_ARGUMENT unless each worker is at its place in a group of as many as there are, of rank 0's sizes.
     """
@@ -103,4 +104,4 @@ def _dp_size_of(hellos: Sequence[worker_pb2.WorkerHello]) -> int:
     except ValueError as error:
         details = {"field": "capabilities.layout"}
         raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, str(error), details) from error
-    return sizes.dp_size
+    return sizes

@@ -14,6 +14,7 @@ from radixmesh.daemons.scheduler.pages.page_pool import PagePool
 from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.pages.slot_pages import SlotPages
 from radixmesh.daemons.scheduler.planning.decode_set import DecodeSet
+from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
 from radixmesh.daemons.scheduler.planning.rank_placement import RecentPrefixes
 from radixmesh.daemons.scheduler.planning.sequence_table import SequenceTable
 from radixmesh.daemons.scheduler.results.in_flight import InFlight, PlannedChunk
@@ -35,7 +36,9 @@ class EpochState:
         snapshots: PySequence[CacheSnapshot] | None,
         cache: str = "radix",
         eviction: str = "lru",
+        dispatch: DispatchChoice | None = None,
     ) -> None:
+        self.dispatch = dispatch or DispatchChoice()
         self.epoch = epoch
         self.group = group
         self.table = SequenceTable(group.num_slots * group.dp_size, group.max_tokens_per_row, group.dp_size)

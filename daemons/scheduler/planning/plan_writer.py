@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import add
 
-from radixmesh.daemons.runtime.steps.step import StepPlan
+from radixmesh.daemons.runtime.steps.step import DispatchMode, StepPlan
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState, PlanDraft
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep, Rows
 
@@ -19,8 +19,11 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
     state.is_decode_set_unsent = False
     state.table.plan_decodes(state.decode_set.slots)
     tokens: list[int] = []
-    if has_forward and state.table.num_ranks > 1:
+    dispatch = DispatchMode.UNSPECIFIED
+    if has_forward and (state.table.num_ranks > 1 or state.group.ep_size > 1):
+        # Said once for all ranks, so that none can take another shape.
         tokens = list(map(add, state.decode_set.num_by_rank, draft.rank_tokens))
+        dispatch = state.dispatch.of(state.group, max(tokens), has_chunks=bool(draft.chunks))
     return StepPlan(
         epoch=state.epoch,
         step_id=state.next_step_id,
@@ -34,6 +37,7 @@ def plan_of(state: EpochState, draft: PlanDraft, expected_us: int) -> StepPlan:
         has_forward=has_forward,
         max_tokens_per_rank=max(tokens, default=0),
         idle_ranks=tuple(rank for rank, num in enumerate(tokens) if not num),
+        dispatch=dispatch,
     )
 
 

@@ -193,7 +193,7 @@ class Planner:
         self._group = group
         settings = self._settings
         snapshots = (snapshot,) if isinstance(snapshot, CacheSnapshot) else snapshot
-        self._state = EpochState(epoch, group, snapshots, settings.cache, settings.eviction)
+        self._state = EpochState(epoch, group, snapshots, settings.cache, settings.eviction, settings.dispatch)
         self._state.table.ranks_across_tenants = settings.priority_across_tenants
         limits = settings.prefill_limits(group)
         self.prefill = Prefill(limits, self.queue, self._decode_reserve, self.counters, self._observer, self.grammars)

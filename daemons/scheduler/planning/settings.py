@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
+from radixmesh.daemons.scheduler.planning.dispatch import DispatchChoice
 from radixmesh.daemons.scheduler.planning.prefill import PrefillLimits
 from radixmesh.daemons.scheduler.queue.policies import QueueSettings
 
@@ -43,6 +44,8 @@ class PlannerSettings:
     """Priorities also count against requests of other tenants."""
     inflight_prefix_min_tokens: int = 32
     """A request waits for a common prefix of at least so many tokens that another is computing."""
+    dispatch: DispatchChoice = DispatchChoice()
+    """Way to experts that are divided among ranks."""
     check_invariants: bool = False
     """Verifies every page after every step and fails on a violation (tests)."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -37,13 +37,14 @@ class TensorTargets:
     model. others: names of other
     layouts of the same checkpoint; one that is there stands for those that it replaces. slices: by name, that of
     `tensors` or `others`, the share that a target is of the checkpoint's tensor; targets of other names are of the
-    whole.
+    whole. elsewhere: names of tensors that other ranks hold.
     """
 
     tensors: Mapping[str, torch.Tensor]
     is_ignored: Callable[[str], bool]
     others: Mapping[str, OtherTarget] = field(default_factory=dict)
     slices: Mapping[str, TensorSlice] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
 
     def in_layout_of(self, names: Collection[str]) -> TensorTargets:
         """The same without others: each tensor by the name that a checkpoint with these names has it under."""
@@ -60,7 +61,7 @@ class TensorTargets:
             # Of a tensor that is renamed; what stands for several has a share of its own name.
             assert len(cuts) <= len(other.replaces) == 1 or not cuts, f"{name} is in the place of shares"
             slices.update((name, cut) for cut in cuts)
-        return TensorTargets(tensors=tensors, is_ignored=self.is_ignored, slices=slices)
+        return replace(self, tensors=tensors, others={}, slices=slices)
 
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the tensor in the checkpoint."""
@@ -102,7 +103,10 @@ def check_tensors(
     unexpected = [
         name
         for name in entries
-        if name not in targets.tensors and not targets.is_ignored(name) and not scaled.is_side(name)
+        if name not in targets.tensors
+        and name not in targets.elsewhere
+        and not targets.is_ignored(name)
+        and not scaled.is_side(name)
     ]
     if unexpected:
         name = unexpected[0]

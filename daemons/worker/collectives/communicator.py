@@ -7,7 +7,7 @@ the next generation makes another one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """A place where the ranks of a tensor-parallel group find each other. rank: of this one, in [0, size).
+    """A place where the ranks that share a model, or its experts, find each other. rank: of this one, in [0, size).
 
-    name: of the generation and the data-parallel rank, unlike any other at that address. host: the address of this
+    name: of the generation and of these ranks, unlike any other at that address. host: the address of this
     machine by which the others reach this rank.
     """
 
@@ -42,6 +42,15 @@ class Communicator(ABC):
 
         Waits for a rank that is late, as long as it lives. Raises RankLost within 5 s of the death of a rank, or of the
         moment from which it does nothing any more, and CollectiveAborted soon after close().
+        """
+
+    @abstractmethod
+    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        """[sum(from_ranks), *x.shape[1:]]: rows of all ranks for this one, in the order of the ranks. x: rows for all
+        ranks, likewise, to_ranks[i] of them for rank i.
+
+        Rank i is told to send just from_ranks[i] rows here: another number may end the process. Waits and raises as
+        gather().
         """
 
     @abstractmethod

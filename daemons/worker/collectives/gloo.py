@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -59,17 +60,31 @@ class GlooCommunicator(Communicator):
         self._check()
         x = x.contiguous()
         gathered = torch.empty((self._meeting.size, *x.shape), dtype=x.dtype)
+        flat = gathered.view(self._meeting.size, -1), x.view(1, -1)
+        self._complete(lambda process_group: process_group._allgather_base(*flat))  # type: ignore[attr-defined]
+        return gathered
+
+    def all_to_all(self, x: torch.Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> torch.Tensor:
+        self._check()
+        x = x.contiguous()
+        assert len(x) == sum(to_ranks), (x.shape, to_ranks)
+        came = torch.empty((sum(from_ranks), *x.shape[1:]), dtype=x.dtype)
+        options = dist.AllToAllOptions()
+        splits = list(from_ranks), list(to_ranks)
+        self._complete(lambda process_group: process_group.alltoall_base(came, x, *splits, options))  # type: ignore[attr-defined]
+        return came
+
+    def _complete(self, start: Callable[[dist.ProcessGroupGloo], dist.Work]) -> None:
+        """Starts a collective and waits for it."""
         assert self._process_group is not None
         try:
-            flat = gathered.view(self._meeting.size, -1), x.view(1, -1)
-            self._work = work = self._process_group._allgather_base(*flat)  # type: ignore[attr-defined]
+            self._work = work = start(self._process_group)
             self._await(work)
         except RuntimeError as error:
             # Whoever waits for this rank learns of it by the connections that close here.
             self._process_group = None
             raise self._lost(f"a connection failed: {_first_line(error)}") from error
         self._work = None
-        return gathered
 
     def close(self) -> None:
         if self._is_closed:

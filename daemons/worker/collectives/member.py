@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from radixmesh.daemons.runtime.addresses import split_host_port
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.worker.collectives.communicator import Communicator, Connect, Meeting
+from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
 from radixmesh.daemons.worker.collectives.gloo import GlooCommunicator
+from radixmesh.daemons.worker.collectives.rank_group import RankGroup
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
 from radixmesh.daemons.worker.group_member import CollectiveAborted, RankLost
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ _MOST_ATTEMPTS = 64
 
 
 class CollectiveMember:
-    """A rank of a tensor-parallel group. host: the address of this machine by which the other ranks reach it.
+    """A rank that computes with those of its batch (tensor parallelism), with those that share its experts, or with
+    both. host: the address of this machine by which the other ranks reach it.
 
     Rank 0 holds the store in which the ranks of a generation exchange their addresses, for as long as it lives.
     """
@@ -34,6 +35,7 @@ class CollectiveMember:
     def __init__(self, layout: RankLayout, host: str, connect: Connect = GlooCommunicator) -> None:
         self.layout = layout
         self.group = RankGroup(layout.tp_rank, layout.tp_size)
+        self.expert_group = RankGroup(layout.ep_rank, layout.ep_size)
         self.rendezvous = ""
         self._host = host
         self._connect = connect
@@ -48,9 +50,18 @@ class CollectiveMember:
             self.rendezvous = f"{f'[{host}]' if ':' in host else host}:{self._listener.getsockname()[1]}"
 
     @property
+    def experts(self) -> ExpertDispatch | None:
+        return AllToAllDispatch(self.expert_group) if self.expert_group.size > 1 else None
+
+    @property
     def is_whole(self) -> bool:
-        communicator = self.group.communicator
-        return communicator is not None and communicator.is_whole
+        communicators = [group.communicator for group in self._groups]
+        return all(communicator is not None and communicator.is_whole for communicator in communicators)
+
+    @property
+    def _groups(self) -> list[RankGroup]:
+        """Those that have other ranks, in the order in which they meet: the same on all ranks."""
+        return [group for group in (self.group, self.expert_group) if group.size > 1]
 
     def form(self, generation: int, rendezvous: str, member_instance_ids: Sequence[str]) -> None:
         layout = self.layout
@@ -63,20 +74,28 @@ class CollectiveMember:
         self.abort()
         # Named by its members too: a worker that restarts must not meet those of a former life.
         members = ",".join(member_instance_ids)
-        name = f"{generation}/{layout.dp_rank}/{members}"
-        meeting = Meeting(address=address, name=name, host=self._host, rank=layout.tp_rank, size=layout.tp_size)
+        names = {
+            self.group: f"{generation}/{layout.dp_rank}/{members}",
+            self.expert_group: f"{generation}/experts-{layout.rank // layout.ep_size}/{members}",
+        }
+        meetings = [
+            Meeting(address=address, name=names[group], host=self._host, rank=group.rank, size=group.size)
+            for group in self._groups
+        ]
         with self._lock:
             if self._num_attempts >= _MOST_ATTEMPTS:
                 raise RankLost(f"{_MOST_ATTEMPTS} attempts to meet others are not over yet: form the group in a minute")
             self._num_attempts += 1
             attempt = self._attempt = _Attempt()
         # The libraries' calls cannot be interrupted: they go on in a thread whose outcome nobody may want any more.
-        threading.Thread(target=self._run, args=(attempt, meeting), name="group-meets", daemon=True).start()
+        arguments = (attempt, generation, meetings)
+        threading.Thread(target=self._run, args=arguments, name="group-meets", daemon=True).start()
         attempt.is_over.wait()
         with self._lock:
-            if attempt is not self._attempt or attempt.communicator is None:
-                raise attempt.error or CollectiveAborted(f"{meeting.name} was left while it formed")
-            self.group.communicator = attempt.communicator
+            if attempt is not self._attempt or not attempt.communicators:
+                raise attempt.error or CollectiveAborted(f"generation {generation} was left while it formed")
+            for group, communicator in zip(self._groups, attempt.communicators, strict=True):
+                group.communicator = communicator
 
     def abort(self) -> None:
         with self._lock:
@@ -84,19 +103,25 @@ class CollectiveMember:
         if attempt is not None:
             attempt.abandon()
 
-    def _run(self, attempt: _Attempt, meeting: Meeting) -> None:
-        attempt.run(lambda: self._meet(meeting))
+    def _run(self, attempt: _Attempt, generation: int, meetings: Sequence[Meeting]) -> None:
+        attempt.run(lambda: self._meet(generation, meetings))
         with self._lock:
             self._num_attempts -= 1
 
-    def _meet(self, meeting: Meeting) -> Communicator:
+    def _meet(self, generation: int, meetings: Sequence[Meeting]) -> list[Communicator]:
         # An attempt that was abandoned may still be here.
         with self._store_lock:
             if self._listener is not None and self._store is None:
                 self._open_store(self._listener)
             if self._store is not None:
-                self._forget_former(self._store, _generation_of(meeting.name))
-        return self._connect(meeting)
+                self._forget_former(self._store, generation)
+        communicators: list[Communicator] = []
+        try:
+            communicators.extend(self._connect(meeting) for meeting in meetings)
+        except Exception:
+            _close(communicators)
+            raise
+        return communicators
 
     def _forget_former(self, store: TCPStore, generation: int) -> None:
         """Deletes all that former generations wrote: groups may be formed as often as ranks die."""
@@ -117,81 +142,41 @@ class CollectiveMember:
         )
 
 
-class RankGroup:
-    """The ranks of a tensor-parallel group as maths sees them, whatever generation they are in."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
-        self.communicator: Communicator | None = None
-        self._is_alone = False
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        if self._is_alone:
-            return x
-        # In the order of the ranks, whoever comes first, and on all ranks alike. Half precision adds in float32.
-        gathered = self._gather(x)
-        total = gathered[0].float() if x.is_floating_point() else gathered[0]
-        for rank in range(1, self.size):
-            total = total + gathered[rank]
-        return total.to(x.dtype)
-
-    def all_gather(self, x: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        assert len(widths) == self.size and x.shape[-1] == widths[self.rank], (x.shape, widths, self.rank)
-        if self._is_alone:
-            parts = [x if rank == self.rank else x.new_zeros(*x.shape[:-1], width) for rank, width in enumerate(widths)]
-            return torch.cat(parts, dim=-1)
-        widest = max(widths)
-        if x.shape[-1] < widest:
-            x = torch.cat((x, x.new_zeros(*x.shape[:-1], widest - x.shape[-1])), dim=-1)
-        parts = [part[..., :width] for part, width in zip(self._gather(x), widths, strict=True)]
-        return torch.cat(parts, dim=-1)
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        self._is_alone = True
-        try:
-            yield
-        finally:
-            self._is_alone = False
-
-    def _gather(self, x: torch.Tensor) -> torch.Tensor:
-        if self.communicator is None:
-            raise CollectiveAborted("the worker is in no group")
-        return self.communicator.gather(x)
-
-
 class _Attempt:
     """One try to meet the others, and what came of it."""
 
     def __init__(self) -> None:
         self.is_over = threading.Event()
-        self.communicator: Communicator | None = None
+        self.communicators: list[Communicator] = []
         self.error: Exception | None = None
         self._lock = threading.Lock()
         self._is_abandoned = False
 
-    def run(self, connect: Callable[[], Communicator]) -> None:
+    def run(self, connect: Callable[[], list[Communicator]]) -> None:
         """Blocks until the others are there, or long enough; raises nothing."""
         try:
-            communicator = connect()
+            communicators = connect()
         except Exception as error:
             self.error = error
         else:
             with self._lock:
                 if self._is_abandoned:
-                    communicator.close()
+                    _close(communicators)
                 else:
-                    self.communicator = communicator
+                    self.communicators = communicators
         self.is_over.set()
 
     def abandon(self) -> None:
         """Nobody wants its outcome any more."""
         with self._lock:
             self._is_abandoned = True
-            if self.communicator is not None:
-                self.communicator.close()
+            _close(self.communicators)
         self.is_over.set()
+
+
+def _close(communicators: Sequence[Communicator]) -> None:
+    for communicator in communicators:
+        communicator.close()
 
 
 def _generation_of(key: str) -> int:

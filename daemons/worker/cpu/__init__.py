@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
     from radixmesh.daemons.worker.group import Group
     from radixmesh.daemons.worker.runner import ModelRunner
 
@@ -24,6 +25,7 @@ def load_cpu_runner(
     embed_pooling: str = "mean",
     model_impl: str = "auto",
     group: Group | None = None,
+    experts: ExpertDispatch | None = None,
 ) -> ModelRunner:
     """Loads a folder in Hugging Face format; takes seconds and more, blocks.
 
@@ -34,6 +36,7 @@ def load_cpu_runner(
     embed_pooling: what an embed task gives of the states after the final norm: "mean" of the prompt, "last", "cls".
     model_impl: "radixmesh" (a family of this engine), "transformers" (its modules, slower) or "auto" (the first).
     group: the ranks that hold the model together, of which this one loads its share; None: it computes alone.
+    experts: the ranks that share the experts, of which this one loads its own; None: it has all.
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT.
     """
     from radixmesh.daemons.worker.cpu.load import load_runner
@@ -51,4 +54,5 @@ def load_cpu_runner(
         embed_pooling=embed_pooling,
         model_impl=model_impl,
         group=group,
+        experts=experts,
     )

@@ -66,8 +66,8 @@ def verified_tiles(probes: Sequence[RowProbe], device: torch.device) -> RowTiles
 def common_tiles(tiles: RowTiles, functions: Sequence[RowFunction], group: Group) -> RowTiles:
     """Tiles that all ranks of a group have verified, so that they meet in collectives with the same rows.
 
-    functions: of all probes of the model, in the same order on every rank. A function that one rank runs row by row is
-    run so by all. A set of sizes stays verified where some are left out.
+    functions: of the probes of the model, in the same order on every rank. A function that one rank runs row by row is
+    run so by all; others stay as they are here. A set of sizes stays verified where some are left out.
 
     Raises CollectiveAborted if the ranks have not as much to say: they are of different builds.
     """
@@ -86,7 +86,8 @@ def common_tiles(tiles: RowTiles, functions: Sequence[RowFunction], group: Group
     is_by_row = by_rank[:, 1 + len(_CANDIDATES) :].any(dim=0).tolist()
     if not sizes:
         return RowTiles((1,))
-    return RowTiles(sizes, [function for function, by_row in zip(functions, is_by_row, strict=True) if by_row])
+    agreed = {function for function, by_row in zip(functions, is_by_row, strict=True) if by_row}
+    return RowTiles(sizes, agreed | (tiles.row_by_row - set(functions)))
 
 
 def _probe_rows(probe: RowProbe, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -21,6 +21,7 @@ from radixmesh.daemons.worker.cpu.determinism import verified_tiles
 from radixmesh.daemons.worker.cpu.encoder_runner import EncoderRunner
 from radixmesh.daemons.worker.cpu.pooling import hidden_pools
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool, default_num_pages, latents_in_fp8
 from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
@@ -52,6 +53,7 @@ def load_runner(
     embed_pooling: str,
     model_impl: str = "auto",
     group: Group | None = None,
+    experts: ExpertDispatch | None = None,
 ) -> CpuRunner | EncoderRunner:
     """See `load_cpu_runner`."""
     _check_settings(page_size=page_size, num_pages=num_pages, threads=threads, max_total_len=max_total_len)
@@ -63,12 +65,14 @@ def load_runner(
         raise _invalid("kv_dtype", f"is {kv_dtype!r}: on a CPU choose auto (as the weights) or fp8")
     create_attention = attention_backends().create(attention_backend)
     hidden_pool = hidden_pools().create(embed_pooling)
-    group = group or LocalGroup()
+    group, experts = group or LocalGroup(), experts or LocalDispatch()
     # Ranks of a group on CPUs share a machine, as long as nobody says otherwise.
-    num_threads = threads or max(1, torch.get_num_threads() // group.size)
+    num_threads = threads or max(1, torch.get_num_threads() // max(group.size, experts.size))
     torch.set_num_threads(num_threads)
-    placement = Placement(device=torch.device("cpu"), dtype=_DTYPES[dtype], group=group, max_total_len=max_total_len)
-    if group.size > 1:
+    placement = Placement(
+        device=torch.device("cpu"), dtype=_DTYPES[dtype], group=group, max_total_len=max_total_len, experts=experts
+    )
+    if group.size > 1 or experts.size > 1:
         _check_can_shard(model, model_impl)
     if _architecture(model) in ENCODER_ARCHITECTURES:
         if kv_dtype != "auto":
@@ -108,7 +112,15 @@ def load_runner(
             scales=scales,
         )
     return CpuRunner(
-        built.model, pool, attention, tiles, hidden_pool, max_total_len=length, num_threads=num_threads, group=group
+        built.model,
+        pool,
+        attention,
+        tiles,
+        hidden_pool,
+        max_total_len=length,
+        num_threads=num_threads,
+        group=group,
+        experts=experts,
     )
 
 
@@ -173,7 +185,7 @@ def _check_can_shard(folder: Path, model_impl: str) -> None:
     if what:
         raise MeshError(
             common_pb2.ERROR_REASON_UNSUPPORTED,
-            f"{what} is not divided among ranks: set --tp-size 1",
+            f"{what} is not divided among ranks: set --tp-size 1 and --ep-size 1",
             {"feature": "tp_size"},
         )
 

@@ -9,14 +9,17 @@ import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
-from radixmesh.daemons.runtime.steps.step import Task, TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
+from radixmesh.daemons.worker.cpu.idle_batch import idle_batch
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
 from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
 from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.kv_pool import KvPool
+from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
 from radixmesh.daemons.worker.runner import ModelRunner, SampleInput, Segment, SegmentOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
@@ -42,6 +45,7 @@ class CpuRunner(ModelRunner):
         max_total_len: int,
         num_threads: int,
         group: Group | None = None,
+        experts: ExpertDispatch | None = None,
     ) -> None:
         self.page_size = pool.page_size
         self.num_pages = pool.num_pages
@@ -57,6 +61,7 @@ class CpuRunner(ModelRunner):
         self.pool = pool
         self._attention = attention
         self._group = group or LocalGroup()
+        self._experts = experts or LocalDispatch()
         # Those of this rank; the group's are those that all its ranks have.
         self._own_tiles = self._tiles = tiles
         self._hidden_pool = hidden_pool
@@ -79,16 +84,26 @@ class CpuRunner(ModelRunner):
     @torch.inference_mode()
     def formed(self) -> None:
         if self._group.size > 1:
-            functions = [probe.function for probe in self._model.row_probes()]
+            probes = self._model.row_probes()
+            # Experts that are placed whole meet in no collectives, and are others on each rank.
+            is_placed = self._experts.size > 1
+            functions = [probe.function for probe in probes if not (is_placed and probe.name == EXPERT_PROBE)]
             self._tiles = common_tiles(self._own_tiles, functions, self._group)
+
+    def begin_step(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+        self._experts.begin_step(dispatch, max_tokens_per_rank)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:
-        if not segments:
+        if not segments and self._experts.size == 1:
             return []
         # The number of threads is a property of the calling thread, and part of what fixes the bits.
         if torch.get_num_threads() != self._num_threads:
             torch.set_num_threads(self._num_threads)
+        if not segments:
+            # Experts of this rank compute the rows of others.
+            self._model.forward(idle_batch(self._tiles, self.pool))
+            return []
         segments = [self._with_drafts(segment) for segment in segments]
         hidden_TD = self._model.forward(self.batch_of(segments))
         tokens, logprobs = self._sample(segments, hidden_TD)

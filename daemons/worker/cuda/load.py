@@ -114,7 +114,13 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
         device=where, dtype=dtype, group=LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
     )
     with fitting("weights", "the model, --dtype or --quantization"):
-        model = load_model(folder, placement, load_format=settings.load_format, quantization=settings.quantization)
+        model = load_model(
+            folder,
+            placement,
+            load_format=settings.load_format,
+            quantization=settings.quantization,
+            attention=attention.name,
+        )
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)
     kv_scales = _kv_scales(folder, settings, model, where) if attention.kv_dtype == KV_FP8 else None

@@ -9,6 +9,7 @@ import torch
 
 from radixmesh.daemons.worker.checkpoint.loader import OtherTarget, TensorTargets
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
+from radixmesh.daemons.worker.expert_dispatch import ExpertShare
 from radixmesh.daemons.worker.models.experts import ExpertWeights
 from radixmesh.daemons.worker.models.sharding import Share
 
@@ -33,11 +34,15 @@ def expert_targets(
     fused = fused_prefix or prefix
     mlp_size = weights.w_down_EFD.shape[1]
     gate_up, down = {}, {}
-    for index, (gate_up_DF2, down_FD) in enumerate(zip(weights.w_gate_up_EDF2, weights.w_down_EFD, strict=True)):
+    share = weights.share
+    experts = zip(range(share.start, share.stop), weights.w_gate_up_EDF2, weights.w_down_EFD, strict=True)
+    for index, gate_up_DF2, down_FD in experts:
         gate_up[f"{prefix}.{index}.{names.gate}.weight"] = gate_up_DF2[:, :mlp_size].t()
         gate_up[f"{prefix}.{index}.{names.up}.weight"] = gate_up_DF2[:, mlp_size:].t()
         down[f"{prefix}.{index}.{names.down}.weight"] = down_FD.t()
+    others = [index for index in range(weights.num_experts) if not share.start <= index < share.stop]
     return TensorTargets(
+        elsewhere=frozenset(f"{prefix}.{index}.{name}.weight" for index in others for name in names),
         tensors=gate_up | down,
         is_ignored=lambda name: False,
         others={
@@ -88,6 +93,12 @@ def expert_slices(
     fused, (start, stop) = fused_prefix or prefix, share
     yield f"{fused}.gate_up_proj", TensorSlice(1, (share, (mlp_size + start, mlp_size + stop)), 2 * mlp_size)
     yield f"{fused}.down_proj", TensorSlice(2, (share,), mlp_size)
+
+
+def placed_expert_slices(prefix: str, placed: ExpertShare, num_experts: int) -> Iterator[tuple[str, TensorSlice]]:
+    """Of the tensors that hold all experts, those that a rank holds whole."""
+    for name in ("gate_up_proj", "down_proj"):
+        yield f"{prefix}.{name}", TensorSlice(0, ((placed.start, placed.stop),), num_experts)
 
 
 def fused_expert_slices(prefix: str, share: Share, mlp_size: int) -> Iterator[tuple[str, TensorSlice]]:

@@ -16,12 +16,17 @@ from typing import NamedTuple
 
 import torch
 
+from radixmesh.common.v1.common_pb2 import ErrorReason
+from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.expert_dispatch import Dispatched, ExpertShare
 from radixmesh.daemons.worker.models.model import Placement, RowInput, RowProbe
 from radixmesh.daemons.worker.models.row_maths import linear, silu_gated
 from radixmesh.daemons.worker.tiles import RowTiles, Tensors
 
 # Alignment in bytes of torch's own allocations: a GEMM may choose another path for weights that are aligned less.
 _ALIGNMENT = 64
+EXPERT_PROBE = "expert"
+"""Name of the probes of experts."""
 
 
 class Routing(NamedTuple):
@@ -38,7 +43,8 @@ Router = Callable[[torch.Tensor], Routing]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
     """Gated MLPs, [in, out] as all projections; the gate is the first half of gate_up. Biases are None where there are
-    none.
+    none. Of a rank that shares the experts with others, those of its share: E counts these alone, `share` says which of
+    all `num_experts` they are.
 
     The experts lie at aligned addresses, so `w[e]` is contiguous, and the whole is a strided view; where the placement
     puts features out first, `w[e].t()` is.
@@ -46,6 +52,8 @@ class ExpertWeights:
 
     w_gate_up_EDF2: torch.Tensor
     w_down_EFD: torch.Tensor
+    num_experts: int
+    share: ExpertShare
     b_gate_up_EF2: torch.Tensor | None = None
     b_down_ED: torch.Tensor | None = None
 
@@ -54,10 +62,13 @@ class ExpertWeights:
         cls, *, num_experts: int, hidden_size: int, mlp_size: int, placement: Placement, has_bias: bool = False
     ) -> ExpertWeights:
         """Memory for the weights, not filled."""
-        bias = torch.empty(num_experts, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
+        share = placement.experts.share(num_experts)
+        bias = torch.empty(share.size, 2 * mlp_size + hidden_size, dtype=placement.dtype, device=placement.device)
         return cls(
-            w_gate_up_EDF2=_aligned_stack(num_experts, hidden_size, 2 * mlp_size, placement),
-            w_down_EFD=_aligned_stack(num_experts, mlp_size, hidden_size, placement),
+            w_gate_up_EDF2=_aligned_stack(share.size, hidden_size, 2 * mlp_size, placement),
+            w_down_EFD=_aligned_stack(share.size, mlp_size, hidden_size, placement),
+            num_experts=num_experts,
+            share=share,
             b_gate_up_EF2=bias[:, : 2 * mlp_size] if has_bias else None,
             b_down_ED=bias[:, 2 * mlp_size :] if has_bias else None,
         )
@@ -84,9 +95,9 @@ class RoutedExperts:
         self._gated = gated
         self._scales_input = scales_input
         self._group = placement.group
-        num_experts = weights.w_down_EFD.shape[0]
+        self._dispatch = placement.experts
         # Made once: `RowTiles` knows a function again by equality, which a new partial does not have.
-        self._experts = tuple(partial(self._expert, index) for index in range(num_experts))
+        self._experts = tuple(partial(self._expert, index) for index in range(weights.share.size))
 
     def compute(self, x_TD: torch.Tensor, num_rows: int, tiles: RowTiles) -> torch.Tensor:
         """Sum over each row's experts of weight x MLP(row), [T, D] in the dtype of x; zeros in padding rows.
@@ -94,15 +105,23 @@ class RoutedExperts:
         x_TD: normed rows, a number of them that `tiles` can cover, of which the first `num_rows` are tokens.
         """
         expert_ids_TA, weights_TA = tiles.map(self._route, (x_TD,))
-        results_NAD = self._run_experts(x_TD, expert_ids_TA[:num_rows], weights_TA, tiles)
+        first, step = 0, 1
+        if self._dispatch.size > 1:
+            # Ranks of one batch have the same rows: each brings its part of them to the experts.
+            first, step = self._group.rank, self._group.size
+        rows_N = torch.arange(num_rows, device=x_TD.device)[first::step]
+        expert_ids_NA, weights_NA = expert_ids_TA[rows_N], weights_TA[rows_N]
+        results_NAD = self._run_experts(x_TD, rows_N, expert_ids_NA, weights_NA, tiles)
         if self._scales_input:
-            weights_TA = torch.ones_like(weights_TA)
-        out_TD = torch.zeros_like(x_TD)
+            weights_NA = torch.ones_like(weights_NA)
         # Pick by pick, elementwise: a reduction over A could add in an order that depends on N.
-        sum_ND = results_NAD[:, 0] * weights_TA[:num_rows, 0, None]
+        sum_ND = results_NAD[:, 0] * weights_NA[:, 0, None]
         for pick in range(1, results_NAD.shape[1]):
-            sum_ND = sum_ND + results_NAD[:, pick] * weights_TA[:num_rows, pick, None]
-        out_TD[:num_rows] = self._group.all_reduce(sum_ND)
+            sum_ND = sum_ND + results_NAD[:, pick] * weights_NA[:, pick, None]
+        all_ND = sum_ND.new_zeros(num_rows, sum_ND.shape[1])
+        all_ND[rows_N] = sum_ND
+        out_TD = torch.zeros_like(x_TD)
+        out_TD[:num_rows] = self._group.all_reduce(all_ND)
         return out_TD
 
     def row_probes(self) -> tuple[RowProbe, ...]:
@@ -111,7 +130,7 @@ class RoutedExperts:
         hidden = RowInput((weight.shape[2],), weight.dtype)
         return (
             RowProbe("route", self._route, (hidden,)),
-            *(RowProbe("expert", expert, (hidden,)) for expert in self._experts),
+            *(RowProbe(EXPERT_PROBE, expert, (hidden,)) for expert in self._experts),
         )
 
     def _route(self, inputs: Tensors) -> Tensors:
@@ -125,27 +144,53 @@ class RoutedExperts:
         return (linear(self._gated(gate_up_TF2), weights.w_down_EFD[index], b_down_D),)
 
     def _run_experts(
-        self, x_TD: torch.Tensor, expert_ids_NA: torch.Tensor, weights_TA: torch.Tensor, tiles: RowTiles
+        self,
+        x_TD: torch.Tensor,
+        rows_N: torch.Tensor,
+        expert_ids_NA: torch.Tensor,
+        weights_NA: torch.Tensor,
+        tiles: RowTiles,
     ) -> torch.Tensor:
-        """float32 [N, A, D]: what each picked expert makes of the row."""
+        """float32 [N, A, D]: what each picked expert makes of the row, wherever it is."""
         num_rows, num_picks = expert_ids_NA.shape
-        results_PD = x_TD.new_empty(num_rows * num_picks, x_TD.shape[1], dtype=torch.float32)
-        picked_P = expert_ids_NA.flatten()
-        pairs_by_expert_P = picked_P.argsort(stable=True)
-        ends = picked_P.bincount(minlength=self._weights.w_down_EFD.shape[0]).cumsum(0).tolist()
+        rows_P = rows_N.repeat_interleave(num_picks)
+        if self._scales_input:
+            x_TD = x_TD.index_select(0, rows_P) * weights_NA.flatten()[:, None].to(x_TD.dtype)
+            rows_P = torch.arange(len(rows_P), device=x_TD.device)
+        num_experts = self._weights.num_experts
+        dispatched = self._dispatch.dispatch(x_TD, rows_P, expert_ids_NA.flatten(), num_experts, num_picks)
+        results_PD = self._dispatch.combine(dispatched, self._run_pairs(dispatched, tiles))
+        return results_PD.view(num_rows, num_picks, x_TD.shape[1])
+
+    def _run_pairs(self, dispatched: Dispatched, tiles: RowTiles) -> torch.Tensor:
+        """float32 [R, D]: what the experts of this rank make of the rows that came."""
+        x_XD, rows_R, experts_R, _ = dispatched
+        results_RD = x_XD.new_empty(len(rows_R), x_XD.shape[1], dtype=torch.float32)
+        held_R = experts_R - self._weights.share.start
+        pairs_by_expert_R = held_R.argsort(stable=True)
+        ends = held_R.bincount(minlength=self._weights.share.size).cumsum(0).tolist()
         for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
             if start == end:
                 continue
-            pairs = pairs_by_expert_P[start:end]
-            # Padding places compute row 0 once more; nobody reads them.
-            rows = pairs.new_zeros(tiles.padded(len(pairs)))
-            rows[: len(pairs)] = pairs // num_picks
-            rows_RD = x_TD.index_select(0, rows)
-            if self._scales_input:
-                rows_RD[: len(pairs)] *= weights_TA.flatten()[pairs, None].to(x_TD.dtype)
-            (result_RD,) = tiles.map(self._experts[index], (rows_RD,))
-            results_PD[pairs] = result_RD[: len(pairs)].float()
-        return results_PD.view(num_rows, num_picks, -1)
+            pairs = pairs_by_expert_R[start:end]
+            # Padding places compute the first row once more; nobody reads them.
+            rows = rows_R[pairs[:1]].repeat(tiles.padded(len(pairs)))
+            rows[: len(pairs)] = rows_R[pairs]
+            (result_RD,) = tiles.map(self._experts[index], (x_XD.index_select(0, rows),))
+            results_RD[pairs] = result_RD[: len(pairs)].float()
+        return results_RD
+
+
+def place_experts(placement: Placement, num_experts: int) -> ExpertShare:
+    """The experts of each layer that this rank holds whole.
+
+    Raises MeshError INVALID_ARGUMENT where there are fewer than ranks: some would hold none.
+    """
+    dispatch = placement.experts
+    if num_experts < dispatch.size:
+        message = f"--ep-size is {dispatch.size} for a model of {num_experts} routed experts: choose at most as many"
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, message, {"field": "ep_size"})
+    return dispatch.share(num_experts)
 
 
 def _aligned_stack(num: int, num_in: int, num_out: int, placement: Placement) -> torch.Tensor:

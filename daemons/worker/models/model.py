@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape, BatchAttention
+from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group
 from radixmesh.daemons.worker.models.kv_layout import KvLayout, KvPlanes
 from radixmesh.daemons.worker.models.sharding import Share
@@ -20,7 +21,7 @@ from radixmesh.daemons.worker.tiles import RowFunction, RowTiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Placement of a model: device, dtype of weights and KV, and the ranks that share it.
+    """Placement of a model: device, dtype of weights and KV, and the ranks that share it, or its experts.
 
     is_out_first: projections lie in memory as [out, in], whichever way round the model sees them. has_projections:
     False leaves those of a decoder's layers without memory (meta tensors), for who holds them in another form.
@@ -33,6 +34,7 @@ class Placement:
     is_out_first: bool = False
     has_projections: bool = True
     max_total_len: int | None = None
+    experts: ExpertDispatch = field(default_factory=LocalDispatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

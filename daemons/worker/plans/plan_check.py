@@ -16,7 +16,7 @@ import numpy as np
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.steps.step import Admit, Grant, StepPlan, Task
+from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Grant, StepPlan, Task
 from radixmesh.daemons.worker.limits import Limits
 from radixmesh.daemons.worker.plans.admit_check import check_admit
 from radixmesh.daemons.worker.plans.page_records import PageRecordTable
@@ -206,8 +206,20 @@ class _PlanCheck:
         most = self._limits.max_tokens_per_step
         if num_tokens > most:
             raise _invalid("chunks.lengths", f"the step has {num_tokens} tokens: at most {most} fit", most)
+        self._check_shape(num_tokens)
         self._check_decodes(decodes)
         self._check_chunks(set(decodes.tolist()) if plan.chunks else set())
+
+    def _check_shape(self, num_tokens: int) -> None:
+        """Ranks reserve memory by the shape of the header; one that brings more would overrun it."""
+        shape, most = self._plan.max_tokens_per_rank, self._limits.max_tokens_per_step
+        if shape > most:
+            raise _invalid("header.shape.max_tokens_per_rank", f"is {shape}: at most {most} tokens fit a step", most)
+        if self._plan.dispatch is DispatchMode.LOW_LATENCY and not shape:
+            raise _invalid("header.shape.max_tokens_per_rank", "is missing: low-latency dispatch needs it")
+        if shape and num_tokens > shape:
+            what = f"is {shape}, this rank has {num_tokens} tokens: send the most of all ranks"
+            raise _invalid("header.shape.max_tokens_per_rank", what, num_tokens)
 
     def _check_decodes(self, decodes: IntArray) -> None:
         table = self._table

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
+WITHOUT_LATENTS = frozenset({"flashinfer"})
+"""Attention backends without kernels for latent attention (MLA)."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -44,12 +46,7 @@ class AttentionChoice:
 
     def of_latents(self, rank: int) -> AttentionChoice:
         """The same for a model whose cached tokens are latents. Raises MeshError UNSUPPORTED."""
-        if self.name == "flashinfer":
-            raise MeshError(
-                ErrorReason.ERROR_REASON_UNSUPPORTED,
-                "FlashInfer's latent attention is not wired in: choose the triton attention backend",
-                {"field": "attention_backend"},
-            )
+        assert self.name not in WITHOUT_LATENTS, self.name
         if self.kv_dtype == KV_FP8:
             raise latents_in_fp8()
         return replace(self, latent_rank=rank)
@@ -69,7 +66,13 @@ class AttentionChoice:
     def creator(
         self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None]
     ) -> AttentionCreator:
-        """Makes it when the page tables are there. shape, windows: the model's."""
+        """Makes it when the page tables are there. shape, windows: the model's. Raises MeshError UNSUPPORTED."""
+        if self.name == "flashinfer" and shape.softcap is not None:
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                "FlashInfer's soft-capped scores are not wired in: choose the triton attention backend",
+                {"field": "attention_backend"},
+            )
         stored_shape = self._stored_shape(shape)
         is_plain = stored_shape == shape and self.query_dtype == self.dtype
 

@@ -109,6 +109,7 @@ class KeyValueKernels(PagedKernels):
             inputs.window,
             workspace,
             out=out,
+            softcap=self.shape.softcap,
             use_pdl=use_pdl,
         )
 
@@ -132,6 +133,7 @@ class KeyValueKernels(PagedKernels):
             self.shape.scale,
             workspace,
             out=out,
+            softcap=self.shape.softcap,
             use_pdl=use_pdl,
         )
 
@@ -149,6 +151,7 @@ class KeyValueKernels(PagedKernels):
             inputs.window,
             step.max_chunk_len,
             out=out,
+            softcap=self.shape.softcap,
         )
 
 

@@ -50,6 +50,8 @@ class _TorchStep(StepAttention):
             values_LHd = take_rows(values_SKd, places).repeat_interleave(shape.group_size, dim=1)
             query = query_THd[first : first + num_rows].float()
             scores_HTL = torch.einsum("thd,lhd->htl", query, keys_LHd) * shape.scale
+            if shape.softcap is not None:
+                scores_HTL = (scores_HTL / shape.softcap).tanh() * shape.softcap
             own = torch.arange(kv_len - num_rows, kv_len, device=query_THd.device)[:, None]
             is_seen = positions[None, :] <= own
             if window is not None:

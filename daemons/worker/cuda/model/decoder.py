@@ -210,7 +210,6 @@ def check_decoder(config: DecoderConfig, *, is_quantized: bool) -> None:
         "norms of heads after RoPE": config.head_norm is HeadNorm.AFTER_ROPE,
         "chunked attention": config.chunks is not None,
         "query temperatures": config.query_temperature is not None,
-        "soft-capped scores": config.attention_softcap is not None,
         "attention sinks": config.has_sinks,
         "FP8 weights that lie [in, out]": is_quantized and config.names.is_in_first,
         "FP8 queries, keys and values by head": is_quantized and config.names.is_qkv_by_head,

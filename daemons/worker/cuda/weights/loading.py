@@ -16,6 +16,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form, read_quantization
+from radixmesh.daemons.worker.cuda.attention.choice import WITHOUT_LATENTS
 from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form, load_layers
 from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_decoder
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
@@ -32,9 +33,11 @@ _log = get_logger(__name__)
 _LEAST_CAPABILITY = (8, 9)
 
 
-def load_model(folder: Path, placement: Placement, *, load_format: str, quantization: str) -> LoadedModel:
-    """load_format and quantization as the worker's flags of these names. Raises MeshError BAD_CHECKPOINT, UNSUPPORTED
-    or INVALID_ARGUMENT."""
+def load_model(
+    folder: Path, placement: Placement, *, load_format: str, quantization: str, attention: str = "triton"
+) -> LoadedModel:
+    """load_format and quantization as the worker's flags of these names; attention: the backend that will read its KV.
+    Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
@@ -47,7 +50,7 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
     quantized: QuantizedLayers | None = None
     with torch.inference_mode():
         built = model_families().create(architecture).build(config, placement)
-        check_model(architecture, built.model, is_quantized=form is not None)
+        check_model(architecture, built.model, is_quantized=form is not None, attention=attention)
         if form is not None:
             assert isinstance(built.model, DecoderModel)
             with _source(folder, built.targets, stored, placement.device, is_dummy=is_dummy) as source:
@@ -75,8 +78,9 @@ def load_model(folder: Path, placement: Placement, *, load_format: str, quantiza
     return loaded
 
 
-def check_model(architecture: str, model: Model, *, is_quantized: bool) -> None:
-    """Raises MeshError UNSUPPORTED for what only the CPU backend computes, before weights are read."""
+def check_model(architecture: str, model: Model, *, is_quantized: bool, attention: str = "triton") -> None:
+    """Raises MeshError UNSUPPORTED for what only the CPU backend or another attention backend computes, before weights
+    are read."""
     if isinstance(model, DecoderModel):
         check_decoder(model.config, is_quantized=is_quantized)
     elif not isinstance(model, DeepseekModel):
@@ -90,6 +94,13 @@ def check_model(architecture: str, model: Model, *, is_quantized: bool) -> None:
             ErrorReason.ERROR_REASON_UNSUPPORTED,
             f"the cuda backend computes {architecture} with weights in --dtype alone: use --quantization none",
             {"feature": "FP8 weights with latent attention"},
+        )
+    elif attention in WITHOUT_LATENTS:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"{architecture} needs kernels of latent attention (MLA), which --attention-backend {attention} does not "
+            "have here: use --attention-backend triton",
+            {"field": "attention_backend", "feature": "latent attention"},
         )
 
 

@@ -91,6 +91,7 @@ def tensor_targets(config: DecoderConfig, weights: DecoderWeights, layout: Route
     if weights.positions_PD is not None:
         targets[f"{names.positions}.weight"] = weights.positions_PD
     others: dict[str, OtherTarget] = {}
+    elsewhere: set[str] = set()
     if not config.is_tied:
         targets["score.weight" if config.is_scoring else f"{names.head}.weight"] = weights.head_DO.t()
     for index, layer in enumerate(weights.layers):
@@ -99,8 +100,14 @@ def tensor_targets(config: DecoderConfig, weights: DecoderWeights, layout: Route
             routed = _routed_targets(names.of_layer(index, "").removesuffix("."), layer.mlp, layout)
             targets.update(routed.tensors)
             others.update(routed.others)
+            elsewhere.update(routed.elsewhere)
     others.update(_renamed_targets(config, targets))
-    return TensorTargets(tensors=targets, is_ignored=partial(_is_ignored, config=config), others=others)
+    return TensorTargets(
+        tensors=targets,
+        is_ignored=partial(_is_ignored, config=config),
+        others=others,
+        elsewhere=frozenset(elsewhere),
+    )
 
 
 def _renamed_targets(config: DecoderConfig, targets: dict[str, torch.Tensor]) -> dict[str, OtherTarget]:
@@ -185,7 +192,7 @@ def _routed_targets(prefix: str, weights: RoutedWeights, layout: RoutedLayout) -
     targets = {f"{router}.weight": router_ED, **experts.tensors, **_shared_targets(f"{block}.{layout.shared}", weights)}
     if weights.b_router_E is not None:
         targets[f"{router}.bias"] = weights.b_router_E
-    return TensorTargets(tensors=targets, is_ignored=experts.is_ignored, others=others)
+    return TensorTargets(tensors=targets, is_ignored=experts.is_ignored, others=others, elsewhere=experts.elsewhere)
 
 
 def _shared_targets(prefix: str, weights: RoutedWeights) -> dict[str, torch.Tensor]:

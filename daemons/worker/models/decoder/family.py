@@ -12,6 +12,7 @@ from radixmesh.daemons.worker.models.decoder.config import DecoderConfig
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.sharding import shard_decoder
 from radixmesh.daemons.worker.models.decoder.weights import DecoderWeights
+from radixmesh.daemons.worker.models.experts import place_experts
 from radixmesh.daemons.worker.models.model import BuiltModel, KvHeads, ModelFamily, Placement
 
 
@@ -29,10 +30,14 @@ class DecoderFamily(ModelFamily):
         if placement.max_total_len is not None:
             decoder = decoder.for_length(placement.max_total_len)
         group = placement.group
-        if group.size == 1:
+        placed = None
+        if placement.experts.size > 1:
+            placed = place_experts(placement, 0 if decoder.experts is None else decoder.experts.num_experts)
+        if group.size == 1 and placed is None:
             weights = DecoderWeights.empty(decoder, placement)
             return BuiltModel(DecoderModel(decoder, weights, placement), tensor_targets(decoder, weights, self._layout))
-        shard = shard_decoder(decoder, group.size, group.rank, block=features_in_unit(config), layout=self._layout)
+        block = features_in_unit(config)
+        shard = shard_decoder(decoder, group.size, group.rank, block=block, layout=self._layout, placed=placed)
         weights = DecoderWeights.empty(shard.config, placement)
         targets = replace(tensor_targets(shard.config, weights, self._layout), slices=shard.slices)
         kv_heads = KvHeads(decoder.num_kv_heads, shard.kv_heads)

@@ -12,9 +12,15 @@ from typing import NamedTuple
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.checkpoint.tensor_slice import TensorSlice
+from radixmesh.daemons.worker.expert_dispatch import ExpertShare
 from radixmesh.daemons.worker.models.decoder.checkpoint import RoutedLayout
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, ExpertsConfig, HeadNorm
-from radixmesh.daemons.worker.models.expert_checkpoint import expert_slices, fused_expert_slices, mlp_slices
+from radixmesh.daemons.worker.models.expert_checkpoint import (
+    expert_slices,
+    fused_expert_slices,
+    mlp_slices,
+    placed_expert_slices,
+)
 from radixmesh.daemons.worker.models.sharding import HeadShares, Share, share_heads, share_of
 
 
@@ -30,10 +36,16 @@ class DecoderShard:
 
 
 def shard_decoder(
-    config: DecoderConfig, num_ranks: int, rank: int, *, block: int = 1, layout: RoutedLayout | None = None
+    config: DecoderConfig,
+    num_ranks: int,
+    rank: int,
+    *,
+    block: int = 1,
+    layout: RoutedLayout | None = None,
+    placed: ExpertShare | None = None,
 ) -> DecoderShard:
     """layout: names of routed experts, where there are any. block: features in are cut at multiples of it, those of the
-    scales of FP8 weights.
+    scales of FP8 weights. placed: the experts that this rank holds whole; None: a part of each.
 
     Raises MeshError UNSUPPORTED for a decoder that is not cut yet, INVALID_ARGUMENT for too many ranks.
     """
@@ -43,7 +55,7 @@ def shard_decoder(
     mlp = share_of(config.mlp_size, num_ranks, rank, unit=block)
     vocabulary = share_of(config.vocab_size, num_ranks, rank)
     slices = dict(_vocabulary_slices(config, vocabulary))
-    experts = None if config.experts is None else _share_experts(config.experts, num_ranks, rank, block)
+    experts = None if config.experts is None else _share_experts(config.experts, num_ranks, rank, block, placed)
     for layer in range(config.num_layers):
         slices.update(_layer_slices(config, layer, heads, mlp))
         if experts is not None and config.has_experts(layer):
@@ -96,14 +108,20 @@ class _ExpertShares(NamedTuple):
     whole: ExpertsConfig
     routed: Share
     shared: Share
+    placed: ExpertShare | None
 
 
-def _share_experts(config: ExpertsConfig, num_ranks: int, rank: int, block: int) -> _ExpertShares:
-    """Of every expert, and of the MLP that all rows share, a part of the width."""
+def _share_experts(
+    config: ExpertsConfig, num_ranks: int, rank: int, block: int, placed: ExpertShare | None
+) -> _ExpertShares:
+    """Of every expert, unless some are here whole, and of the MLP that all rows share, a part of the width."""
     shared = Share(0, 0)
     if config.shared_mlp_size:
         shared = share_of(config.shared_mlp_size, num_ranks, rank, unit=block)
-    return _ExpertShares(config, share_of(config.mlp_size, num_ranks, rank, unit=block), shared)
+    routed = Share(0, config.mlp_size)
+    if placed is None:
+        routed = share_of(config.mlp_size, num_ranks, rank, unit=block)
+    return _ExpertShares(config, routed, shared, placed)
 
 
 def _expert_slices(
@@ -111,7 +129,10 @@ def _expert_slices(
 ) -> Iterator[tuple[str, TensorSlice]]:
     prefix, whole = config.names.of_layer(layer, ""), experts.whole
     block = f"{prefix}{layout.block}"
-    if layout.is_in_first:
+    if experts.placed is not None:
+        fused = f"{block}.experts" if layout.is_in_first else f"{prefix}{layout.other_block}.experts"
+        yield from placed_expert_slices(fused, experts.placed, whole.num_experts)
+    elif layout.is_in_first:
         yield from fused_expert_slices(f"{block}.experts", experts.routed, whole.mlp_size)
     else:
         fused = f"{prefix}{layout.other_block}.experts"
@@ -133,6 +154,6 @@ def _check(config: DecoderConfig, layout: RoutedLayout) -> None:
     if what:
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,
-            f"the model has {what}, which is not divided among ranks yet: set --tp-size 1",
+            f"the model has {what}, which is not divided among ranks yet: set --tp-size 1 and --ep-size 1",
             {"feature": what},
         )

@@ -28,6 +28,7 @@ def tensor_targets(config: DeepseekConfig, weights: DeepseekWeights) -> TensorTa
     if not config.is_tied:
         tensors["lm_head.weight"] = weights.head_DV.t()
     others: dict[str, OtherTarget] = {}
+    elsewhere: set[str] = set()
     blocks = [*weights.layers, *(layer.block for layer in weights.mtp_layers)]
     for index, layer in enumerate(blocks):
         prefix = layer_prefix(index)
@@ -35,6 +36,7 @@ def tensor_targets(config: DeepseekConfig, weights: DeepseekWeights) -> TensorTa
         if isinstance(layer.mlp, MoeWeights):
             experts = expert_targets(f"{prefix}mlp.experts", layer.mlp.experts)
             tensors.update(experts.tensors)
+            elsewhere.update(experts.elsewhere)
             others.update(experts.others)
     ignored = {"lm_head.weight"} if config.is_tied else set()
     for index, mtp_layer in enumerate(weights.mtp_layers, config.num_layers):
@@ -46,6 +48,7 @@ def tensor_targets(config: DeepseekConfig, weights: DeepseekWeights) -> TensorTa
         # Old checkpoints carry the rotary frequencies.
         is_ignored=lambda name: name in ignored or name.endswith("rotary_emb.inv_freq"),
         others=others,
+        elsewhere=frozenset(elsewhere),
     )
 
 

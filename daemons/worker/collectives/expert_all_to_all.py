@@ -1,0 +1,100 @@
+"""Expert dispatch by all-to-all between ranks: gloo between CPUs, whatever the communicator carries elsewhere.
+
+normal: ranks tell each other first how many rows come, then send just these. low latency: every rank sends as many
+places to every other one as the plan's shape allows at most, most of them empty, so that nothing has to be known first.
+
+Legend: P pairs of a row and an expert that it picked, R pairs that came here, D hidden size, N ranks, B bytes of a row
+and the number of its expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from radixmesh.daemons.runtime.steps.step import DispatchMode
+from radixmesh.daemons.worker.collectives.rank_group import RankGroup
+from radixmesh.daemons.worker.expert_dispatch import Dispatched, ExpertDispatch
+
+_EXPERT_BYTES = 8
+
+
+class _Route(NamedTuple):
+    """Way back. order_P: of the pairs as they were sent, by rank. sent_P, came_R: their places in what was exchanged.
+    to_ranks, from_ranks: places that were sent to, and came from, each rank."""
+
+    order_P: torch.Tensor
+    sent_P: torch.Tensor
+    came_R: torch.Tensor
+    to_ranks: Sequence[int]
+    from_ranks: Sequence[int]
+
+
+class AllToAllDispatch(ExpertDispatch):
+    """Ranks of `group`, which share the experts."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self.rank, self.size = group.rank, group.size
+        self.group = group
+        self._mode = DispatchMode.NORMAL
+        self._max_rows = 0
+
+    def begin_step(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
+        # A scheduler that knows no modes leaves it open.
+        is_low_latency = mode is DispatchMode.LOW_LATENCY and max_tokens_per_rank > 0
+        self._mode = DispatchMode.LOW_LATENCY if is_low_latency else DispatchMode.NORMAL
+        self._max_rows = max_tokens_per_rank
+
+    def dispatch(self, x_XD: torch.Tensor, rows_P: torch.Tensor, experts_P: torch.Tensor, num_experts: int,
+                 num_picks: int) -> Dispatched:  # fmt: skip
+        shares = [self.share(num_experts, rank) for rank in range(self.size)]
+        starts = torch.tensor([share.start for share in shares])
+        ranks_P = torch.bucketize(experts_P, starts, right=True) - 1
+        order_P = ranks_P.argsort(stable=True)
+        counts_N = ranks_P.bincount(minlength=self.size)
+        packed_PB = _pack(x_XD.index_select(0, rows_P[order_P]), experts_P[order_P])
+        if self._mode is DispatchMode.LOW_LATENCY:
+            capacity = self._max_rows * min(num_picks, max(share.size for share in shares))
+            assert int(counts_N.max()) <= capacity, (counts_N, capacity)
+            first_N = torch.arange(self.size) * capacity
+            # Places without a pair keep an expert of -1.
+            sent_XB = packed_PB.new_full((self.size * capacity, packed_PB.shape[1]), 0xFF)
+            to_ranks = from_ranks = [capacity] * self.size
+        else:
+            first_N = counts_N.cumsum(0) - counts_N
+            sent_XB = torch.empty_like(packed_PB)
+            to_ranks = counts_N.tolist()
+            from_ranks = self.group.stack(counts_N)[:, self.rank].tolist()
+        ranks_in_order_P = ranks_P[order_P]
+        within_P = torch.arange(len(order_P)) - (counts_N.cumsum(0) - counts_N)[ranks_in_order_P]
+        sent_P = first_N[ranks_in_order_P] + within_P
+        sent_XB[sent_P] = packed_PB
+        came_XB = self.group.all_to_all(sent_XB, to_ranks, from_ranks)
+        # Copies: a view as another type needs an aligned beginning.
+        experts_X = came_XB[:, -_EXPERT_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64).flatten()
+        came_R = (experts_X >= 0).nonzero().flatten()
+        came_RB = came_XB[came_R]
+        x_RD = came_RB[:, :-_EXPERT_BYTES].clone(memory_format=torch.contiguous_format).view(x_XD.dtype)
+        route = _Route(order_P, sent_P, came_R, to_ranks, from_ranks)
+        return Dispatched(x_RD, torch.arange(len(came_R)), experts_X[came_R], route)
+
+    def combine(self, dispatched: Dispatched, results_RD: torch.Tensor) -> torch.Tensor:
+        route = dispatched.route
+        assert isinstance(route, _Route)
+        back_XD = results_RD.new_zeros(sum(route.from_ranks), results_RD.shape[1])
+        back_XD[route.came_R] = results_RD
+        came_XD = self.group.all_to_all(back_XD, route.from_ranks, route.to_ranks)
+        results_PD = torch.empty(len(route.order_P), results_RD.shape[1], dtype=results_RD.dtype)
+        results_PD[route.order_P] = came_XD[route.sent_P]
+        return results_PD
+
+
+def _pack(x_PD: torch.Tensor, experts_P: torch.Tensor) -> torch.Tensor:
+    """uint8 [P, B]: one exchange carries both, whatever the dtype of the rows."""
+    num_bytes = x_PD.shape[1] * x_PD.element_size()
+    packed_PB = torch.empty(len(x_PD), num_bytes + _EXPERT_BYTES, dtype=torch.uint8)
+    packed_PB[:, :num_bytes] = x_PD.contiguous().view(torch.uint8)
+    packed_PB[:, num_bytes:] = experts_P.contiguous().view(torch.uint8).view(-1, _EXPERT_BYTES)
+    return packed_PB
