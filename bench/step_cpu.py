@@ -13,11 +13,13 @@ import argparse
 import asyncio
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +91,12 @@ def main() -> None:
         ours.append(asyncio.run(measure(args.step_ms, args.rows, args.tokens, flags)))
         if args.against is not None:
             theirs.append(_other(args))
-    report: dict[str, object] = {"command": " ".join(["python", *sys.argv]), "cores": os.cpu_count(), "ours": ours}
+    report: dict[str, object] = {
+        "command": " ".join(["python", *sys.argv]),
+        "machine": {"cores": os.cpu_count(), "load_average": os.getloadavg()},
+        "versions": {"python": platform.python_version(), "grpcio": version("grpcio")},
+        "ours": ours,
+    }
     if theirs:
         report["other"] = theirs
         report["ratio"] = {

@@ -115,3 +115,29 @@ async def test_what_a_call_raises_is_its_own() -> None:
         await queue.run(in_one_step(broken))
     assert await queue.run(in_one_step(lambda: 5)) == 5
     await asyncio.wait_for(queue.wait_until_idle(), 10)
+
+
+async def test_a_short_call_runs_at_once_on_the_loop_unless_others_wait() -> None:
+    queue, threads = new_queue(), []
+
+    def steps() -> Generator[int, None, str]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        yield 1
+        return "done"
+
+    def failing() -> Generator[int, None, str]:
+        yield 1
+        raise MeshError(ErrorReason.ERROR_REASON_INVALID_ARGUMENT, "no text")
+
+    assert await queue.run(steps(), is_short=True) == "done"
+    with pytest.raises(MeshError, match="no text"):
+        await queue.run(failing(), is_short=True)
+    gate = threading.Event()
+    waiting = asyncio.ensure_future(queue.run(in_one_step(lambda: gate.wait(60))))
+    await asyncio.sleep(0)
+    behind = asyncio.ensure_future(queue.run(steps(), is_short=True))
+    await asyncio.sleep(0)
+    gate.set()
+    assert await behind == "done" and await waiting
+    assert threads == [True, False]
+    queue.close()

@@ -26,6 +26,8 @@ from radixmesh.kernels.sampling.sample import (
 from radixmesh.kernels.sampling.sample_params import Needs, SampleParams
 
 _INT32_MAX = 2**31 - 1
+# Asked for in every step: an enum's own operators take microseconds.
+_LOGPROBS, _BEYOND_LOGPROBS = int(Needs.LOGPROBS), int(~Needs.LOGPROBS)
 
 
 class SlotSampler:
@@ -152,7 +154,7 @@ class SlotSampler:
         target: TokenTarget,
     ) -> None:
         """Samples again from the logits of the `sample_greedily` just before, if one of the rows is not greedy."""
-        if self._needs_of(host_slots) & ~Needs.LOGPROBS:
+        if self._need_bits(host_slots) & _BEYOND_LOGPROBS:
             self.sample(logits_TV, slots, positions, host_slots, target, has_highest=True)
 
     def sample(
@@ -176,7 +178,7 @@ class SlotSampler:
 
     def asking(self, host_slots: IntArray) -> Asking:
         """The rows of `host_slots` whose requests ask for logprobs."""
-        if not self._needs_of(host_slots) & Needs.LOGPROBS:
+        if not self._need_bits(host_slots) & _LOGPROBS:
             return NOBODY
         num_top = self._num_top[host_slots]
         rows = np.flatnonzero(num_top >= 0)
@@ -198,7 +200,10 @@ class SlotSampler:
             )
 
     def _needs_of(self, host_slots: IntArray) -> Needs:
-        return Needs(int(np.bitwise_or.reduce(self._needs[host_slots], initial=0)))
+        return Needs(self._need_bits(host_slots))
+
+    def _need_bits(self, host_slots: IntArray) -> int:
+        return int(np.bitwise_or.reduce(self._needs[host_slots], initial=0))
 
     def _with_penalties(self) -> SampleScratch:
         """Made when first needed: it is large."""
