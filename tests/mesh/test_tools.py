@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,18 +14,12 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from support.http import openai_client
 from support.mesh import Mesh, running_mesh
+from support.tool_folder import tool_folder
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAME = "tiny-llama"
 USER = [{"role": "user", "content": "Turn, please"}]
-FOLDER = Path(__file__).parents[2] / "compose" / "models" / NAME
-# A template whose texts say how calls are written; it takes tools and their answers.
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
-    "<|assistant|>{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>{% endif %}{% endif %}"
-)
 
 
 def tool(name: str, properties: dict[str, Any], **more: object) -> dict[str, Any]:
@@ -47,10 +39,7 @@ ASK: dict[str, Any] = {**BODY, "extra_body": {"enable_thinking": False}}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    folder = tmp_path_factory.mktemp("models") / NAME
-    shutil.copytree(FOLDER, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    folder = tool_folder(tmp_path_factory.mktemp("models"))
     async with running_mesh("cpu", model=NAME, folder=folder) as mesh:
         yield mesh
         assert mesh.bugs == []
