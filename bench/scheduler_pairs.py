@@ -4,8 +4,8 @@
     python bench/scheduler_pairs.py step-cost --before /tmp/before --repeats 5
 
 Times are CPU time of the scheduler's thread. Each repeat runs the two trees next to each other, the order changing from
-one to the next. ratio: the median, over repeats, of after over before. ratio_of_best: of the least times of each, which
-other load on the machine (it takes caches, and halves of cores) can only raise.
+one to the next. ratio: the median, over repeats, of after over before; ratios: all of them. Other load on the machine
+takes caches and halves of cores: where they spread widely, more repeats are needed.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def _row(taken: dict[str, list[Run]]) -> Run:
         "load_average": [run["load_average"] for run in taken["after"]],
         **{f"{name}_ms": round(statistics.median(values), 4) for name, values in times.items()},
         "ratio": round(statistics.median(ratios), 3),
-        "ratio_of_best": round(min(times["after"]) / min(times["before"]), 3),
-        "all_ms": {name: [round(value, 4) for value in values] for name, values in times.items()},
+        "ratios": [round(ratio, 3) for ratio in ratios],
         **{f"{name}_{key}": runs[0][key] for name, runs in taken.items() for key in same if key in runs[0]},
     }
 

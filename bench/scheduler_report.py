@@ -199,12 +199,34 @@ def _over_grpc(report: Run) -> str:
     return depth_table + "\n" + _table(head, kills)
 
 
+def _ranks(report: Run) -> str:
+    parts = ("plan_ms", "encode_ms", "join_ms", "process_ms", "step_ms", "step_p99_ms")
+    rows = [[run["ranks"], run["rows"], *(f"{run[part]:.2f}" for part in parts)] for run in report["runs"]]
+    return _table("ranks, rows of each, plan ms, encode, join, process, step, step p99", rows)
+
+
+def _pairs(report: Run) -> str:
+    rows = []
+    for run in report["runs"]:
+        load = f"{min(run['load_average']):.0f} to {max(run['load_average']):.0f}"
+        name = run["arguments"].removeprefix("--workload multi-turn --closed ").removeprefix("scheduler_ranks.py ")
+        spread = f"{min(run['ratios']):.2f} to {max(run['ratios']):.2f}"
+        times = (f"{run[f'{tree}_ms']:.2f}" for tree in ("before", "after"))
+        rows.append([f"`{name}`", *times, f"{run['ratio']:.2f}", spread, len(run["ratios"]), load])
+    commits = report["commits"]
+    before, after = (f"{tree} ({commits[tree]})" for tree in ("before", "after"))
+    return _table(f"run, {before} ms, {after} ms, ratio, of the pairs, pairs, load", rows)
+
+
 TABLES: dict[str, Callable[[Run], str]] = {
     "step-cost": _step_cost,
     "hit-rates": _hit_rates,
     "orders": _orders,
     "ageing": _gains,
     "over-grpc": _over_grpc,
+    "ranks": _ranks,
+    "ranks-pairs": _pairs,
+    "step-cost-pairs": _pairs,
 }
 
 

@@ -14,6 +14,8 @@ from support.mesh import Mesh
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
 SCRIPTS = Path(__file__).with_name("scripts")
 MODEL = "tiny-llama"
+# litellm imports it where a request has tools, and does not bring it.
+FURTHER = ("mcp",)
 PACKAGES = {
     "langchain": "langchain-openai",
     "litellm": "litellm",
@@ -27,7 +29,7 @@ PACKAGES = {
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """All libraries in one environment: they share most of what they need."""
-    return str(PythonEnvironment(tmp_path_factory.mktemp("python"), *PACKAGES.values()).bin / "python")
+    return str(PythonEnvironment(tmp_path_factory.mktemp("python"), *PACKAGES.values(), *FURTHER).bin / "python")
 
 
 async def test_the_openai_sdk(mesh: Mesh, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from support.mesh import Mesh, running_mesh
 from support.node import NODE, node_or_skip
 
 from radixmesh.cli.plain_health import ask_plain
+from radixmesh.daemons.runtime.arrays import pack_ints
 
 TIMEOUT_S = 120.0
 
@@ -187,6 +189,13 @@ async def test_commands_that_need_no_mesh(folder: Path) -> None:
     assert page.read_text() == (ROOT / "docs" / "observability.md").read_text()
     if shutil.which("openssl"):
         assert (folder / "tls" / "alice.pem").exists()
+
+
+async def test_packed_ids_are_read_and_written(folder: Path) -> None:
+    """The page reads the very ids that it writes, packed as daemons pack them."""
+    read, write = of_test("test_packed_ids_are_read_and_written")
+    assert [int(word) for word in (await run(read, folder)).split()] == [1, 74, 311]
+    assert (await run(write, folder)).strip() == base64.b64encode(pack_ints([1, 74, 311])).decode() in read
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,17 @@ async def kill_all(
     model: str = "tiny-llama",
     worker: Mapping[str, object] | None = None,
     overlays: Sequence[Path] = (),
+    is_against_itself: bool = False,
 ) -> list[Kill]:
+    """is_against_itself: answers are those of the undisturbed mesh, not those of the manifest."""
     pick = random.Random(SEED)
     # Steps of the tiny model are quick: at least two simulated milliseconds keep streams open over several kills.
     worker = ({"simulated_base_us": 6000} if backend == "simulated" else {}) | dict(worker or {})
     async with running_mesh(backend, model=model, worker=worker, overlays=overlays) as mesh:
-        jobs = await with_answers(mesh, load_jobs(backend, model))
+        jobs = load_jobs(backend, model)
+        if is_against_itself:
+            jobs = [replace(job, answers=()) for job in jobs]
+        jobs = await with_answers(mesh, jobs)
         kills = []
         async with StreamLoad(mesh.client, jobs, num_streams=NUM_STREAMS) as load:
             await load.all_progressed(0.0)
@@ -98,6 +104,14 @@ async def kill_all(
 async def test_no_stream_notices_a_kill() -> None:
     kills = await kill_all("cpu", [(service, signal.SIGKILL) for service in SERVICES])
     assert len(kills) == len(SERVICES)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+async def test_no_stream_over_pages_of_fp8_notices_a_kill() -> None:
+    """Pages that a scheduler adopts, and those that the next worker computes anew, give the same tokens."""
+    plan = [(service, signal.SIGKILL) for service in ("scheduler", "worker")]
+    assert len(await kill_all("cpu", plan, worker={"kv_dtype": "fp8"}, is_against_itself=True)) == len(plan)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The Node client's own tests (node:test): its parts, and the whole against a live mesh whose routers it kills."""
 
 import json
+import shlex
 
 import pytest
 from support.jobs import MODEL
@@ -32,3 +33,10 @@ async def test_node_client_against_a_live_mesh() -> None:
         assert "# fail 0" in output and "# skipped 0" in output, output[-6000:]
         assert all(mesh.cluster.status("router", replica).restarts >= 1 for replica in (1, 2))
         assert (await mesh.scheduler_state()).num_page_violations == 0
+
+
+async def test_the_example_ends_well_when_its_reader_leaves() -> None:
+    node = node_or_skip()
+    async with running_mesh("simulated") as mesh:
+        example = f"{shlex.quote(node)} examples/stream.js 'The Tyger' {mesh.routers[0]} 2>&1 | head -c 4"
+        assert await run_node("/bin/bash", "-c", f"{example}; exit ${{PIPESTATUS[0]}}") == "The "

@@ -18,6 +18,7 @@ _HERE = "tests/mesh/test_docs_commands.py"
 _MESH = f"{_HERE}::test_commands_beside_a_running_mesh_do_what_pages_say"
 _MORE = f"{_HERE}::test_further_snippets_run_as_printed"
 _BY_HAND = f"{_HERE}::test_daemons_that_are_started_by_hand_answer"
+_IDS = f"{_HERE}::test_packed_ids_are_read_and_written"
 _LOADS = f"{_HERE}::test_loads_measure_the_mesh"
 _FILES = f"{_HERE}::test_commands_that_need_no_mesh"
 _CI = NotHere("CI runs it (.ci/run)")
@@ -68,6 +69,12 @@ COMMANDS: dict[str, str | NotHere] = {
     'radixmesh generate --router 127.0.0.1:50065 --max-tokens 32 "The Tyger"': _BY_HAND,
     "python -m radixmesh.daemons.runtime.telemetry.metrics_table docs/observability.md": _FILES,
     "compose/make_certificates.sh tls client alice": _FILES,
+    'grpcurl -plaintext -d \'{"text": "The Tyger", "stop": {"maxTokens": 8}}\' localhost:50050 '
+    "radixmesh.router.v1.RouterService/Generate": NotHere(
+        "needs grpcurl; tests/clients has a client that knows reflection alone"
+    ),
+    "echo AQAAAEoAAAA3AQAA | base64 -d | od -An -v -w4 -t d4": _IDS,
+    "python3 -c 'import base64, struct; print(base64.b64encode(struct.pack(\"<3i\", 1, 74, 311)).decode())'": _IDS,
     "docker compose -f compose/local.yml up --build": _DOCKER,
     "docker compose -f compose/local.yml -f compose/observe.yml up --build": _DOCKER,
     "sudo compose/make_base.sh radixmesh-base:bookworm": _DOCKER,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from support.planner_world import Record, World
+from support.planner_world import VOCAB_SIZE, Record, World
 
 from radixmesh.daemons.runtime.finish_reason import FinishReason
 from radixmesh.daemons.runtime.rpc.frames import MAX_PLAN_BYTES
@@ -176,3 +176,26 @@ def test_plans_stay_messages_that_a_worker_takes() -> None:
     plans = world.log[num_planned:]
     assert sum(len(plan.admits) for plan in plans) == len(records)
     assert max(len(encode_plan(plan)) for plan in plans) < MAX_PLAN_BYTES
+
+
+def test_a_group_with_a_larger_vocabulary_is_watched_for_all_of_its_ids() -> None:
+    world = World()
+    world.run()
+    world.group = replace(world.group, vocab_size=2 * VOCAB_SIZE)
+    world.begin_epoch()
+    record = world.submit([1, 2, 3], stop=Stop(max_tokens=4, stop_ids=(VOCAB_SIZE + 5,), ignore_eos=True))
+    world.run()
+    assert record.tokens == world.expected(record.submission) and len(record.tokens) == 4
+
+
+def test_a_step_without_a_device_time_teaches_nothing_about_later_ones() -> None:
+    world = World()
+    world.submit([1, 2, 3], stop=Stop(max_tokens=4, ignore_eos=True))
+    assert world.plan() and world.execute()
+    result = world.results.popleft()
+    world.take(world.planner.process(replace(result, device_start_ns=5, device_end_ns=5)))
+    assert world.planner.estimate.expect_us(1) == 0
+    assert world.plan() and world.execute()
+    result = world.results.popleft()
+    world.take(world.planner.process(replace(result, device_start_ns=5, device_end_ns=7_005)))
+    assert world.planner.estimate.expect_us(1) == 7

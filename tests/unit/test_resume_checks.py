@@ -73,6 +73,29 @@ def test_as_many_outputs_as_a_request_may_have() -> None:
     check_resume(good(MAX_N))
 
 
+def test_one_token_is_enough() -> None:
+    request = changed(set_in("resolved.stop.max_tokens", 1))
+    for output in request.resume.outputs:
+        output.output_ids = pack_ints([8])
+    check_resume(request)
+
+
+def test_a_task_is_one_that_is_offered_and_a_pooled_one_has_one_output() -> None:
+    with pytest.raises(MeshError, match="task 99 is none"):
+        check_resume(changed(set_in("resolved.task", 99)))
+    pooled = changed(set_in("resolved.task", Task.EMBED.value), num_outputs=2)
+    for output in pooled.resume.outputs:
+        output.output_ids, output.text_bytes = b"", 0
+    pooled.resume.resolved.stop.max_tokens = 1
+    check_resume(pooled)
+    with pytest.raises(MeshError) as caught:
+        rebuild(pooled, IDENTITY)
+    assert caught.value.metadata["field"] == "n"
+    del pooled.resume.outputs[1:], pooled.resume.resolved.seeds[1:]
+    resolved, _ = rebuild(pooled, IDENTITY)
+    assert (resolved.task, resolved.ids_only) == (Task.EMBED, True)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

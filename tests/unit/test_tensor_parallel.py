@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from support.deepseek_folders import random_deepseek, save_deepseek
 from support.family_table import examples
 from support.fp8_folders import Form, write_fp8
@@ -225,3 +228,21 @@ def test_blocks_of_fp8_bound_the_cuts(tmp_path: Path) -> None:
     alone = logits_of(load(folder, is_deterministic=False), [NUM_TOKENS])
     for logits in by_ranks(folder, 2, [NUM_TOKENS], is_deterministic=False):
         assert np.abs(logits - alone).max() < 1e-4 * max(1.0, np.abs(alone).max())
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_quantise_their_heads_by_the_scales_of_these(size: int, tmp_path: Path) -> None:
+    """By the first head's scales much is clamped, by the second one's nothing: heads are not mixed up. Four ranks share
+    two KV heads."""
+    folder = save_model(random_model("qwen3", seed=3), tmp_path / "qwen")
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(json.loads((folder / "config.json").read_text())["num_hidden_layers"]):
+        for plane in "kv":
+            tensors[f"model.layers.{layer}.self_attn.{plane}_scale"] = torch.tensor([0.0005, 0.05])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    expected, cuts = load(folder, kv_dtype="fp8"), [25, 1, 14]
+    want, unscaled = logits_of(expected, cuts), logits_of(load(folder), cuts)
+    assert np.abs(want - unscaled).max() > 0.1 * np.abs(unscaled).max(), "clamped"
+    for logits in by_ranks(folder, size, cuts, kv_dtype="fp8"):
+        # A number may be rounded to its neighbour.
+        np.testing.assert_allclose(logits, want, rtol=0, atol=0.02 * np.abs(want).max())

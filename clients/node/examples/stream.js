@@ -5,6 +5,13 @@ const [prompt = "The Tyger", ...routers] = process.argv.slice(2);
 const mesh = new RadixMesh({ routers: routers.length ? routers : ["127.0.0.1:50050"] });
 const leaving = new AbortController();
 process.once("SIGINT", () => leaving.abort());
+// A reader that has left (`| head -1`) wants no more.
+let hasReader = true;
+process.stdout.on("error", (error) => {
+  if (error.code !== "EPIPE") throw error;
+  hasReader = false;
+  leaving.abort();
+});
 try {
   const stream = mesh.generate(prompt, { temperature: 0, maxTokens: 256, signal: leaving.signal });
   process.stdout.write(prompt);
@@ -13,8 +20,10 @@ try {
     if (finish) console.log(`\n[${finish.reason}, ${finish.usage.outputTokens} tokens, resumed ${stream.numResumptions} times]`);
   }
 } catch (error) {
-  console.error(`\n${error.reason ?? error.name}: ${error.message}`);
-  process.exitCode = 1;
+  if (hasReader) {
+    console.error(`\n${error.reason ?? error.name}: ${error.message}`);
+    process.exitCode = 1;
+  }
 } finally {
   mesh.close();
 }

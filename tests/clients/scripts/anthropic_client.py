@@ -1,5 +1,6 @@
-"""The Anthropic SDK: whole and streamed messages, blocks, counted tokens, and errors by its own types."""
+"""The Anthropic SDK: whole and streamed messages, blocks, schemas, counted tokens, and errors by its own types."""
 
+import json
 import sys
 
 import anthropic
@@ -26,6 +27,13 @@ counted = client.messages.count_tokens(model=MODEL, messages=messages)
 assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 stopped = client.messages.create(messages=messages, stop_sequences=[text[2:4]], **options)
 assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == text[2:4]
+schema = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
+schema["additionalProperties"] = False
+shape = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
+shaped = client.messages.create(
+    messages=messages, **{**options, "max_tokens": 400, "extra_body": {**shape, "temperature": 0}}
+)
+assert json.loads(shaped.content[0].text)["side"] in ("left", "right"), shaped
 for wanted, fields in (
     (anthropic.NotFoundError, {"model": "nobody"}),
     (anthropic.BadRequestError, {"extra_body": {"temperature": -1}}),

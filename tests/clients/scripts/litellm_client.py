@@ -1,5 +1,6 @@
-"""litellm: chat, streams, text, embeddings, a list of models, and errors by its own types."""
+"""litellm: chat, streams, schemas, tool calls, text, embeddings, and errors by its own types."""
 
+import json
 import os
 import sys
 
@@ -17,6 +18,15 @@ parts = litellm.completion(
 )
 texts = [part.choices[0].delta.content or "" for part in parts if part.choices]
 assert "".join(texts) == whole.choices[0].message.content
+schema = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
+schema["additionalProperties"] = False
+shape = {"type": "json_schema", "json_schema": {"name": "turn", "schema": schema, "strict": True}}
+shaped = litellm.completion(messages=messages, response_format=shape, temperature=0, max_tokens=400, **options)
+assert json.loads(shaped.choices[0].message.content)["side"] in ("left", "right")
+tool = {"type": "function", "function": {"name": "turn", "description": "Turns.", "parameters": schema}}
+called = litellm.completion(messages=messages, tools=[tool], tool_choice="required", temperature=0, **options)
+call = called.choices[0].message.tool_calls[0]
+assert call.function.name == "turn" and json.loads(call.function.arguments)["side"] in ("left", "right"), called
 text_options = {**options, "model": f"text-completion-openai/{MODEL}"}
 assert litellm.text_completion(prompt="The Tyger", max_tokens=8, **text_options).choices[0].text
 vectors = litellm.embedding(input=["The Tyger", "Lorelei"], **options)

@@ -1,8 +1,11 @@
-"""The openai SDK: chat, streams, tools in the history, logprobs, embeddings, models, raw headers, errors."""
+"""The openai SDK: chat, streams, schemas, tool calls, logprobs, embeddings, models, raw headers, errors."""
 
+import json
 import sys
+from typing import Literal
 
 import openai
+from pydantic import BaseModel
 
 URL, MODEL = sys.argv[1:]
 client = openai.OpenAI(base_url=URL, api_key="none", max_retries=0)
@@ -23,6 +26,29 @@ with client.responses.stream(model=MODEL, input="Who are you?", temperature=0) a
     assert "".join(deltas) == stream.get_final_response().output_text == answer.output_text
 went_on = client.responses.create(model=MODEL, input="And?", previous_response_id=answer.id, max_output_tokens=4)
 assert went_on.usage.input_tokens > answer.usage.input_tokens and client.responses.retrieve(answer.id).id == answer.id
+
+
+class Turn(BaseModel):
+    """A side to turn to."""
+
+    side: Literal["left", "right"]
+
+
+SIDES = ("left", "right")
+parsed = client.chat.completions.parse(
+    model=MODEL, messages=messages, response_format=Turn, temperature=0, max_tokens=400
+)
+assert parsed.choices[0].message.parsed.side in SIDES
+shaped = client.responses.parse(model=MODEL, input="Where?", text_format=Turn, temperature=0, max_output_tokens=400)
+assert shaped.output_parsed.side in SIDES
+tool = openai.pydantic_function_tool(Turn)
+asked = {"model": MODEL, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
+answered = client.chat.completions.create(messages=messages, **asked).choices[0]
+(call,) = answered.message.tool_calls
+assert answered.finish_reason == "tool_calls" and json.loads(call.function.arguments)["side"] in SIDES, answered
+with client.chat.completions.stream(messages=messages, **asked) as stream:
+    events = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+assert [event.parsed_arguments.side in SIDES for event in events] == [True]
 raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=2, user="me")
 assert raw.headers["x-request-id"] and "user" in raw.headers["x-radixmesh-ignored-fields"]
 for wanted, more in (
