@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -43,7 +44,9 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         async with Processes(Path(folder), "unix", start_s=_START_S) as processes:
             started = time.monotonic()
-            await processes.start("worker", "worker", worker_flags(args, Path(folder), metrics))
+            os.environ["EXPERTS_HIT"] = str(Path(folder) / "experts-hit.json")
+            through = (str(Path(__file__).with_name("count_experts.py")), "-m") if args.count_experts else ("-m",)
+            await processes.start("worker", "worker", worker_flags(args, Path(folder), metrics), through=through)
             started = time.monotonic() - started
             log = (Path(folder) / "worker.log").read_text()
             scheduler = {"workers": processes.address("worker"), "pipeline_depth": args.depth, **_flags(args.scheduler)}
@@ -86,14 +89,18 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
         await asyncio.sleep(0.5)
         cpu = {n: cpu_s(processes.pid(n)) for n in ("worker", "scheduler")}
         busy, steps = await device_steps(metrics)
+        hits = await asyncio.to_thread(_experts_hit, processes.pid("worker")) if args.count_experts else (0, 0)
         start = time.monotonic()
         await stream.submit(prompts, lengths)
         await stream.until(num_finished=len(turns), timeout_s=args.timeout_s)
         wall = stream.last_token_at - start
         after_busy, after_steps = await device_steps(metrics)
+        after_hits = await asyncio.to_thread(_experts_hit, processes.pid("worker")) if args.count_experts else (0, 0)
         tokens = sum(lengths)
         assert stream.num_tokens == tokens, (stream.num_tokens, tokens)
+    hit, layers = after_hits[0] - hits[0], after_hits[1] - hits[1]
     return {
+        **({"experts_hit_a_layer": round(hit / layers, 2)} if layers else {}),
         "out_tok_s": round(tokens / wall, 1),
         "seconds": round(wall, 3),
         "first_token_s": round(stream.first_token_at - start, 4),
@@ -107,6 +114,18 @@ async def _run(processes: Processes, name: str, metrics: str, run: int, args: ar
         "scheduler_cores": round((cpu_s(processes.pid("scheduler")) - cpu["scheduler"]) / wall, 2),
         "roofline_share": round(workload_roofline_s(args.shape, prompts, lengths, _quantization(args)) / wall, 4),
     }
+
+
+def _experts_hit(pid: int) -> tuple[int, int]:
+    """(experts hit, routed layers run) so far, of a worker that counts them."""
+    path, deadline = Path(os.environ["EXPERTS_HIT"]), time.monotonic() + 30.0
+    path.unlink(missing_ok=True)
+    os.kill(pid, signal.SIGUSR1)
+    while not path.exists():
+        assert time.monotonic() < deadline, "the worker does not write its counts"
+        time.sleep(0.02)
+    hit, layers = json.loads(path.read_text())
+    return hit, layers
 
 
 def worker_flags(args: argparse.Namespace, folder: Path, metrics: str) -> dict[str, object]:
@@ -168,6 +187,9 @@ def main() -> None:
     parser.add_argument("--depth", default="auto")
     parser.add_argument("--num-requests", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=200.0)
+    parser.add_argument(
+        "--count-experts", action="store_true", help="experts hit a layer and step; slower: take speeds without it"
+    )
     parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")
     parser.add_argument("--scheduler", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the scheduler")
     print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=1))

@@ -14,13 +14,16 @@ def _ids(random: np.random.Generator, count: int) -> bytes:
     return random.integers(0, 100_000, count, dtype=np.int32).tobytes()
 
 
-def groups(random: np.random.Generator, *, count: int, zipf: bool, prefix: int = 1536, own: int = 64) -> Conversation:
-    """384 prompts: a prefix of one of the groups and some tokens of their own."""
+def groups(
+    random: np.random.Generator, *, count: int, zipf: bool, requests: int = 384, num_output: int = 24
+) -> Conversation:
+    """Prompts: a prefix of one of the groups and some tokens of their own."""
+    prefix, own = 1536, 64
     prefixes = [_ids(random, prefix) for _ in range(count)]
     weights = np.array([1.0 / (rank + 1) ** 1.2 if zipf else 1.0 for rank in range(count)])
-    chosen = random.choice(count, size=384, p=weights / weights.sum())
+    chosen = random.choice(count, size=requests, p=weights / weights.sum())
     for group in chosen:
-        yield prefixes[int(group)] + _ids(random, own), 24
+        yield prefixes[int(group)] + _ids(random, own), num_output
 
 
 def chat(random: np.random.Generator, system: bytes, *, turns: int = 6) -> Conversation:
@@ -56,5 +59,11 @@ WORKLOADS: dict[str, Callable[[np.random.Generator, int], tuple[list[Conversatio
     "zipf_groups": lambda random, n: ([groups(random, count=24, zipf=True)], 12 * n, 24 * 1536 // 3 + 12 * 1700),
     "chats": lambda random, n: (_chats(random), 8 * n, 24_000),
     "random": lambda random, n: ([unrelated(random)], 12 * n, 30_000),
+    # More clients than slots: 64 a replica.
+    "crowd": lambda random, n: (
+        [groups(random, count=24, zipf=True, requests=400 * n, num_output=100)],
+        80 * n,
+        8 * 1536 + 140 * 200,
+    ),
     "seed": lambda random, n: ([seed_kind(random, count=10 * n, requests=160 * n)], 8 * n, 14 * 4096 + 8 * 4200),
 }

@@ -80,6 +80,8 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
     parts = [f"group {group}", f"{load.num_running} running {load.num_waiting} waiting", pages]
     if state.quarantined_pages:
         parts.append(f"{state.quarantined_pages} quarantined")
+    if state.expert_balancedness:
+        parts.append(f"experts balanced {state.expert_balancedness:.2f}")
     figures: dict[str, int | str] = {
         "kind": "scheduler",
         "group": group,
@@ -89,6 +91,7 @@ async def _ask_scheduler(channel: grpc.aio.Channel, timeout_s: float) -> _Answer
         "cached_pages": load.cached_pages,
         "total_pages": load.total_pages,
         "quarantined_pages": state.quarantined_pages,
+        "expert_balancedness": f"{state.expert_balancedness:.3f}",
     }
     return _Answer(load.epoch, ", ".join(parts), figures)
 
@@ -112,6 +115,8 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
         "tp_size": what.layout.tp_size or 1,
         "dp_rank": what.layout.dp_rank,
         "dp_size": what.layout.dp_size or 1,
+        "ep_rank": what.layout.ep_rank,
+        "ep_size": what.layout.ep_size or 1,
         "group_generation": what.group_generation,
     }
     load = f"{what.backend}, {what.num_slots} slots, {what.num_pages} pages{rank}"
@@ -120,7 +125,12 @@ async def _ask_worker(channel: grpc.aio.Channel, timeout_s: float) -> _Answer:
 
 def _place_of(what: worker_pb2.Capabilities) -> str:
     """The rank, and its place in each kind of parallelism that there is."""
-    kinds = (("tp", what.layout.tp_rank, what.layout.tp_size), ("dp", what.layout.dp_rank, what.layout.dp_size))
+    layout = what.layout
+    kinds = (
+        ("tp", layout.tp_rank, layout.tp_size),
+        ("dp", layout.dp_rank, layout.dp_size),
+        ("ep", layout.ep_rank, layout.ep_size),
+    )
     places = " ".join(f"{kind} {rank}/{size}" for kind, rank, size in kinds if size > 1)
     return f"rank {what.rank} of {what.world_size}" + (f" ({places})" if places else "")
 

@@ -1,15 +1,16 @@
 """The cost of placing an output, in tokens to prefill: routers choose a replica by it, schedulers a data-parallel rank.
 
-It is the time that all requests together lose, so the least of it gives the most throughput to clients that wait for
-answers (Little's law), and a place with a short queue to those who wait for a first token:
+It counts the time that requests lose by the choice, its own and that of others:
 
 - its own wait: the tokens queued there, and those of the prompt that are not cached;
-- that of the outputs there: all of them stand still while those tokens are computed;
+- that of outputs there, which stand still while those tokens are computed. Not in full: a prefix that is computed a
+  second time serves all later requests with it, and where many outputs share few slots a second place is worth more;
 - that of later ones: tokens computed again, since the prompt's KV evicts cached prefixes;
 - a row more in every step of the outputs there.
 
 The longest prefix alone would send everything that shares one to the same place; so it spreads to a second one as soon
-as waiting costs more than computing. A place with few outputs computes it first: it holds up fewer.
+as waiting costs more than computing, and first to one with few outputs. The factors are those that served six kinds of
+load best in virtual time (bench/router_policies.py): counting all outputs in full cost 14% of the tokens/s of a crowd.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ IntColumn = npt.NDArray[np.int64]
 
 # Of an evicted token: some of what is evicted is never asked for again.
 _EVICTED = 0.5
+# Of an uncached token, for each of the first outputs there.
+_HELD_UP, _MOST_HELD_UP = 0.25, 8
 # Of an output there: a row costs a step about what a token of a prompt does, and some steps are to come.
 _OUTPUT = 16.0
 
@@ -38,8 +41,9 @@ def placement_costs(
     matched_tokens: of the prompt, cached there. free_tokens: room in KV memory that nobody's prefix takes.
     """
     uncached = num_tokens - matched_tokens
+    held_up = _HELD_UP * np.minimum(num_outputs, _MOST_HELD_UP)
     evicted = np.maximum(uncached - free_tokens, 0)
     costs: npt.NDArray[np.float64] = (
-        queued_tokens + uncached * (1 + num_outputs) + _EVICTED * evicted + _OUTPUT * num_outputs
+        queued_tokens + uncached * (1.0 + held_up) + _EVICTED * evicted + _OUTPUT * num_outputs
     )
     return costs

@@ -49,6 +49,7 @@ class SchedulerMetrics:
         metrics.requests_waiting_for_prefix.set(planner.num_waiting_for_prefix)
         metrics.cache_hit_ratio.set(counters.hit_rate)
         metrics.decode_reserve_tokens.set(planner.decode_reserve_tokens)
+        metrics.expert_balancedness.set(counters.expert_load.balancedness)
         self._add("steps", metrics.steps, counters.num_steps)
         self._add("prefill", metrics.step_tokens.labels("prefill"), counters.prefilled_tokens)
         self._add("decode", metrics.step_tokens.labels("decode"), counters.output_tokens)

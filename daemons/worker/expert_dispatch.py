@@ -45,6 +45,8 @@ class ExpertDispatch(ABC):
 
     rank: int = 0
     size: int = 1
+    num_pairs: int = 0
+    """Pairs that came to this rank since it started."""
 
     def share(self, num_experts: int, rank: int | None = None) -> ExpertShare:
         """Experts that a rank holds, by default this one: contiguous, as many as on any other or one more."""

@@ -139,6 +139,8 @@ class StepOutput:
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     start_ns: int
     end_ns: int
+    expert_rows: int | None = None
+    """As in StepResult; None: all experts are here."""
 
 
 class ModelRunner(ABC):

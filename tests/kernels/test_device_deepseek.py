@@ -126,10 +126,14 @@ def test_fp8_weights_are_refused() -> None:
         load_device_runner(TINY_DEEPSEEK, replace(_SETTINGS, quantization="fp8"), HostDevice())
 
 
-def test_attention_without_latents_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "hint"), [({"attention_backend": "flashinfer"}, "--attention-backend triton"), ({"kv_dtype": "fp8"}, "")]
+)
+def test_attention_without_latents_is_refused_before_weights_are_read(
+    flags: dict[str, str], hint: str, tmp_path: Path
+) -> None:
     """There are none: reading them would fail."""
     (tmp_path / "config.json").write_text((TINY_DEEPSEEK / "config.json").read_text())
-    settings = replace(_SETTINGS, attention_backend="flashinfer")
-    with pytest.raises(MeshError, match="--attention-backend triton") as refused:
-        load_device_runner(tmp_path, settings, HostDevice())
-    assert refused.value.reason_name.endswith("UNSUPPORTED")
+    with pytest.raises(MeshError, match=hint) as refused:
+        load_device_runner(tmp_path, replace(_SETTINGS, **flags), HostDevice())
+    assert refused.value.reason_name == "UNSUPPORTED"

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +68,15 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     launches = _compiled("experts", dtype, *sizes)
     names = {launch["kernel"] for launch in launches}
     assert names >= {"_route_kernel", "_group_rows_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"}
+    assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
+def test_every_kernel_of_a_runner_compiles_and_fits(model):
+    launches = _compiled("runner", Path(__file__).parents[2] / "compose" / "models" / model)
+    assert len({launch["kernel"] for launch in launches}) > 15
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
 
 

@@ -27,13 +27,13 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             num_running=3, num_waiting=2, total_pages=100, free_pages=60, cached_pages=30, epoch=7
         )
         load.group = scheduler_pb2.GROUP_STATE_SERVING
-        return scheduler_pb2.GetStateResponse(load=load, quarantined_pages=1)
+        return scheduler_pb2.GetStateResponse(load=load, quarantined_pages=1, expert_balancedness=0.913)
 
 
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
     async def GetCapabilities(self, request, context):
         what = worker_pb2.Capabilities(backend="cpu", num_slots=8, num_pages=100, rank=1, world_size=2)
-        what.layout.MergeFrom(worker_pb2.RankLayout(tp_rank=1, tp_size=2, dp_size=1))
+        what.layout.MergeFrom(worker_pb2.RankLayout(tp_rank=1, tp_size=2, dp_size=1, ep_rank=1, ep_size=2))
         what.group_generation = 3
         return worker_pb2.GetCapabilitiesResponse(highest_epoch=6, capabilities=what)
 
@@ -66,10 +66,10 @@ async def report_of(*arguments):
 
 async def test_every_kind_of_daemon_is_recognised_by_its_services():
     scheduler = await report_of(scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server, Scheduler())
-    load = "group serving, 3 running 2 waiting, pages 60 free 30 cached of 100, 1 quarantined"
+    load = "group serving, 3 running 2 waiting, pages 60 free 30 cached of 100, 1 quarantined, experts balanced 0.91"
     assert scheduler == ("serving", 7, load)
     worker = await report_of(worker_pb2_grpc.add_WorkerServiceServicer_to_server, Worker())
-    assert worker == ("serving", 6, "cpu, 8 slots, 100 pages, rank 1 of 2 (tp 1/2), generation 3")
+    assert worker == ("serving", 6, "cpu, 8 slots, 100 pages, rank 1 of 2 (tp 1/2 ep 1/2), generation 3")
     router = await report_of(router_pb2_grpc.add_RouterAdminServiceServicer_to_server, RouterAdmin())
     assert router == ("serving", None, "5 running, schedulers 1 of 2 connected")
     assert await report_of() == ("serving", None, "")

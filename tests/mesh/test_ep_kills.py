@@ -25,7 +25,8 @@ async def kill_under_load(plan: list[tuple[str, signal.Signals]]) -> None:
         await kill_in_turn(mesh, jobs, plan, num_streams=NUM_STREAMS, seed=SEED)
         state: scheduler_pb2.GetStateResponse = await mesh.scheduler_state()
         assert state.num_page_violations == 0
-        assert [rank.dp_rank for rank in state.load.ranks] == [0, 1]
+        # Both ranks' experts have computed.
+        assert 0.5 < state.expert_balancedness <= 1.0, state
 
 
 @pytest.mark.slow

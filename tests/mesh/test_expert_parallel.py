@@ -48,6 +48,8 @@ async def check_recitations(
             for _ in range(2):
                 await recited(client, chosen[:1])
             counters = daemon.daemon.loop.planner.counters
+            loads = counters.expert_load.rows
+            assert len(loads) == tp_size * dp_size and min(loads) > 0 and 0.3 < counters.expert_load.balancedness <= 1
             assert counters.cached_tokens and (counters.num_retracted or dp_size > 2), repr(counters)
         cores = [running.daemon.core for running in ranks.workers.values()]
         assert {core.ledger.group_generation for core in cores} == {1}

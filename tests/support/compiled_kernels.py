@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -133,9 +134,30 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
         grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD)
 
 
+def _runner_launches(folder: Path) -> None:
+    """The warm-up of a model's runner, from one row on, with all of the project's kernels."""
+    from radixmesh.daemons.worker.cuda import kernel_choice
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
+    from support.device_settings import TINY_SETTINGS
+    from support.replaying_device import ReplayingDevice
+
+    kernel_choice._kernels_name = lambda settings, device: "triton"
+    for is_deterministic in (False, True):
+        settings = replace(
+            TINY_SETTINGS,
+            attention_backend="triton",
+            cuda_graphs=True,
+            use_pdl=True,
+            num_pages=400,
+            num_slots=64,
+            deterministic=is_deterministic,
+        )
+        load_device_runner(folder, settings, ReplayingDevice()).warm_up()
+
+
 def main() -> None:
-    """Arguments: attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS
-    ROWS ..."""
+    """Arguments: runner FOLDER; attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; or experts DTYPE
+    HIDDEN MLP EXPERTS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -147,7 +169,9 @@ def main() -> None:
 
     JITFunction.run = record
     what, *rest = sys.argv[1:]
-    if what == "attention":
+    if what == "runner":
+        _runner_launches(Path(rest[0]))
+    elif what == "attention":
         _attention_launches(int(rest[0]), int(rest[1]), *(getattr(torch, name) for name in rest[2:]))
     elif what == "latents":
         _latent_launches(getattr(torch, rest[0]), *map(int, rest[1:]))

@@ -1,11 +1,13 @@
 """Rooflines of measured shapes: weights that a step reads, of which routed experts only those that are hit."""
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -40,3 +42,27 @@ def test_one_row_reads_its_picks_and_many_rows_read_all_experts(shapes: ModuleTy
     assert shapes.sampling_temperature("deepseek-v2-lite") == 1.0
     assert shapes.sampling_temperature("llama-3.2-3b") == 0.0
     assert shapes.weights("llama-3.2-3b").experts_hit(256) == 0.0
+
+
+def test_experts_that_rows_hit_are_counted(shapes: ModuleType, tmp_path: Path) -> None:
+    """On the device that routes them, once for each expert and layer."""
+    from gpu.count_experts import HitCounter, count_in
+
+    from radixmesh.daemons.worker.cuda.ops import TorchOps
+    from radixmesh.kernels.moe.route import RouterRule
+
+    class CountedOps(TorchOps):
+        pass
+
+    counter, path = HitCounter(), tmp_path / "hits.json"
+    counter.write(path)
+    assert json.loads(path.read_text()) == [0, 0]
+    count_in(CountedOps, counter)
+    logits_TE = torch.full((3, 8), -9.0)
+    logits_TE[:, 2] = 9.0
+    logits_TE[torch.arange(3), torch.tensor([0, 0, 7])] = 5.0
+    routes = CountedOps().route(logits_TE, RouterRule(num_picks=2))
+    assert routes.expert_ids_TA.tolist() == [[2, 0], [2, 0], [2, 7]]
+    CountedOps().route(logits_TE[:1], RouterRule(num_picks=2))
+    counter.write(path)
+    assert json.loads(path.read_text()) == [3 + 2, 2]

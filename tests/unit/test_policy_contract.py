@@ -108,11 +108,18 @@ def test_cache_aware_computes_a_prefix_again_where_that_holds_up_the_fewest() ->
     policy = make_policy("cache_aware")
 
     def chosen(outputs: int) -> int:
-        return pick(policy, candidates_of({"a": 8, "b": outputs}, matched_tokens=[900, 0], queued_tokens=[4000, 0]))
+        return pick(policy, candidates_of({"a": 8, "b": outputs}, matched_tokens=[900, 0], queued_tokens=[1500, 0]))
 
     assert [chosen(0), chosen(2), chosen(8)] == [1, 1, 0]
-    # With nothing cached, a place with fewer outputs beats one with a shorter queue.
-    assert pick(policy, candidates_of({"a": 9, "b": 6}, queued_tokens=[1000, 2000])) == 1
+    # With nothing cached, a place with fewer outputs beats one with a somewhat shorter queue.
+    assert pick(policy, candidates_of({"a": 8, "b": 4}, queued_tokens=[0, 900])) == 1
+
+
+def test_a_crowd_at_a_place_makes_a_second_prefill_no_dearer_without_end() -> None:
+    # A prefix that many share has to be at more places than one if slots are short.
+    loads = {"a": 120, "b": 64}
+    columns = {"matched_tokens": [900, 0], "queued_tokens": [3000, 0], "free_tokens": [0, 0]}
+    assert pick(make_policy("cache_aware"), candidates_of(loads, **columns)) == 1
 
 
 def test_cache_aware_counts_what_a_prompt_would_evict() -> None:

@@ -158,6 +158,7 @@ def _results(draw):
         drafted=draw(st.just(as_ints([])) | _ints(min_size=len(counts), max_size=len(counts))),
         accepted=draw(st.just(as_ints([])) | _ints(min_size=len(counts), max_size=len(counts))),
         released_transfers=draw(_tuples(st.text(max_size=3), 2)),
+        expert_rows=draw(st.sampled_from([(), (0,), (1 << 40,)])),
     )
 
 

@@ -50,6 +50,7 @@ def result_to_proto(result: StepResult) -> worker_pb2.StepResult:
         drafted=pack_ints(result.drafted),
         accepted=pack_ints(result.accepted),
         released_transfers=result.released_transfers,
+        expert_rows=result.expert_rows[0] if result.expert_rows else None,
     )
 
 
@@ -77,6 +78,7 @@ def result_from_proto(message: worker_pb2.StepResult) -> StepResult:
         weights_version=message.weights_version,
         slot_errors=tuple(_slot_error(error) for error in message.slot_errors),
         released_transfers=tuple(message.released_transfers),
+        expert_rows=(message.expert_rows,) if message.HasField("expert_rows") else (),
         **beside,
     )
 

@@ -251,6 +251,8 @@ class StepResult:
     drafted: IntArray = field(default_factory=empty_ints)
     accepted: IntArray = field(default_factory=empty_ints)
     released_transfers: tuple[str, ...] = ()
+    expert_rows: tuple[int, ...] = ()
+    """Pairs of a row and an expert that each rank computed, by rank; empty: ranks share no experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -260,6 +260,11 @@ class Metrics:
             by,
             "Share of KV pages that could not be granted now: neither free nor evictable.",
         )
+        self.expert_balancedness = make.gauge(
+            "radixmesh_expert_balancedness",
+            by,
+            "Mean over most of the rows that the ranks' experts computed lately; 0: no experts are shared.",
+        )
         self.readopted_tokens = make.counter(
             "radixmesh_readopted_tokens_total", by, "Tokens of KV taken over from a worker at a new epoch."
         )

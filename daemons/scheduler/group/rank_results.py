@@ -42,6 +42,8 @@ def merged(results: Sequence[StepResult]) -> StepResult:
     if failed.any():
         results = [_without_rows(result, failed) for result in results]
     ours = results[0]
+    if expert_rows := tuple(num for result in results for num in result.expert_rows):
+        ours = replace(ours, expert_rows=expert_rows)
     for other in results[1:]:
         if not (np.array_equal(ours.counts, other.counts) and np.array_equal(ours.ids, other.ids)):
             raise _diverged(first)

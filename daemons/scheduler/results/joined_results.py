@@ -55,6 +55,7 @@ def joined(results: Sequence[StepResult], step: PlannedStep, slots_per_rank: int
         vectors=_of_slots(results, "vectors", slots_per_rank),
         slot_errors=_of_slots(results, "slot_errors", slots_per_rank),
         device_end_ns=first.device_start_ns + longest,
+        expert_rows=tuple(num for result in results for num in result.expert_rows),
     )
 
 

@@ -76,6 +76,7 @@ def state_of(loop: SchedulerLoop, instance_id: str) -> scheduler_pb2.GetStateRes
         num_prefix_deduplications=counters.num_prefix_deduplications,
         decode_reserve_tokens=planner.decode_reserve_tokens,
         cache_revision=planner.cache_feed.revision,
+        expert_balancedness=counters.expert_load.balancedness,
     )
     if planner.state is not None:
         counts = planner.state.page_counts()

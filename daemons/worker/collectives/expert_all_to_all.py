@@ -75,6 +75,7 @@ class AllToAllDispatch(ExpertDispatch):
         # Copies: a view as another type needs an aligned beginning.
         experts_X = came_XB[:, -_EXPERT_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.int64).flatten()
         came_R = (experts_X >= 0).nonzero().flatten()
+        self.num_pairs += len(came_R)
         came_RB = came_XB[came_R]
         x_RD = came_RB[:, :-_EXPERT_BYTES].clone(memory_format=torch.contiguous_format).view(x_XD.dtype)
         route = _Route(order_P, sent_P, came_R, to_ranks, from_ranks)

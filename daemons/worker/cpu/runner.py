@@ -21,7 +21,7 @@ from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
-from radixmesh.daemons.worker.runner import ModelRunner, SampleInput, Segment, SegmentOutput
+from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
 from radixmesh.daemons.worker.sampling.penalties import is_adjusted
 from radixmesh.daemons.worker.sampling.sampler import sample_tokens
@@ -92,6 +92,13 @@ class CpuRunner(ModelRunner):
 
     def begin_step(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         self._experts.begin_step(dispatch, max_tokens_per_rank)
+
+    def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
+        before = self._experts.num_pairs
+        output = super().step(rows, segments, ready_ns)
+        if self._experts.size == 1:
+            return output
+        return replace(output, expert_rows=self._experts.num_pairs - before)
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment]) -> list[SegmentOutput]:

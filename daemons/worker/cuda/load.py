@@ -119,7 +119,7 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
             placement,
             load_format=settings.load_format,
             quantization=settings.quantization,
-            attention=attention.name,
+            attention=attention,
         )
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)

@@ -66,6 +66,8 @@ class ResultBuilder:
             prompt_logprobs=prompt_logprobs,
             vectors=_vectors(batch, output),
         )
+        if output.expert_rows is not None:
+            result = replace(result, expert_rows=(output.expert_rows,))
         result = _with_reasons(result, late_indexes(batch, output))
         return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
 

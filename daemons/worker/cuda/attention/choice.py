@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 ATTENTION_BACKENDS = ("triton", "flashinfer", "torch")
-WITHOUT_LATENTS = frozenset({"flashinfer"})
-"""Attention backends without kernels for latent attention (MLA)."""
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
 _FLASHINFER_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -44,11 +42,20 @@ class AttentionChoice:
     kv_dtype: torch.dtype
     latent_rank: int | None = None
 
-    def of_latents(self, rank: int) -> AttentionChoice:
-        """The same for a model whose cached tokens are latents. Raises MeshError UNSUPPORTED."""
-        assert self.name not in WITHOUT_LATENTS, self.name
+    def check_latents(self, architecture: str) -> None:
+        """Raises MeshError UNSUPPORTED where it cannot serve a model whose cached tokens are latents."""
+        if self.name == "flashinfer":
+            raise MeshError(
+                ErrorReason.ERROR_REASON_UNSUPPORTED,
+                f"{architecture} needs kernels of latent attention (MLA), which --attention-backend {self.name} does "
+                "not have here: use --attention-backend triton",
+                {"field": "attention_backend", "feature": "latent attention"},
+            )
         if self.kv_dtype == KV_FP8:
             raise latents_in_fp8()
+
+    def of_latents(self, rank: int) -> AttentionChoice:
+        """The same for a model whose cached tokens are latents."""
         return replace(self, latent_rank=rank)
 
     def layout(self, layout: KvLayout) -> KvLayout:

@@ -16,7 +16,7 @@ from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.loader import TensorTargets, load_tensors
 from radixmesh.daemons.worker.checkpoint.quantization import CheckpointQuantization, Fp8Form, read_quantization
-from radixmesh.daemons.worker.cuda.attention.choice import WITHOUT_LATENTS
+from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice
 from radixmesh.daemons.worker.cuda.fp8.weights import QuantizedLayers, chosen_form, load_layers
 from radixmesh.daemons.worker.cuda.model.decoder import LoadedDecoder, check_decoder
 from radixmesh.daemons.worker.cuda.model.deepseek import LoadedDeepseek
@@ -34,9 +34,9 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def load_model(
-    folder: Path, placement: Placement, *, load_format: str, quantization: str, attention: str = "triton"
+    folder: Path, placement: Placement, *, load_format: str, quantization: str, attention: AttentionChoice | None = None
 ) -> LoadedModel:
-    """load_format and quantization as the worker's flags of these names; attention: the backend that will read its KV.
+    """load_format and quantization as the worker's flags of these names; attention: what will read the model's KV.
     Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
     started = time.monotonic()
     config = ConfigReader.open(folder)
@@ -78,9 +78,11 @@ def load_model(
     return loaded
 
 
-def check_model(architecture: str, model: Model, *, is_quantized: bool, attention: str = "triton") -> None:
-    """Raises MeshError UNSUPPORTED for what only the CPU backend or another attention backend computes, before weights
-    are read."""
+def check_model(
+    architecture: str, model: Model, *, is_quantized: bool, attention: AttentionChoice | None = None
+) -> None:
+    """Raises MeshError UNSUPPORTED for what only the CPU backend or another attention computes, before weights are
+    read."""
     if isinstance(model, DecoderModel):
         check_decoder(model.config, is_quantized=is_quantized)
     elif not isinstance(model, DeepseekModel):
@@ -95,13 +97,8 @@ def check_model(architecture: str, model: Model, *, is_quantized: bool, attentio
             f"the cuda backend computes {architecture} with weights in --dtype alone: use --quantization none",
             {"feature": "FP8 weights with latent attention"},
         )
-    elif attention in WITHOUT_LATENTS:
-        raise MeshError(
-            ErrorReason.ERROR_REASON_UNSUPPORTED,
-            f"{architecture} needs kernels of latent attention (MLA), which --attention-backend {attention} does not "
-            "have here: use --attention-backend triton",
-            {"field": "attention_backend", "feature": "latent attention"},
-        )
+    elif attention is not None:
+        attention.check_latents(architecture)
 
 
 def _loaded(model: Model, quantized: QuantizedLayers | None) -> LoadedModel:

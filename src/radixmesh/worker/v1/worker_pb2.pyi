@@ -488,7 +488,7 @@ class DecodeSet(_message.Message):
     def __init__(self, slots: _Optional[bytes] = ...) -> None: ...
 
 class StepResult(_message.Message):
-    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "slot_errors", "no_token_reasons", "drafted", "accepted", "released_transfers")
+    __slots__ = ("epoch", "step_id", "counts", "ids", "logprobs", "prompt_logprobs", "vectors", "device_start_ns", "device_end_ns", "weights_version", "slot_errors", "no_token_reasons", "drafted", "accepted", "released_transfers", "expert_rows")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
@@ -504,6 +504,7 @@ class StepResult(_message.Message):
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     RELEASED_TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     step_id: int
     counts: bytes
@@ -519,7 +520,8 @@ class StepResult(_message.Message):
     drafted: bytes
     accepted: bytes
     released_transfers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., slot_errors: _Optional[_Iterable[_Union[SlotError, _Mapping]]] = ..., no_token_reasons: _Optional[bytes] = ..., drafted: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., released_transfers: _Optional[_Iterable[str]] = ...) -> None: ...
+    expert_rows: int
+    def __init__(self, epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., counts: _Optional[bytes] = ..., ids: _Optional[bytes] = ..., logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[SlotLogprobs, _Mapping]]] = ..., vectors: _Optional[_Iterable[_Union[SlotVector, _Mapping]]] = ..., device_start_ns: _Optional[int] = ..., device_end_ns: _Optional[int] = ..., weights_version: _Optional[int] = ..., slot_errors: _Optional[_Iterable[_Union[SlotError, _Mapping]]] = ..., no_token_reasons: _Optional[bytes] = ..., drafted: _Optional[bytes] = ..., accepted: _Optional[bytes] = ..., released_transfers: _Optional[_Iterable[str]] = ..., expert_rows: _Optional[int] = ...) -> None: ...
 
 class SlotError(_message.Message):
     __slots__ = ("slot", "generation", "error")

@@ -1,0 +1,31 @@
+"""Load of the ranks that share experts, recent steps weighing most."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from radixmesh.daemons.scheduler.planning.expert_placement import balancedness
+
+# A step's weight halves about every 70 steps.
+_DECAY = 0.99
+
+
+@dataclass(slots=True)
+class ExpertLoad:
+    """rows: pairs of a row and an expert that each rank computed, by rank; empty: ranks share no experts."""
+
+    rows: list[float] = field(default_factory=list)
+
+    def add(self, rows: Sequence[int]) -> None:
+        """Those of a step; a step without a forward has none."""
+        if not rows:
+            return
+        if len(rows) != len(self.rows):
+            self.rows = [0.0] * len(rows)
+        self.rows = [_DECAY * before + num for before, num in zip(self.rows, rows, strict=True)]
+
+    @property
+    def balancedness(self) -> float:
+        """Mean over most, in (0, 1]; 0: no experts are shared, or nothing has run."""
+        return balancedness(self.rows) if any(self.rows) else 0.0
