@@ -182,14 +182,14 @@ async def test_big_answers_and_ends_of_file_go_through() -> None:
 
 async def test_routers_behind_a_front_are_replaced_under_streams() -> None:
     """SIGTERM to each router in turn: what runs on it ends there, what is new goes to the other."""
-    simulated = {"RADIXMESH_BACKEND": "simulated", "RADIXMESH_SIMULATED_BASE_US": "6000"}
+    simulated = {"RADIXMESH_BACKEND": "simulated", "RADIXMESH_SIMULATED_BASE_US": "20000"}
     environment = {"worker-a": simulated, "worker-b": simulated}
     async with LocalCluster(COMPOSE / "scale.yml", environment=environment, publish=False) as cluster:
         await cluster.wait_healthy(150)
         address = cluster.address("front", container_port=50050)
         async with (
             AsyncClient([address]) as client,
-            StreamLoad(client, simulated_jobs(8, num_tokens=240), num_streams=8) as load,
+            StreamLoad(client, simulated_jobs(8, num_tokens=120), num_streams=8) as load,
         ):
             await load.all_progressed(0.0)
             for replica in (1, 2):

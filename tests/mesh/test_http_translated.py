@@ -222,7 +222,10 @@ async def test_items_of_a_conversation_equal_its_chat(sdk: AsyncOpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"background": True}, "background"),
-        ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
+        (
+            {"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "function", "name": "g"}},
+            "tool_choice",
+        ),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

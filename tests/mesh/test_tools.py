@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,18 +14,12 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from support.http import openai_client
 from support.mesh import Mesh, running_mesh
+from support.tool_folder import tool_folder
 
 pytest.importorskip("xgrammar")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 NAME = "tiny-llama"
 USER = [{"role": "user", "content": "Turn, please"}]
-FOLDER = Path(__file__).parents[2] / "compose" / "models" / NAME
-# A template whose texts say how calls are written; it takes tools and their answers.
-TEMPLATE = (
-    "{{ bos_token }}{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
-    "<|assistant|>{% if enable_thinking is defined %}<think>{% if not enable_thinking %}</think>{% endif %}{% endif %}"
-)
 
 
 def tool(name: str, properties: dict[str, Any], **more: object) -> dict[str, Any]:
@@ -47,10 +39,7 @@ ASK: dict[str, Any] = {**BODY, "extra_body": {"enable_thinking": False}}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def mesh(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Mesh]:
-    folder = tmp_path_factory.mktemp("models") / NAME
-    shutil.copytree(FOLDER, folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    folder = tool_folder(tmp_path_factory.mktemp("models"))
     async with running_mesh("cpu", model=NAME, folder=folder) as mesh:
         yield mesh
         assert mesh.bugs == []
@@ -178,6 +167,42 @@ async def test_errors_name_the_field(http: httpx.AsyncClient, fields: dict[str, 
     answer = await http.post("/v1/chat/completions", json={**BODY, **fields})
     error = answer.json()["error"]
     assert answer.status_code == 400 and (error["code"], error["param"]) == (code, param), error
+
+
+SIDE = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
+SIDE["additionalProperties"] = False
+
+
+async def test_calls_in_the_words_of_anthropic(http: httpx.AsyncClient) -> None:
+    body = {"model": NAME, "max_tokens": 200, "messages": USER, "tools": [{"name": "turn", "input_schema": SIDE}]}
+    body |= {"thinking": {"type": "disabled"}, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    whole = (await http.post("/v1/messages", json=body)).json()
+    (block,) = whole["content"]
+    assert (block["type"], block["name"], whole["stop_reason"]) == ("tool_use", "turn", "tool_use"), whole
+    assert block["input"]["side"] in ("left", "right")
+    async with http.stream("POST", "/v1/messages", json={**body, "stream": True}) as answer:
+        events = [json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: ")]
+    starts = [event["content_block"] for event in events if event["type"] == "content_block_start"]
+    assert [(start["type"], start["name"]) for start in starts] == [("tool_use", "turn")]
+    deltas = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+    assert json.loads("".join(deltas))["side"] in ("left", "right")
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
+    named = await http.post("/v1/messages", json={**body, "tool_choice": {"type": "tool", "name": "fly"}})
+    assert (named.status_code, named.json()["error"]["param"]) == (400, "tool_choice"), named.json()
+
+
+async def test_calls_in_the_words_of_ollama_and_responses(http: httpx.AsyncClient) -> None:
+    """Ollama has no word for a call that must be made: the plan is there, and this model's answer is text."""
+    tools = [{"type": "function", "function": {"name": "turn", "parameters": SIDE}}]
+    body = {"model": NAME, "messages": USER, "tools": tools, "think": False, "stream": False}
+    answer = (await http.post("/api/chat", json={**body, "options": {"num_predict": 10}})).json()
+    assert answer["done"] and answer["message"]["role"] == "assistant", answer
+    own = [{"type": "function", "name": "turn", "parameters": SIDE}]
+    body = {"model": NAME, "input": USER, "tools": own, "tool_choice": "required", "max_output_tokens": 200}
+    body |= {"parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": False}}
+    (item,) = (await http.post("/v1/responses", json=body)).json()["output"]
+    assert (item["type"], item["name"]) == ("function_call", "turn") and item["call_id"]
+    assert json.loads(item["arguments"])["side"] in ("left", "right")
 
 
 @pytest.mark.full

@@ -218,3 +218,19 @@ def test_a_schema_is_read_within_bounds(schema: object) -> None:
 def test_names_that_a_pattern_cannot_match_may_be_described_beside_it() -> None:
     schema = {"type": "object", "properties": AB, "patternProperties": {"^x[_-]|_id$": {"type": "null"}}}
     assert '"^(' in followable(json.dumps(schema))
+
+
+@pytest.mark.parametrize("kind", ["string", ["string", "null"]])
+@pytest.mark.parametrize("bounds", [{"minLength": 2}, {"maxLength": 3}, {"minLength": 1, "maxLength": 3}])
+def test_strings_of_bounded_length_have_no_control_characters(bounds: dict[str, int], kind: object) -> None:
+    """The library's own form of lengths lets them through, and the answer is no JSON."""
+    source = GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps({"type": kind, **bounds}))
+    grammar = backend().load(backend().compile(source))
+    least, most = bounds.get("minLength", 0), bounds.get("maxLength", 9)
+    for text in ("", "a", "é", "ab", "日本", "abc", "😀 ~", "abcd"):
+        matcher = grammar.matcher()
+        taken = all(matcher.accept(byte) for byte in f'"{text}"'.encode()) and matcher.accept(256)
+        assert taken == (least <= len(text) <= most), text
+    for control in (0, 0x17, 0x0A, 0x1F):
+        matcher = grammar.matcher()
+        assert matcher.accept(ord('"')) and not matcher.accept(control)

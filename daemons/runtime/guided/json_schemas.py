@@ -34,6 +34,8 @@ _ANNOTATIONS = frozenset(
 ) | frozenset(
     ("deprecated", "readOnly", "writeOnly", "format", "contentEncoding", "contentMediaType", "strict", "name")
 )
+# Of a string as JSON writes it, without escapes: all but quotes, backslashes and control characters.
+_PLAIN_CHARACTER = "[ !#-\\[\\]-\U0010ffff]"
 # Keywords that count for one type only; without a type beside them the library takes any value.
 _TYPED: Mapping[str, str] = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
@@ -103,6 +105,7 @@ class _Walk:
             self._has_copies = True
         if "pattern" in schema:
             schema["pattern"] = _pattern(path, schema["pattern"])
+        _bound_by_pattern(schema)
         try:
             closed_object(schema)
         except ValueError as error:
@@ -223,6 +226,16 @@ def _num_bytes(value: object, known: dict[int, int]) -> int:
         return found + len(str(value))
     known[id(value)] = found
     return found
+
+
+def _bound_by_pattern(schema: Schema) -> None:
+    """Lengths of a string as a pattern: the library's own form of them lets control characters into the string."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    is_given = "minLength" in schema or "maxLength" in schema
+    if is_given and type(least) is int and (most == "" or type(most) is int):
+        schema.pop("minLength", None)
+        schema.pop("maxLength", None)
+        schema["pattern"] = f"^{_PLAIN_CHARACTER}{{{least},{most}}}$"
 
 
 def _refused(path: str, keyword: str, why: str = "") -> Exception:

@@ -82,7 +82,9 @@ class SlotGuides:
                 while not guide.wait(60.0):
                     pass
             elif not guide.is_slow:
-                guide.wait(ends - time.monotonic())
+                left_s = ends - time.monotonic()
+                # Once is enough: until its mask is there nobody waits for it again.
+                guide.is_slow = not guide.wait(left_s) and left_s > 0
 
 
 def jump_forward(sample: SampleInput, most: int) -> Sequence[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from radixmesh.daemons.worker.guided.guide import Guide
 _GROUP = 4  # Outputs that a thread takes at a time.
 _MAX_THREADS = 8
 _SLOW_THREADS = 2
+_SLOW_NICE = 15
 # A thread that comes back from a library asks for the interpreter's lock; the default of 5 ms is as long as a step.
 _SWITCH_S = 0.0005
 
@@ -54,10 +56,15 @@ class MaskFiller:
         for queue, count in ((self._quick, self._num_threads), (self._slow, _SLOW_THREADS)):
             for number in range(count):
                 # Not joined at exit: a library that is stuck in a mask must not keep the process alive.
-                threading.Thread(target=_work, args=(queue,), name=f"masks-{number}", daemon=True).start()
+                is_slow = queue is self._slow
+                threading.Thread(target=_work, args=(queue, is_slow), name=f"masks-{number}", daemon=True).start()
 
 
-def _work(queue: SimpleQueue[Sequence[Guide]]) -> None:
+def _work(queue: SimpleQueue[Sequence[Guide]], is_slow: bool) -> None:
+    if is_slow:
+        # Of this thread alone, on Linux: bombs take the cores that nothing else wants.
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SLOW_NICE)
     while True:
         for guide in queue.get():
             guide.run()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, cast
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -18,13 +18,14 @@ from radixmesh.daemons.router.chat.parts import (
     ToolCallStart,
 )
 from radixmesh.daemons.router.http.answers.answer import run_whole
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.errors import error_body
 from radixmesh.daemons.router.http.translated.anthropic_request import CountTokensRequest, MessagesRequest
-from radixmesh.daemons.router.http.translated.part_reader import PartReader, chat_parser, whole_message
+from radixmesh.daemons.router.http.translated.part_reader import PartReader, arguments_of, whole_message
 from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.errors import MeshError
@@ -44,11 +45,14 @@ class MessagesEndpoint:
         body, (message,) = await self._context.body.read(request, MessagesRequest)
         generate = cast("router_pb2.GenerateRequest", message)
         request_id = generate.request_id = new_id("msg", None)
+        by = "" if generate.HasField("grammar") or body.packed_use is None else "tools"
+        plan = await self._context.chats.plan(generate, body.tool_use)
+        body = replace(body, ignored=(*body.ignored, *plan.ignored))
         headers = {**body.ignored_headers(), "request-id": request_id, "x-request-id": request_id}
         if body.stream:
-            return EventStream(self._context, [generate], MessageEvents(request_id), headers)
-        (answer,) = await run_whole(self._context, request, [generate])
-        return JSONResponse(_whole(request_id, answer), headers=headers)
+            return EventStream(self._context, [generate], MessageEvents(request_id, plan), headers, constrained_by=by)
+        (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
+        return JSONResponse(_whole(request_id, answer, plan), headers=headers)
 
 
 class CountTokensEndpoint:
@@ -70,8 +74,8 @@ class MessageEvents(EventWriter):
 
     done: ClassVar[bytes] = b""
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+    def __init__(self, request_id: str, plan: ChatPlan) -> None:
+        self._request_id, self._plan = request_id, plan
         self._model, self._num_prompt = "", 0
         self._reader: PartReader | None = None
         # Index of the block, and the kind of the open one: "" = none is open.
@@ -80,7 +84,7 @@ class MessageEvents(EventWriter):
 
     async def prepare(self, resolved: ResolvedRequest) -> None:
         self._model, self._num_prompt = resolved.model, len(resolved.prompt_ids) // 4
-        self._reader = PartReader(chat_parser(resolved))
+        self._reader = PartReader(self._plan, resolved)
 
     def begin(self) -> bytes:
         usage = _usage(self._num_prompt, 0, 0)
@@ -142,8 +146,8 @@ def _head(request_id: str, model: str) -> JsonObject:
     return {"id": request_id, "type": "message", "role": "assistant", "model": model}
 
 
-def _whole(request_id: str, answer: CollectedRequest) -> JsonObject:
-    ending, message = answer.outputs[0].ending, whole_message(answer)
+def _whole(request_id: str, answer: CollectedRequest, plan: ChatPlan) -> JsonObject:
+    ending, message = answer.outputs[0].ending, whole_message(answer, plan)
     content: list[JsonObject] = []
     if message.reasoning:
         content.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
@@ -162,11 +166,8 @@ def _whole(request_id: str, answer: CollectedRequest) -> JsonObject:
 
 def _input(call: ToolCall) -> object:
     """Arguments as an object; a call that max_tokens cut off has what was written as one text."""
-    try:
-        value: object = msgspec.json.decode(call.arguments or "{}")
-    except msgspec.DecodeError:
-        value = None
-    return value if isinstance(value, dict) else {"_raw": call.arguments}
+    arguments = arguments_of(call.arguments)
+    return {"_raw": call.arguments} if arguments is None else arguments
 
 
 def _ending(reason: str, sequence: str | None) -> JsonObject:

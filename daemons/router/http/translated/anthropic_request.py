@@ -8,12 +8,14 @@ from typing import ClassVar, Self
 
 from google.protobuf.message import Message
 
+from radixmesh.daemons.router.chat.parts import ToolUse
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
 from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.client_names import names_of
 from radixmesh.daemons.router.http.endpoints.options import Int32, Name, Uint32, named_as_sent
+from radixmesh.daemons.router.http.endpoints.tool_fields import unpack_use
 from radixmesh.daemons.router.http.translated.chat_fields import (
     FieldReader,
     JsonObject,
@@ -21,7 +23,6 @@ from radixmesh.daemons.router.http.translated.chat_fields import (
     function_tool,
     only_text,
     packed,
-    settled_chat,
 )
 from radixmesh.router.v1 import router_pb2
 from radixmesh.tokenizer.v1 import tokenizer_pb2
@@ -38,7 +39,7 @@ _SYSTEM = _BLOCKS._replace(shape="system.content")
 class CountTokensRequest(Body):
     """The fields that a prompt is made of. chat: made of them, and never kept."""
 
-    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat"}
+    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat", "packed_use"}
     BULK: ClassVar[frozenset[str]] = frozenset(("chat",))
 
     messages: MaybeRaw
@@ -49,14 +50,20 @@ class CountTokensRequest(Body):
     thinking: MaybeRaw = None
     output_config: MaybeRaw = None
     chat: ChatRequest | None = None
+    packed_use: list[object] | None = None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The tools and how they may be called."""
+        return ToolUse() if self.packed_use is None else unpack_use(self.packed_use)
 
     def settled(self) -> Self:
         """Raises MeshError naming the field as its client does."""
         reader = FieldReader()
         with named_as_sent(_NAMES):
-            chat = settled_chat(self._chat(reader))
+            chat = self._chat(reader).settled()
         # Their own places are told, not those of the chat that they became.
-        return replace(self, chat=chat, ignored=(*self.ignored, *reader.ignored))
+        return replace(self, chat=chat, packed_use=chat.packed_use, ignored=(*self.ignored, *reader.ignored))
 
     @classmethod
     def message_type(cls) -> type[Message]:
@@ -85,6 +92,7 @@ class CountTokensRequest(Body):
             model=self.model,
             tools=reader.made(self.tools, "tools", _tools_of),
             tool_choice=reader.made(self.tool_choice, "tool_choice", _choice_of),
+            parallel_tool_calls=_is_parallel(reader, self.tool_choice),
             reasoning_effort=config.get("effort"),  # type: ignore[arg-type]
             response_format=packed(config["format"]) if "format" in config else None,
             chat_template_kwargs=packed(arguments) if arguments else None,
@@ -191,14 +199,21 @@ def _tools_of(reader: FieldReader, value: object) -> list[JsonObject]:
 def _choice_of(reader: FieldReader, value: object) -> object:
     fields = reader.fields(value, "tool_choice", ("type", "name", "disable_parallel_tool_use"))
     kind = fields.get("type")
-    if fields.get("disable_parallel_tool_use") and kind != "none":
-        raise unsupported("tool_choice.disable_parallel_tool_use", "disable_parallel_tool_use is not offered yet")
     if kind == "tool":
         name = reader.required_text(fields, "name", "tool_choice")
         return {"type": "function", "function": {"name": name}}
     if not isinstance(kind, str) or kind not in _CHOICES:
         raise invalid("tool_choice.type", f"tool_choice.type is {str(kind)[:32]!r}: send auto, any, tool or none")
     return _CHOICES[kind]
+
+
+def _is_parallel(reader: FieldReader, raw: MaybeRaw) -> bool | None:
+    value = None if raw is None else reader.json(raw, "tool_choice")
+    single = value.get("disable_parallel_tool_use") if isinstance(value, dict) else None
+    if single is not None and not isinstance(single, bool):
+        where = "tool_choice.disable_parallel_tool_use"
+        raise invalid(where, f"{where} is no boolean: send true or false")
+    return False if single else None
 
 
 def _thinks(reader: FieldReader, value: object) -> bool:

@@ -10,7 +10,6 @@ import msgspec
 from radixmesh.daemons.router.http.bodies.field_decoders import Raw, invalid, plain_json
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
 from radixmesh.daemons.router.http.bodies.known_fields import judge, unsupported
-from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
 
 MAX_NAME = 256
@@ -97,15 +96,6 @@ class FieldReader:
         if fields.get("type") not in form.kinds:
             raise only_text(fields.get("type"), where)
         return self.required_text(fields, "text", where)
-
-
-def settled_chat(chat: ChatRequest) -> ChatRequest:
-    """The chat, checked. Raises UNSUPPORTED for one with tools: their calls are not told in other APIs' words yet."""
-    settled = chat.settled()
-    if settled.packed_use is not None:
-        message = "tools are offered by /v1/chat/completions alone so far: ask there, or leave them out"
-        raise unsupported("tools", message)
-    return settled
 
 
 def packed(value: object) -> Raw:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import ClassVar, cast
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -21,6 +21,7 @@ from radixmesh.daemons.router.chat.parts import (
     ToolCallStart,
 )
 from radixmesh.daemons.router.http.answers.answer import run_whole
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
@@ -30,7 +31,7 @@ from radixmesh.daemons.router.http.translated.ollama_request import (
     OllamaRequest,
     model_name,
 )
-from radixmesh.daemons.router.http.translated.part_reader import PartReader, chat_parser, whole_message
+from radixmesh.daemons.router.http.translated.part_reader import PLAIN_PLAN, PartReader, arguments_of, whole_message
 from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
 from radixmesh.daemons.runtime.errors import ErrorReason, MeshError
@@ -56,11 +57,14 @@ class OllamaEndpoint:
             return self._loaded(body, form)
         generate = cast("router_pb2.GenerateRequest", messages[0])
         request_id = generate.request_id = new_id("ollama", None)
+        by = "" if generate.HasField("grammar") or body.packed_use is None else "tools"
+        plan = PLAIN_PLAN if body.is_raw else await self._context.chats.plan(generate, body.tool_use)
+        body = replace(body, ignored=(*body.ignored, *plan.ignored))
         headers = {**body.ignored_headers(), "x-request-id": request_id}
         if body.is_streamed:
-            return EventStream(self._context, [generate], OllamaLines(form), headers)
-        (answer,) = await run_whole(self._context, request, [generate])
-        message = whole_message(answer)
+            return EventStream(self._context, [generate], OllamaLines(form, plan), headers, constrained_by=by)
+        (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
+        message = whole_message(answer, plan)
         return JSONResponse(form.last(answer.outputs[0].ending, message), headers=headers)
 
     def _loaded(self, body: OllamaRequest, form: OllamaForm) -> Response:
@@ -112,13 +116,13 @@ class OllamaLines(EventWriter):
     media_type: ClassVar[str] = _LINES
     done: ClassVar[bytes] = b""
 
-    def __init__(self, form: OllamaForm) -> None:
-        self._form = form
+    def __init__(self, form: OllamaForm, plan: ChatPlan) -> None:
+        self._form, self._plan = form, plan
         self._reader: PartReader | None = None
         self._call: ToolCall | None = None
 
     async def prepare(self, resolved: ResolvedRequest) -> None:
-        self._reader = PartReader(chat_parser(resolved))
+        self._reader = PartReader(self._plan, resolved)
 
     def begin(self) -> bytes:
         return b""
@@ -167,12 +171,8 @@ def unknown_model(name: str) -> MeshError:
 
 def _call(call: ToolCall) -> JsonObject:
     """Arguments as an object; a call that max_tokens cut off has what was written as one text."""
-    try:
-        value: object = msgspec.json.decode(call.arguments or "{}")
-    except msgspec.DecodeError:
-        value = None
-    arguments = value if isinstance(value, dict) else {"_raw": call.arguments}
-    return {"function": {"name": call.name, "arguments": arguments}}
+    arguments = arguments_of(call.arguments)
+    return {"function": {"name": call.name, "arguments": {"_raw": call.arguments} if arguments is None else arguments}}
 
 
 def _line(value: JsonObject) -> bytes:

@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 
 import msgspec
 
+from radixmesh.daemons.router.chat.parts import ToolUse
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, text_of
 from radixmesh.daemons.router.http.bodies.json_shape import Bytes
@@ -16,7 +17,8 @@ from radixmesh.daemons.router.http.endpoints.chat_request import ChatRequest
 from radixmesh.daemons.router.http.endpoints.client_names import names_of
 from radixmesh.daemons.router.http.endpoints.completion_request import CompletionRequest
 from radixmesh.daemons.router.http.endpoints.options import Int32, Name, named_as_sent
-from radixmesh.daemons.router.http.translated.chat_fields import FieldReader, JsonObject, packed, settled_chat
+from radixmesh.daemons.router.http.endpoints.tool_fields import unpack_use
+from radixmesh.daemons.router.http.translated.chat_fields import FieldReader, JsonObject, packed
 from radixmesh.router.v1 import router_pb2
 
 # Behind a name it means the newest one.
@@ -44,7 +46,7 @@ class OllamaOptions(Body):
 class OllamaRequest(Body):
     """The fields of both. stream: true unless set. chat, text: made of them, and never kept."""
 
-    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat", "text"}
+    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat", "text", "packed_use"}
     BULK: ClassVar[frozenset[str]] = frozenset(("chat", "text"))
 
     model: Name
@@ -54,6 +56,17 @@ class OllamaRequest(Body):
     think: MaybeRaw = None
     chat: ChatRequest | None = None
     text: CompletionRequest | None = None
+    packed_use: list[object] | None = None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The tools and how they may be called."""
+        return ToolUse() if self.packed_use is None else unpack_use(self.packed_use)
+
+    @property
+    def is_raw(self) -> bool:
+        """The prompt is taken as it is, and its answer is text."""
+        return False
 
     @property
     def is_streamed(self) -> bool:
@@ -120,8 +133,9 @@ class OllamaChatRequest(OllamaRequest):
             entries = reader.entries(reader.json(self.messages, "messages"), "messages")
             messages = [_message_of(reader, entry, f"messages.{place}") for place, entry in enumerate(entries)]
             whole = {**fields, **self.thinking(), "messages": packed(messages), "tools": self.tools}
-            chat = settled_chat(ChatRequest(**whole))  # type: ignore[arg-type]
-        return replace(self, chat=chat, ignored=(*self.ignored, *ignored, *reader.ignored))
+            chat = ChatRequest(**whole).settled()  # type: ignore[arg-type]
+        ignored = (*self.ignored, *ignored, *reader.ignored)
+        return replace(self, chat=chat, packed_use=chat.packed_use, ignored=ignored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +145,10 @@ class OllamaGenerateRequest(OllamaRequest):
     prompt: MaybeRaw = None
     system: MaybeRaw = None
     raw: bool | None = None
+
+    @property
+    def is_raw(self) -> bool:
+        return bool(self.raw)
 
     def settled(self) -> Self:
         with named_as_sent(names_of("/api/generate")):
@@ -151,7 +169,7 @@ class OllamaGenerateRequest(OllamaRequest):
             if system:
                 messages.insert(0, {"role": "system", "content": system})
             whole = {**fields, **self.thinking(), "messages": packed(messages)}
-            chat = settled_chat(ChatRequest(**whole))  # type: ignore[arg-type]
+            chat = ChatRequest(**whole).settled()  # type: ignore[arg-type]
         return replace(self, chat=chat, ignored=ignored)
 
 

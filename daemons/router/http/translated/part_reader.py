@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from radixmesh.daemons.router.chat.parts import ChatMessage, ChatParser, ChatPart, PlainParser, join
+import msgspec
+
+from radixmesh.daemons.router.chat.formats import ChatFormat
+from radixmesh.daemons.router.chat.parts import ChatMessage, ChatPart, ToolUse, join
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.collected import CollectedRequest, raise_failure
 from radixmesh.daemons.router.requests.resolved import ResolvedRequest
 from radixmesh.daemons.router.requests.updates import Finished, Update
+
+PLAIN_PLAN = ChatPlan(format=ChatFormat.of("none", "none", ""), use=ToolUse())
+"""Of outputs that are no chat's: all is content."""
 
 
 class News(NamedTuple):
@@ -18,10 +26,11 @@ class News(NamedTuple):
 
 
 class PartReader:
-    """Reads output 0 of one request."""
+    """Reads output 0 of one request as its plan says."""
 
-    def __init__(self, parser: ChatParser) -> None:
-        self._parser = parser
+    def __init__(self, plan: ChatPlan, resolved: ResolvedRequest) -> None:
+        self._plan = plan
+        self._parser = plan.parser(resolved, 0)
 
     @property
     def num_calls(self) -> int:
@@ -31,24 +40,28 @@ class PartReader:
         """Raises the MeshError of an output that failed."""
         parts: list[ChatPart] = []
         for delta in update.deltas:
-            parts += self._parser.feed(delta.text)
+            parts += self._plan.shown(self._parser.feed(delta.text))
         for finished in update.finished:
             raise_failure(finished)
-            return News(parts + self._parser.finish(), finished)
+            return News(parts + self._plan.shown(self._parser.finish()), finished)
         return News(parts, None)
 
 
-def chat_parser(resolved: ResolvedRequest) -> ChatParser:
-    """The parser of a request's output."""
-    return PlainParser()
-
-
-def whole_parts(answer: CollectedRequest) -> list[ChatPart]:
+def whole_parts(answer: CollectedRequest, plan: ChatPlan) -> list[ChatPart]:
     """The parts of a finished answer's output, in order."""
-    parser = chat_parser(answer.resolved)
-    return [*parser.feed(answer.outputs[0].text), *parser.finish()]
+    parser = plan.parser(answer.resolved, 0)
+    return plan.shown([*parser.feed(answer.outputs[0].text), *parser.finish()])
 
 
-def whole_message(answer: CollectedRequest) -> ChatMessage:
+def whole_message(answer: CollectedRequest, plan: ChatPlan) -> ChatMessage:
     """The same put together."""
-    return join(whole_parts(answer))
+    return join(whole_parts(answer, plan))
+
+
+def arguments_of(text: str) -> Mapping[str, object] | None:
+    """A call's arguments as an object; None where max_tokens cut them off, or they are too deep to be read."""
+    try:
+        value: object = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None

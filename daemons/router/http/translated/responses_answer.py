@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar, cast
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from radixmesh.daemons.router.chat.parts import ChatMessage
 from radixmesh.daemons.router.http.answers.answer import run_whole
+from radixmesh.daemons.router.http.answers.chat_plans import ChatPlan
 from radixmesh.daemons.router.http.answers.sse import EventStream, EventWriter
 from radixmesh.daemons.router.http.bodies.json_text import dump
 from radixmesh.daemons.router.http.context import HttpContext, new_id
 from radixmesh.daemons.router.http.endpoints.chat_input import MAX_MESSAGES
 from radixmesh.daemons.router.http.errors import error_body
-from radixmesh.daemons.router.http.translated.part_reader import PartReader, chat_parser, whole_parts
+from radixmesh.daemons.router.http.translated.part_reader import PartReader, arguments_of, whole_parts
 from radixmesh.daemons.router.http.translated.response_store import StoredResponse
 from radixmesh.daemons.router.http.translated.responses_items import JsonObject, OutputItems
 from radixmesh.daemons.router.http.translated.responses_request import ResponsesRequest
@@ -44,6 +45,9 @@ class ResponsesEndpoint:
             stored = self._context.responses.get(tenant, body.previous_response_id, "previous_response_id")
             _go_on_from(generate.chat, stored, body.has_instructions)
         response_id = generate.request_id = new_id("resp", None).replace("-", "_", 1)
+        by = "" if generate.HasField("grammar") or body.packed_use is None else "tools"
+        plan = await self._context.chats.plan(generate, body.tool_use)
+        body = replace(body, ignored=(*body.ignored, *plan.ignored))
         headers = {**body.ignored_headers(), "x-request-id": response_id}
         kept = tokenizer_pb2.ChatInput(messages=generate.chat.messages[1 if body.has_instructions else 0 :])
 
@@ -54,10 +58,10 @@ class ResponsesEndpoint:
 
         form = ResponseForm(response_id, body, store)
         if body.stream:
-            return EventStream(self._context, [generate], ResponseEvents(form), headers)
-        (answer,) = await run_whole(self._context, request, [generate])
+            return EventStream(self._context, [generate], ResponseEvents(form, plan), headers, constrained_by=by)
+        (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
         form.begin(answer.resolved)
-        form.items.add(whole_parts(answer))
+        form.items.add(whole_parts(answer, plan))
         form.items.close(_status(answer.outputs[0].ending))
         return JSONResponse(form.end(answer.outputs[0].ending), headers=headers)
 
@@ -104,7 +108,7 @@ class ResponseForm:
             "max_output_tokens": body.max_output_tokens,
             "metadata": {},
             "output": self.items.items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "store": body.store is not False,
             "temperature": body.temperature,
@@ -128,13 +132,13 @@ class ResponseEvents(EventWriter):
 
     done: ClassVar[bytes] = b""
 
-    def __init__(self, form: ResponseForm) -> None:
-        self._form = form
+    def __init__(self, form: ResponseForm, plan: ChatPlan) -> None:
+        self._form, self._plan = form, plan
         self._reader: PartReader | None = None
 
     async def prepare(self, resolved: ResolvedRequest) -> None:
         self._form.begin(resolved)
-        self._reader = PartReader(chat_parser(resolved))
+        self._reader = PartReader(self._plan, resolved)
 
     def begin(self) -> bytes:
         begun = self._form.whole("in_progress")
@@ -193,11 +197,8 @@ def _add_answer(chat: tokenizer_pb2.ChatInput, answer: ChatMessage) -> None:
 
 def _arguments(text: str) -> object:
     """As an object, as templates expect; text that is none as it is."""
-    try:
-        value: object = msgspec.json.decode(text or "{}")
-    except msgspec.DecodeError:
-        return text
-    return value if isinstance(value, dict) else text
+    arguments = arguments_of(text)
+    return text if arguments is None else arguments
 
 
 def _status(finished: Finished) -> str:

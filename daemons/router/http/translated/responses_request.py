@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
+from radixmesh.daemons.router.chat.parts import ToolUse
 from radixmesh.daemons.router.http.bodies.body import Body, Contexts, read_object
 from radixmesh.daemons.router.http.bodies.field_decoders import MaybeRaw, invalid, text_of
 from radixmesh.daemons.router.http.bodies.known_fields import unsupported
@@ -19,13 +20,13 @@ from radixmesh.daemons.router.http.endpoints.options import (
     Uint32,
     named_as_sent,
 )
+from radixmesh.daemons.router.http.endpoints.tool_fields import unpack_use
 from radixmesh.daemons.router.http.translated.chat_fields import (
     FieldReader,
     JsonObject,
     TextParts,
     function_tool,
     packed,
-    settled_chat,
 )
 from radixmesh.router.v1 import router_pb2
 
@@ -40,7 +41,7 @@ class ResponsesRequest(Body):
     has_instructions: the chat's first message is one that no later response inherits. format_type: of text.format.
     """
 
-    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat", "has_instructions", "format_type"}
+    OWN_FIELDS: ClassVar[frozenset[str]] = Body.OWN_FIELDS | {"chat", "packed_use", "has_instructions", "format_type"}
     BULK: ClassVar[frozenset[str]] = frozenset(("chat",))
 
     input: MaybeRaw
@@ -68,9 +69,16 @@ class ResponsesRequest(Body):
     tenant: Name | None = None
     deadline_ms: Milliseconds | None = None
     chat_template_kwargs: MaybeRaw = None
+    parallel_tool_calls: bool | None = None
     chat: ChatRequest | None = None
+    packed_use: list[object] | None = None
     has_instructions: bool = False
     format_type: str = "text"
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """The tools and how they may be called."""
+        return ToolUse() if self.packed_use is None else unpack_use(self.packed_use)
 
     def settled(self) -> Self:
         """Raises MeshError naming the field as its client does."""
@@ -83,10 +91,11 @@ class ResponsesRequest(Body):
                 reader.ignore(name)
         with named_as_sent(_NAMES):
             chat, kind = self._chat(reader)
-            chat = settled_chat(chat)
+            chat = chat.settled()
         return replace(
             self,
             chat=chat,
+            packed_use=chat.packed_use,
             format_type=kind,
             has_instructions=self.instructions is not None,
             ignored=(*self.ignored, *reader.ignored),
@@ -119,6 +128,7 @@ class ResponsesRequest(Body):
             seed=self.seed,
             tools=reader.made(self.tools, "tools", _tools_of),
             tool_choice=reader.made(self.tool_choice, "tool_choice", _choice_of),
+            parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if response_format is None else packed(response_format),
             reasoning_effort=self._effort(reader),
             chat_template_kwargs=self.chat_template_kwargs,

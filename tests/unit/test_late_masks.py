@@ -1,0 +1,111 @@
+"""A grammar whose masks take long holds up its own output alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from support.grammars import AnyText, AnyTextBackend
+from support.guided_runs import MODEL, GuidedRun
+
+from radixmesh.daemons.runtime.guided.backend import CompiledGrammar, GrammarBackend, GrammarMatcher, MaskWords
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.guided.guides import jump_forward
+
+GREEDY = Sampling(temperature=0.0)
+SLOW, QUICK = (GrammarSource(GrammarForm.REGEX, text) for text in ("slow", "quick"))
+
+
+class Gate:
+    """Masks of the slow grammar are filled while it is open; `began`: one is being filled."""
+
+    def __init__(self) -> None:
+        self.opened, self.began = threading.Event(), threading.Event()
+
+
+class Backend(AnyTextBackend):
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def compile(self, source: GrammarSource) -> bytes:
+        return f"any/1\n{source.text}".encode()
+
+    def _read(self, data: bytes) -> CompiledGrammar:
+        return Gated(self._gate) if data == b"slow" else AnyText()
+
+
+class Gated(AnyText):
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def matcher(self) -> GrammarMatcher:
+        return self
+
+    def fill(self, words: MaskWords) -> None:
+        self._gate.began.set()
+        assert self._gate.opened.wait(60)
+        words[:] = -1
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+def _run(runner: CpuRunner, gate: Gate) -> GuidedRun:
+    backend = Backend(gate)
+
+    def make_backend() -> GrammarBackend:
+        return backend
+
+    return GuidedRun(runner, [SLOW, None, QUICK], [GREEDY] * 3, make_backend=make_backend)
+
+
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_late_mask_holds_up_its_own_output_alone(gate: Gate, max_drafts: int) -> None:
+    runner = load_cpu_runner(MODEL, num_pages=512, threads=1)
+    assert isinstance(runner, CpuRunner)
+    if max_drafts:
+        runner.verify(jump_forward, max_drafts=max_drafts)
+    gate.opened.set()
+    run = _run(runner, gate)
+    while not run.tokens[0]:
+        run.run(1, lag=0)
+    # From here on no mask of the first output is filled.
+    gate.began.clear()
+    gate.opened.clear()
+    while not gate.began.is_set():
+        run.run(1, lag=0)
+    stuck_at, free_at = len(run.tokens[0]), len(run.tokens[1])
+    run.late_by_slot = [0, 0, 0]
+    run.run(20, lag=0)
+    assert run.tokens[0][stuck_at:] == [] and run.late_by_slot[0] == 20
+    assert len(run.tokens[1]) == free_at + 20 and run.late_by_slot[1] == 0
+    gate.opened.set()
+    for _ in range(1000):
+        run.run(1, lag=0)
+        if len(run.tokens[0]) > stuck_at + 5:
+            break
+    # The same grammar lets everything through: what came late is what comes without one.
+    length = min(len(run.tokens[0]), len(run.tokens[1]))
+    assert length > stuck_at + 5 and run.tokens[0][:length] == run.tokens[1][:length]
+
+
+def test_a_first_mask_that_is_late_leaves_the_prompt_to_the_next_steps(gate: Gate) -> None:
+    runner = load_cpu_runner(MODEL, num_pages=512, threads=1)
+    runner.mask_wait_s = 0.01
+    run = _run(runner, gate)  # type: ignore[arg-type]
+    run.run(5, lag=0)
+    assert run.tokens[0] == [] and len(run.tokens[1]) == 6, run.tokens
+    gate.opened.set()
+    for _ in range(1000):
+        run.run(1, lag=0)
+        if len(run.tokens[0]) > 3:
+            break
+    assert run.tokens[0][:4] == run.tokens[1][:4]
