@@ -266,7 +266,7 @@ class SchedulerLoop:
                 await self._send(claimed, batch)
                 batch = []
             batch.append(plan)
-            # The worker learns the tokens of a batch at its end: masks of outputs that follow a grammar would come late.
+            # The worker learns the tokens of a batch at its end: masks of a grammar would come late.
             may_batch = _is_decode(plan) and not planner.state.table.num_guided
             size = self._lookahead.batch_size(plan.expected_us) if may_batch else 1
             if len(batch) >= size:
