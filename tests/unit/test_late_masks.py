@@ -146,10 +146,10 @@ def test_a_long_output_that_is_resumed_holds_up_no_other(gate: Gate) -> None:
     filler.begin(resumed)
     filler.begin(left)
     filler.begin(other)
-    assert other.wait(30) and other.is_ready
-    assert gate.began.wait(30) and not resumed.is_ready
+    assert other.wait(30)
+    assert gate.began.wait(30) and followed.num_accepted < 1000
     # Nobody waits for this one any more: it is not gone over to its end.
     left.close()
     gate.opened.set()
-    assert resumed.wait(60) and resumed.is_ready and followed.num_accepted == 1000
+    assert resumed.wait(60) and followed.num_accepted == 1000
     assert left.wait(60)
