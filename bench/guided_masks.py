@@ -117,9 +117,6 @@ class _TimedMatcher(GrammarMatcher):
     def is_over(self) -> bool:
         return self._matcher.is_over
 
-    def forced_text(self) -> bytes:
-        return self._matcher.forced_text()
-
 
 if __name__ == "__main__":
     main()

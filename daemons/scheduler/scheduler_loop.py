@@ -75,7 +75,10 @@ class SchedulerLoop:
         now = self._last_sent_s = self._last_export_s = self._clock()
         self._loads = LoadPush(self.planner, self.streams, now)
         self._timeout = StepTimeout(settings.step_timeout_s, now)
-        self._was_idle_at_send: set[int] = set()
+        self._sent_idle, self._sent_idle_us = (
+            range(0),
+            0.0,
+        )  # Steps sent while nothing ran; device time of their results.
         self._batch_ends: deque[int] = deque()  # The last step of each batch in flight.
         self._changed: asyncio.Future[None] | None = None
         self._served = b""
@@ -171,7 +174,7 @@ class SchedulerLoop:
         adopted = self.planner.begin_epoch(self.epoch, claimed.info, claimed.snapshots)
         self._results.clear()
         self._loss = None
-        self._was_idle_at_send.clear()
+        self._sent_idle = range(0)
         self._batch_ends.clear()
         self._lookahead = Lookahead(depth=self._settings.fixed_depth, max_in_flight=claimed.info.max_plans_in_flight)
         self._last_sent_s = self._clock()
@@ -226,10 +229,10 @@ class SchedulerLoop:
         now = self._clock()
         self._timeout.heard(now)
         oldest = self._oldest_step()
-        if oldest is not None and result.step_id in self._was_idle_at_send:
-            self._was_idle_at_send.discard(result.step_id)
-            device_us = (result.device_end_ns - result.device_start_ns) / 1000
-            self._lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, device_us)
+        if oldest is not None and result.step_id in self._sent_idle:
+            self._sent_idle_us += (result.device_end_ns - result.device_start_ns) / 1000
+            if result.step_id == self._sent_idle[-1]:
+                self._lookahead.observe_round_trip((now - oldest.sent_s) * 1e6, self._sent_idle_us)
         outputs = self.planner.process(result)
         if self._step_metrics is not None:
             if oldest is not None:
@@ -256,8 +259,6 @@ class SchedulerLoop:
                 break
             if self._step_metrics is not None:
                 self._step_metrics.planned(self._clock() - now)
-            if not steps and plan.has_forward:
-                self._was_idle_at_send = {plan.step_id}
             if not steps:
                 self._timeout.restart(now)
             self._last_sent_s = now
@@ -265,7 +266,9 @@ class SchedulerLoop:
                 await self._send(claimed, batch)
                 batch = []
             batch.append(plan)
-            size = self._lookahead.batch_size(plan.expected_us) if _is_decode(plan) else 1
+            # The worker learns the tokens of a batch at its end: masks of a grammar would come late.
+            may_batch = _is_decode(plan) and not planner.state.table.num_guided
+            size = self._lookahead.batch_size(plan.expected_us) if may_batch else 1
             if len(batch) >= size:
                 await self._send(claimed, batch)
                 batch = []
@@ -273,7 +276,11 @@ class SchedulerLoop:
             await self._send(claimed, batch)
 
     async def _send(self, claimed: ClaimedGroup, batch: Sequence[StepPlan]) -> None:
-        self._batch_ends.append(batch[-1].step_id)
+        first, last, oldest = batch[0], batch[-1].step_id, self._oldest_step()
+        if oldest is not None and oldest.plan.step_id == first.step_id and first.has_forward:
+            # A batch is answered as a whole: its round trip has the device time of all its steps.
+            self._sent_idle, self._sent_idle_us = range(first.step_id, last + 1), 0.0
+        self._batch_ends.append(last)
         await claimed.stream.send(*batch)
 
     def _queued_us(self, steps: Sequence[PlannedStep]) -> int:

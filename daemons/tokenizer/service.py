@@ -28,7 +28,8 @@ from radixmesh.daemons.tokenizer.text_codec import Encoded, Steps, TextCodec, Te
 from radixmesh.daemons.tokenizer.work_queue import WorkQueue, in_one_step
 from radixmesh.tokenizer.v1 import tokenizer_pb2, tokenizer_pb2_grpc
 
-# Of texts that are encoded on the event loop: about 0.2 ms of it. A chat's template may take any time.
+# Of texts that are encoded on the event loop: 0.2 ms of it, under 1 ms for as many items as fit. A chat's template may
+# take any time.
 _SHORT_BYTES = 1 << 10
 
 
@@ -55,8 +56,9 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
         context: grpc.aio.ServicerContext[tokenizer_pb2.EncodeRequest, tokenizer_pb2.EncodeResponse],
     ) -> tokenizer_pb2.EncodeResponse:
         since_s, context_of_caller = time.monotonic(), current_context()
-        is_text = all(item.WhichOneof("input") == "text" for item in request.items)
-        is_short = is_text and request.ByteSize() <= _SHORT_BYTES
+        is_short = request.ByteSize() <= _SHORT_BYTES and all(
+            item.WhichOneof("input") == "text" for item in request.items
+        )
         answer = await self._queue.run(_encode(self._codec, request), tenant=request.tenant, is_short=is_short)
         end_s, num_tokens = time.monotonic(), sum(len(item.ids) for item in answer.items) // 4
         self._metrics.encode_seconds.observe(end_s - since_s)

@@ -53,7 +53,7 @@ class ExpertDispatch(ABC):
         rank = self.rank if rank is None else rank
         return ExpertShare(num_experts * rank // self.size, num_experts * (rank + 1) // self.size)
 
-    def begin_step(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
+    def set_dispatch_mode(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
         """The shape of the next forward, as the plan's header says: the same on all ranks.
 
         max_tokens_per_rank: most rows that any rank brings to a layer; bounds what low latency reserves.

@@ -198,7 +198,7 @@ class ModelRunner(ABC):
         """
         return
 
-    def begin_step(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+    def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         """The shape of the forward that comes next, which all ranks were told alike. Default: has no need of it."""
         return
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from radixmesh.daemons.runtime.guided.backend import (
     CompiledGrammar,
@@ -35,9 +36,6 @@ class AnyText(GrammarMatcher, CompiledGrammar):
     def is_over(self) -> bool:
         return False
 
-    def forced_text(self) -> bytes:
-        return b""
-
 
 class AnyTextBackend(GrammarBackend):
     format = "any/1"
@@ -55,4 +53,8 @@ def any_text_store() -> GrammarStore:
 
 
 def allowed_ids(words: MaskWords) -> list[int]:
-    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+    return np.flatnonzero(as_bools(words)).tolist()
+
+
+def as_bools(words: MaskWords) -> npt.NDArray[np.bool_]:
+    return np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)

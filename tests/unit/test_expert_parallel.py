@@ -72,7 +72,7 @@ def test_logits_are_those_of_one_worker_to_the_bit(
 
     def rank(number: int) -> list[np.ndarray]:
         runner = load(folder, experts=AllToAllDispatch(group.groups[number]))
-        runner.begin_step(mode, NUM_TOKENS)
+        runner.set_dispatch_mode(mode, NUM_TOKENS)
         both = logits_of(runner, number)
         runner.clear()
         if number == 0:
@@ -109,7 +109,7 @@ def test_every_rank_gets_what_local_experts_give(data: st.DataObject) -> None:
 
     def rank_of(number: int) -> torch.Tensor:
         dispatch = AllToAllDispatch(group.groups[number])
-        dispatch.begin_step(mode, max(num_rows))
+        dispatch.set_dispatch_mode(mode, max(num_rows))
         rows = torch.arange(num_rows[number]).repeat_interleave(num_picks)
         got = dispatch.dispatch(x_of[number], rows, picks_of[number], num_experts, num_picks)
         held = dispatch.share(num_experts)
@@ -134,7 +134,7 @@ def test_ranks_that_share_batch_and_experts_agree_to_the_bit(tmp_path: Path) -> 
         experts = AllToAllDispatch(expert_group.groups[number])
         runner = load(folder, group=group.groups[number], experts=experts)
         runner.formed()
-        runner.begin_step(DispatchMode.NORMAL, NUM_TOKENS)
+        runner.set_dispatch_mode(DispatchMode.NORMAL, NUM_TOKENS)
         return logits_of(runner, 0)
 
     with closing(ThreadGroup(2)) as group, closing(ThreadGroup(2)) as expert_group:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.grammars import allowed_ids
+from support.grammars import allowed_ids, as_bools
 from support.regex_oracle import Bytes, NaiveMatcher, OneOf, Or, Repeat, Then, Tree, as_ebnf, as_regex
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.guided.backend import BACKENDS, GrammarBackend, GuidedVocabulary, load_backend
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+from radixmesh.daemons.worker.guided.guide import Guide
 
 # Single bytes, pieces that cross the borders of letters and of characters, ids that stand for nothing, two ends.
 LETTERS = 'ab0- "{é'
@@ -71,10 +72,16 @@ def test_masks_are_those_of_the_naive_matcher(name: str, form: GrammarForm, tree
             words[:] = -1
             matcher.fill(words)
             allowed = naive.allowed()
-            filled, forced = set(allowed_ids(words)), matcher.forced_text()
-            assert filled <= allowed and naive.forced_text().startswith(forced), text
+            filled, forced_text = set(allowed_ids(words)), naive.forced_text()
+            assert filled <= allowed, text
+            forced = backend(name).tokens.forced(as_bools(words))
+            if forced is not None:
+                # A token may go on where the text might end.
+                token_text = TEXTS[forced]
+                assert forced in filled and forced_text, text
+                assert forced_text.startswith(token_text) or token_text.startswith(forced_text), text
             # llguidance leaves the longest token of a forced text alone, and its EBNF is cut into lexemes first.
-            if name == "xgrammar" or not (forced or form is GrammarForm.EBNF):
+            if name == "xgrammar" or not (forced_text or form is GrammarForm.EBNF):
                 assert filled == allowed, text
             if not filled:
                 break
@@ -104,13 +111,41 @@ def test_artefacts_are_read_back_and_others_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_forced_text_is_told(name: str) -> None:
+def test_forced_tokens_are_told(name: str) -> None:
     grammar = backend(name).load(backend(name).compile(GrammarSource(GrammarForm.REGEX, "abab(0|-)éa")))
-    matcher = grammar.matcher()
-    assert matcher.forced_text() == b"abab"
-    for byte in b"abab0":
+    matcher, words = grammar.matcher(), np.zeros(NUM_WORDS, np.int32)
+
+    def forced() -> bytes:
+        matcher.fill(words)
+        token = backend(name).tokens.forced(as_bools(words))
+        return b"" if token is None else TEXTS[token]
+
+    assert forced() == b"abab"
+    for byte in b"abab":
         assert matcher.accept(byte)
-    assert matcher.forced_text() == "éa".encode()
+    assert forced() == b"" and matcher.accept(ord("0"))
+    assert forced() == "éa".encode()
     for byte in "éa".encode():
         assert matcher.accept(byte)
-    assert matcher.forced_text() == b"" and matcher.accept(VOCABULARY.eos_ids[1]) and matcher.is_over
+    assert forced() == b"" and matcher.accept(VOCABULARY.eos_ids[1]) and matcher.is_over
+
+
+def test_a_forced_text_of_gigabytes_takes_the_time_of_its_first_tokens() -> None:
+    """30 rules of two parts each force 2**30 letters; the last rule forces letters without an end."""
+    pytest.importorskip("xgrammar")
+    doubled = "\n".join(f"r{level} ::= r{level + 1} r{level + 1}" for level in range(30))
+    for text in (f'root ::= r0 "b"\n{doubled}\nr30 ::= "a"', 'root ::= "a" root'):
+        grammar = backend("xgrammar").load(backend("xgrammar").compile(GrammarSource(GrammarForm.EBNF, text)))
+        guide = Guide(
+            lambda grammar=grammar: (grammar.matcher(), backend("xgrammar").tokens),  # type: ignore[misc]
+            VOCABULARY.vocab_size,
+            position=1,
+            output_ids=np.zeros(0, np.int32),
+            max_drafts=5,
+        )
+        assert guide.begin()
+        guide.run()
+        assert guide.is_ready and list(guide.forced_ids(9)) == 5 * [TEXTS.index(b"aa")]
+        assert guide.push(guide.forced_ids(9))
+        guide.run()
+        assert guide.is_ready and len(guide.forced_ids(9)) == 5

@@ -25,6 +25,7 @@ from radixmesh.daemons.scheduler.pages.page_states import PageState
 from radixmesh.daemons.scheduler.planning.counters import check_pages
 from radixmesh.daemons.scheduler.planning.lookahead import Lookahead
 from radixmesh.daemons.scheduler.planning.step_estimate import StepEstimate
+from radixmesh.daemons.scheduler.queue.grammars import Grammar
 from radixmesh.daemons.scheduler.results.outputs import Outputs, TokenRow, rows_of
 from radixmesh.daemons.scheduler.routers.outbox import RouterOutbox
 from radixmesh.daemons.scheduler.routers.router_streams import RouterStreams
@@ -130,15 +131,21 @@ class _Stream:
         self.messages.append(list(plans))
 
 
-async def test_decodes_of_short_steps_are_sent_as_batches_and_a_prompt_never_waits_for_them() -> None:
-    world, stream = World(), _Stream()
+def _loop_of_short_steps(world: World) -> SchedulerLoop:
+    """In an epoch whose steps take 0.8 ms."""
     loop = SchedulerLoop(SchedulerSettings(workers=("nowhere:1",)), None, Progress())  # type: ignore[arg-type]
     planner = loop.planner
-    planner.begin_epoch(1, replace(world.group, max_plans_in_flight=8), None)
+    planner.begin_epoch(1, replace(world.group, max_plans_in_flight=8, grammar_format="xgrammar"), None)
     loop._lookahead = Lookahead(depth=None, max_in_flight=8)
     for tokens in (1, 4):
         planner.estimate.observe(tokens, 800.0)
-    planner.submit(world.submission([2, 3, 4]))
+    return loop
+
+
+async def test_decodes_of_short_steps_are_sent_as_batches_and_a_prompt_never_waits_for_them() -> None:
+    world, stream = World(), _Stream()
+    loop = _loop_of_short_steps(world)
+    loop.planner.submit(world.submission([2, 3, 4]))
     claimed = ClaimedGroup(stream, world.group, (), ())  # type: ignore[arg-type]
     await loop._send_plans(claimed)
     sizes = [len(message) for message in stream.messages]
@@ -147,6 +154,51 @@ async def test_decodes_of_short_steps_are_sent_as_batches_and_a_prompt_never_wai
     assert [plan.step_id for message in stream.messages for plan in message] == list(range(1, 1 + sum(sizes)))
     # The batch that runs is answered as a whole: as much as the gap takes has to lie behind it.
     assert sum(sizes[1:]) * 800 >= loop.lookahead.gap_us
+
+
+async def test_the_round_trip_of_a_batch_has_the_device_time_of_all_its_steps() -> None:
+    world, stream = World(), _Stream()
+    loop = _loop_of_short_steps(world)
+    loop._clock = lambda: world.now
+    loop.planner.submit(world.submission([2, 3, 4], stop=Stop(max_tokens=64)))
+    claimed = ClaimedGroup(stream, world.group, (), ())  # type: ignore[arg-type]
+    world.executor.begin_epoch(1)
+
+    def answer_all() -> None:
+        plans = [plan for message in stream.messages for plan in message]
+        stream.messages.clear()
+        for number, plan in enumerate(plans):
+            result = world.executor.run(plan)
+            loop._take([replace(result, device_start_ns=800_000 * number, device_end_ns=800_000 * (number + 1))])
+
+    await loop._send_plans(claimed)
+    answer_all()
+    gap_us = loop.lookahead.gap_us
+    loop._lookahead.max_in_flight = 3
+    loop._lookahead.batch_size = lambda step_us: 3  # type: ignore[method-assign]
+    await loop._send_plans(claimed)
+    assert [len(message) for message in stream.messages] == [3]
+    # As long as the device took for the three, and half a millisecond.
+    world.now += 0.0029
+    answer_all()
+    assert loop.lookahead.gap_us < gap_us
+
+
+async def test_plans_leave_one_by_one_while_an_output_follows_a_grammar() -> None:
+    world, stream = World(), _Stream()
+    loop = _loop_of_short_steps(world)
+    grammar = Grammar("a" * 64, b"grammar")
+    loop.planner.grammars.ready(grammar.hash)
+    loop.planner.submit(world.submission([2, 3, 4], grammar=grammar))
+    loop.planner.submit(world.submission([2, 3, 5]))
+    loop.lookahead.gap_us = 20_000.0
+    await loop._send_plans(ClaimedGroup(stream, world.group, (), ()))  # type: ignore[arg-type]
+    assert len(stream.messages) > 2 and {len(message) for message in stream.messages} == {1}
+    assert loop.planner.state is not None
+    table = loop.planner.state.table
+    assert table.num_guided == 1
+    table.free(next(slot for slot, its in enumerate(table.sequences) if its is not None and its.submission.grammar))
+    assert table.num_guided == 0
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

@@ -55,6 +55,9 @@ class GreedyTokens:
     """Texts as tokens, the longest first: mostly as the model's own tokenizer cuts them, and always their bytes."""
 
     def __init__(self, vocabulary: GuidedVocabulary) -> None:
+        self._texts = vocabulary.token_bytes
+        # -1: of a token that stands for no text.
+        self._first_bytes = np.array([text[0] if text else -1 for text in self._texts], np.int16)
         self._ids = {text: token for token, text in enumerate(vocabulary.token_bytes) if text}
         self._longest = max(map(len, self._ids))
 
@@ -72,6 +75,25 @@ class GreedyTokens:
             else:
                 start += 1
         return ids
+
+    def forced(self, allowed: npt.NDArray[np.bool_]) -> int | None:
+        """The longest allowed token (bool [vocabulary]) of the text that must come next; None where there is a choice.
+
+        Each allowed token is a beginning of that token's text, or goes on behind it. The text may end within the token.
+        """
+        ids = np.flatnonzero(allowed)
+        if not len(ids) or ids[-1] >= len(self._texts):
+            return None
+        first_bytes = self._first_bytes[ids]
+        if first_bytes[0] < 0 or (first_bytes != first_bytes[0]).any():
+            return None
+        id_of = {self._texts[token]: token for token in ids.tolist()}
+        *others, last = sorted(id_of)
+        # In this order what a text shares with the last one never gets shorter: the first that branches off decides.
+        branch = next((text for text in others if not last.startswith(text)), last)
+        pairs = enumerate(zip(branch, last, strict=False))
+        end = next((index for index, (one, other) in pairs if one != other), len(branch))
+        return next((id_of[last[:size]] for size in range(end, 0, -1) if last[:size] in id_of), None)
 
 
 class GrammarMatcher(ABC):
@@ -93,10 +115,6 @@ class GrammarMatcher(ABC):
     @abstractmethod
     def is_over(self) -> bool:
         """An EOS id was accepted: nothing follows."""
-
-    @abstractmethod
-    def forced_text(self) -> bytes:
-        """The text that must come next; b"" where the grammar has a choice."""
 
 
 class CompiledGrammar(ABC):

@@ -131,9 +131,6 @@ class _Matcher(GrammarMatcher):
     def is_over(self) -> bool:
         return self._is_over
 
-    def forced_text(self) -> bytes:
-        return b"" if self._is_over else bytes(self._matcher.compute_ff_bytes())
-
 
 def _grammar(source: GrammarSource) -> str:
     """The library's own form. Raises ValueError, INVALID_GRAMMAR."""

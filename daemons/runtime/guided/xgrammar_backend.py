@@ -120,12 +120,6 @@ class _Matcher(GrammarMatcher):
     def is_over(self) -> bool:
         return bool(self._matcher.is_terminated())
 
-    def forced_text(self) -> bytes:
-        try:
-            return self._matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError as error:  # It begins within a character.
-            return error.object
-
 
 def _behind_thought(source: GrammarSource) -> str:
     """The constraint as a structural tag, with the thought and some blanks before it."""

@@ -73,6 +73,8 @@ class SequenceTable:
         ends = range(self.slots_per_rank, num_slots + 1, self.slots_per_rank)
         self._free = [list(range(end - 1, end - self.slots_per_rank - 1, -1)) for end in ends]
         self.num_running = 0
+        self.num_guided = 0
+        """Of those that run, requests that follow a grammar."""
 
     @property
     def num_free(self) -> int:
@@ -122,6 +124,7 @@ class SequenceTable:
         """Puts a request into a free slot of a rank under a new generation; returns the slot. No pages yet."""
         slot = self._free[rank].pop()
         self.num_running += 1
+        self.num_guided += sequence.submission.grammar is not None
         self._generation[slot] += 1
         sequence.slot, sequence.generation = slot, int(self._generation[slot])
         self.live[slot] = sequence.generation
@@ -170,6 +173,7 @@ class SequenceTable:
         self.locks[slot] = None
         self._free[self.rank_of(slot)].append(slot)
         self.num_running -= 1
+        self.num_guided -= sequence.submission.grammar is not None
 
     def append_pages(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
         """Appends counts[i] of `pages`, in order, to the page table of slots[i]; slots are distinct."""

@@ -37,7 +37,7 @@ def read_kv_scales(
     """Of each layer, for the KV heads [start, stop) of this rank out of `num_kv_heads`; None where there are none.
 
     A plane that has none in a layer, while others have, has scale 1. Raises MeshError BAD_CHECKPOINT naming file and
-    tensor where a scale is no positive number or far from any use, of another shape, or of a layer that the model does not have.
+    tensor where a scale is no positive number from 2^-64 to 2^64, of another shape, or of a layer beyond the model's.
     """
     entries = {name: entry for name, entry in index_tensors(folder).items() if is_kv_scale(name)}
     if not entries:

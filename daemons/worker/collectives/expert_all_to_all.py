@@ -41,7 +41,7 @@ class AllToAllDispatch(ExpertDispatch):
         self._mode = DispatchMode.NORMAL
         self._max_rows = 0
 
-    def begin_step(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
+    def set_dispatch_mode(self, mode: DispatchMode, max_tokens_per_rank: int) -> None:
         # A scheduler that knows no modes leaves it open.
         is_low_latency = mode is DispatchMode.LOW_LATENCY and max_tokens_per_rank > 0
         self._mode = DispatchMode.LOW_LATENCY if is_low_latency else DispatchMode.NORMAL

@@ -90,8 +90,8 @@ class CpuRunner(ModelRunner):
             functions = [probe.function for probe in probes if not (is_placed and probe.name == EXPERT_PROBE)]
             self._tiles = common_tiles(self._own_tiles, functions, self._group)
 
-    def begin_step(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
-        self._experts.begin_step(dispatch, max_tokens_per_rank)
+    def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
+        self._experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
 
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
         before = self._experts.num_pairs

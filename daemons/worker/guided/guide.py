@@ -190,17 +190,24 @@ class Guide:
                 raise invalid_grammar(message, "")
 
     def _draft(self, matcher: GrammarMatcher) -> None:
-        """Makes the forced text ready as drafts."""
-        if not self._max_drafts:
-            return
+        """Makes forced tokens ready as drafts, mask by mask: the whole text that a small grammar forces may have
+        gigabytes, or no end."""
         assert self._tokens is not None
-        self._forced = self._tokens.encode(matcher.forced_text(), self._max_drafts)
-        for count in range(1, len(self._forced) + 1):
-            mask = self._filled(self._forced[:count])
-            self._masks.append(mask)
-            if mask is None:
-                self._forced = self._forced[:count]
-                return
+        forced: list[int] = []
+        words = np.zeros_like(self._sink.words)
+        try:
+            while len(forced) < self._max_drafts:
+                mask = self._masks[-1]
+                assert mask is not None
+                token = self._tokens.forced(mask)
+                if token is None or not matcher.accept(token):
+                    break
+                forced.append(token)
+                matcher.fill(words)
+                self._masks.append(_bits(words, self._vocab_size))
+        finally:
+            matcher.rollback(len(forced))
+        self._forced = forced
 
     def _filled(self, drafts: Sequence[int]) -> BoolArray | None:
         matcher, accepted = self._matcher, 0

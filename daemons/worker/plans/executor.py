@@ -135,7 +135,7 @@ class StepExecutor:
         if len(self._guides):
             batch = self._with_masks(batch)
         builder = self._builder(plan)
-        self.runner.begin_step(plan.dispatch, plan.max_tokens_per_rank)
+        self.runner.set_dispatch_mode(plan.dispatch, plan.max_tokens_per_rank)
         running = self.runner.launch(batch.rows, batch.segments, ready_ns)
         if most > 1:
             self.table.is_bounded[self.table.decode_set] = True
