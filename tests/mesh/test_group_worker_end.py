@@ -121,9 +121,7 @@ class StoreProxy:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         store_reader, store_writer = await asyncio.open_connection("127.0.0.1", self._store.port)
         self.connections.append(writer)
-        self._pumps += [
-            asyncio.create_task(_pump(*ends)) for ends in ((reader, store_writer), (store_reader, writer))
-        ]
+        self._pumps += [asyncio.create_task(_pump(*ends)) for ends in ((reader, store_writer), (store_reader, writer))]
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
