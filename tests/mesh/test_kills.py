@@ -18,6 +18,8 @@ NUM_STREAMS = 16
 SEED = 20
 # 0 to 4 tokens a row and step: lengths are bounds while plans are in flight.
 UNEVEN = {"simulated_max_tokens_per_row": 4, "simulated_base_us": 12_000}
+# Steps that say they are short, however busy the machine: about four travel as one message.
+SHORT = {"simulated_base_us": 400, "simulated_time": "virtual"}
 # A daemon counts as hung after 2.5 s instead of 5: the full form has the interval that is shipped.
 QUICK_HANGS = {"healthcheck": {"x-local": {"interval": "500ms", "timeout": "1s", "retries": 5}}}
 MESHES = [("cpu", "tiny-llama"), ("cpu", "tiny-deepseek"), ("simulated", "tiny-llama")]
@@ -129,6 +131,13 @@ async def test_no_stream_notices_a_hang(tmp_path: Path) -> None:
 async def test_no_stream_notices_a_kill_while_rows_yield_any_number_of_tokens() -> None:
     plan = [("scheduler", signal.SIGKILL), ("worker", signal.SIGKILL)] * 2
     assert len(await kill_all("simulated", plan, worker=UNEVEN)) == len(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_no_stream_notices_a_kill_while_steps_travel_in_batches() -> None:
+    plan = [("scheduler", signal.SIGKILL), ("worker", signal.SIGKILL)]
+    assert len(await kill_all("simulated", plan, worker=SHORT)) == len(plan)
 
 
 @pytest.mark.full
