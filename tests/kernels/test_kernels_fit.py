@@ -7,7 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import triton
 
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+pytestmark = pytest.mark.skipif(
+    not all((_TOOLS / name).is_file() for name in ("ptxas", "cuobjdump")),
+    reason="this triton brings no ptxas, or no cuobjdump",
+)
 _SM_REGISTERS = 65536
 _SM_SHARED, _PROGRAM_SHARED, _RESERVED = 228 << 10, 227 << 10, 1 << 10
 

@@ -247,6 +247,10 @@ def test_a_scale_for_a_tensor_and_one_for_both_planes(qwen: Path, tmp_path: Path
     [
         ({"model.layers.0.self_attn.k_scale": torch.tensor(0.0)}, "no positive number"),
         ({"model.layers.0.self_attn.v_scale": torch.tensor(float("nan"))}, "no positive number"),
+        ({"model.layers.0.self_attn.k_scale": torch.tensor([1.0, -1.0])}, "no positive number"),
+        # Its reciprocal is infinite: keys of 0 would be NaN.
+        ({"model.layers.0.self_attn.k_scale": torch.tensor(1e-40)}, "no positive number"),
+        ({"model.layers.0.self_attn.kv_scale": torch.tensor(3e38)}, "no positive number"),
         ({"model.layers.0.self_attn.v_scale": torch.ones(3)}, "one a KV head"),
         ({"model.layers.77.self_attn.v_scale": torch.ones(1)}, "layers"),
     ],

@@ -161,6 +161,16 @@ async def test_a_constraint_waits_for_the_end_of_the_thought(http: httpx.AsyncCl
             "INVALID_GRAMMAR",
             "tools.0.function.parameters",
         ),
+        # A format that constrains nothing has brought no grammar.
+        (
+            {
+                "tools": [tool("f", {"x": {"type": "string", "pattern": "(a"}})],
+                "tool_choice": "required",
+                "response_format": {"type": "text"},
+            },
+            "INVALID_GRAMMAR",
+            "tools",
+        ),
     ],
 )
 async def test_errors_name_the_field(http: httpx.AsyncClient, fields: dict[str, Any], code: str, param: str) -> None:

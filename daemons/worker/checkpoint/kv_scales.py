@@ -22,6 +22,9 @@ _log = get_logger(__name__)
 
 _NAME = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(?P<layer>\d{1,6})\.(?:[\w.]+\.)?(?P<plane>k|v|kv)_scale$")
 
+# Beyond, scales or their reciprocals overflow float32 in products with queries and keys, whose NaN stays in the pages.
+_LEAST, _MOST = 2.0**-64, 2.0**64
+
 
 def is_kv_scale(name: str) -> bool:
     """True for the name of such a tensor."""
@@ -34,7 +37,7 @@ def read_kv_scales(
     """Of each layer, for the KV heads [start, stop) of this rank out of `num_kv_heads`; None where there are none.
 
     A plane that has none in a layer, while others have, has scale 1. Raises MeshError BAD_CHECKPOINT naming file and
-    tensor where a scale is no positive number, of another shape, or of a layer that the model does not have.
+    tensor where a scale is no positive number from 2^-64 to 2^64, of another shape, or of a layer beyond the model's.
     """
     entries = {name: entry for name, entry in index_tensors(folder).items() if is_kv_scale(name)}
     if not entries:
@@ -66,8 +69,10 @@ def _read(reader: TensorReader, entries: Mapping[str, TensorEntry], name: str, n
             f"holds {name!r} of shape {list(entries[name].shape)}, expected 1 or one a KV head, {num_kv_heads}",
             name,
         )
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+    if not bool(((scale >= _LEAST) & (scale <= _MOST)).all()):
         raise bad_checkpoint(
-            entries[name].file, f"holds {name!r}, which is no positive number: convert the checkpoint again", name
+            entries[name].file,
+            f"holds {name!r}, which is no positive number from 2^-64 to 2^64: convert the checkpoint again",
+            name,
         )
     return scale

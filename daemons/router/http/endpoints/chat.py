@@ -38,6 +38,8 @@ class ChatEndpoint:
         body, (message,) = await self._context.body.read(request, ChatRequest)
         generate = cast("router_pb2.GenerateRequest", message)
         request_id = generate.request_id = new_id("chatcmpl", body.request_id)
+        # Calls that must follow their schemas constrain an answer too.
+        by = body.constrained_by if generate.HasField("grammar") or body.packed_use is None else "tools"
         plan = await self._context.chats.plan(
             generate,
             body.tool_use,
@@ -48,8 +50,8 @@ class ChatEndpoint:
         headers = {**body.ignored_headers(), "x-request-id": request_id}
         if body.stream:
             writer = ChatEvents(self._context, request_id, body, plan)
-            return EventStream(self._context, [generate], writer, headers, constrained_by=body.constrained_by)
-        (answer,) = await run_whole(self._context, request, [generate], constrained_by=body.constrained_by)
+            return EventStream(self._context, [generate], writer, headers, constrained_by=by)
+        (answer,) = await run_whole(self._context, request, [generate], constrained_by=by)
         table = await self._context.tables.of(answer.resolved.model_identity) if body.logprobs else None
         whole = {
             **_head(request_id, "chat.completion", answer.resolved.model),

@@ -74,10 +74,7 @@ class ChatRequest(GenerationOptions):
         if self.continue_final_message is not None:
             chat.continue_final_message = self.continue_final_message
         packed = pack_use(use) if use.tools else None
-        # Calls that must follow their schemas constrain an answer too.
-        by = settled.constrained_by or ("tools" if packed else "")
-        ignored = (*settled.ignored, *unread)
-        return replace(settled, chat=chat, packed_use=packed, ignored=ignored, constrained_by=by)
+        return replace(settled, chat=chat, packed_use=packed, ignored=(*settled.ignored, *unread))
 
     @classmethod
     def message_type(cls) -> type[router_pb2.GenerateRequest]:

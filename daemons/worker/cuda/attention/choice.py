@@ -45,14 +45,22 @@ class AttentionChoice:
     def check_latents(self, architecture: str) -> None:
         """Raises MeshError UNSUPPORTED where it cannot serve a model whose cached tokens are latents."""
         if self.name == "flashinfer":
-            raise MeshError(
-                ErrorReason.ERROR_REASON_UNSUPPORTED,
-                f"{architecture} needs kernels of latent attention (MLA), which --attention-backend {self.name} does "
-                "not have here: use --attention-backend triton",
-                {"field": "attention_backend", "feature": "latent attention"},
-            )
+            raise self._lacks(architecture, "latent attention (MLA)")
         if self.kv_dtype == KV_FP8:
             raise latents_in_fp8()
+
+    def check_softcap(self, architecture: str) -> None:
+        """Raises MeshError UNSUPPORTED where it cannot serve a model with soft-capped scores."""
+        if self.name == "flashinfer":
+            raise self._lacks(architecture, "soft-capped scores")
+
+    def _lacks(self, architecture: str, feature: str) -> MeshError:
+        message = (
+            f"{architecture} needs kernels of {feature}, which --attention-backend {self.name} does not have here: "
+            "use --attention-backend triton"
+        )
+        metadata = {"field": "attention_backend", "feature": feature}
+        return MeshError(ErrorReason.ERROR_REASON_UNSUPPORTED, message, metadata)
 
     def of_latents(self, rank: int) -> AttentionChoice:
         """The same for a model whose cached tokens are latents."""
@@ -73,13 +81,7 @@ class AttentionChoice:
     def creator(
         self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None]
     ) -> AttentionCreator:
-        """Makes it when the page tables are there. shape, windows: the model's. Raises MeshError UNSUPPORTED."""
-        if self.name == "flashinfer" and shape.softcap is not None:
-            raise MeshError(
-                ErrorReason.ERROR_REASON_UNSUPPORTED,
-                "FlashInfer's soft-capped scores are not wired in: choose the triton attention backend",
-                {"field": "attention_backend"},
-            )
+        """Makes it when the page tables are there. shape, windows: the model's."""
         stored_shape = self._stored_shape(shape)
         is_plain = stored_shape == shape and self.query_dtype == self.dtype
 

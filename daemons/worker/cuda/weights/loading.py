@@ -85,6 +85,8 @@ def check_model(
     read."""
     if isinstance(model, DecoderModel):
         check_decoder(model.config, is_quantized=is_quantized)
+        if attention is not None and model.attention_shape.softcap is not None:
+            attention.check_softcap(architecture)
     elif not isinstance(model, DeepseekModel):
         raise MeshError(
             ErrorReason.ERROR_REASON_UNSUPPORTED,
