@@ -236,7 +236,9 @@ async def _leave_between_two_writes(group: RankGroup, first: Hand, num_plans: in
     return data
 
 
-async def _check_taken_over(group: RankGroup, successor: Hand, data: Sequence[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+async def _check_taken_over(
+    group: RankGroup, successor: Hand, data: Sequence[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[worker_pb2.StepPlan] = []
     core = group.ranks[1].daemon.core
     submit = core.submit
