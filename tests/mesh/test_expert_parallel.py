@@ -89,9 +89,10 @@ async def single_worker_texts(folder: Path) -> list[Text]:
     return [Text(prompt, output.tokens) for prompt, output in zip(prompts, seen, strict=True)]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("dispatch", ["normal", pytest.param("low-latency", marks=pytest.mark.full)])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dispatch", ["normal", "low-latency"])
+@pytest.mark.parametrize("size", [2, 4])
 async def test_mixtral_says_what_one_worker_says(size: int, dispatch: str, tmp_path: Path) -> None:
     """In the mode that the operator chose, prefills too."""
     folder = save_model(random_model("mixtral"), tmp_path)

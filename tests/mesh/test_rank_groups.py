@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from support.serve_client import Seen, ServeClient, serve_client
 
 from radixmesh.daemons.runtime.arrays import as_ints
 from radixmesh.daemons.runtime.steps.step import StepPlan
-from radixmesh.daemons.runtime.steps.step_codec import encode_plan
+from radixmesh.daemons.runtime.steps.step_codec import encode_plan, encode_plans
 from radixmesh.daemons.scheduler.__main__ import SchedulerDaemon
 from radixmesh.daemons.scheduler.config import SchedulerSettings
 from radixmesh.daemons.scheduler.group import group_client, group_stream, rank_hellos
@@ -202,12 +202,12 @@ class Hand:
             self.claimed = await self.client.claim()
         return self.claimed
 
-    async def write(self, plan: StepPlan, *ranks: int) -> bytes:
+    async def write(self, plans: Sequence[StepPlan], *ranks: int) -> list[bytes]:
+        """As one message. The bytes of each plan."""
         assert self.claimed is not None
-        data = encode_plan(plan)
         for rank in ranks:
-            await self.claimed.stream.rank_streams[rank].send(data)
-        return data
+            await self.claimed.stream.rank_streams[rank].send(encode_plans(plans))
+        return [encode_plan(plan) for plan in plans]
 
     async def close(self) -> None:
         if self.claimed is not None:
@@ -223,19 +223,22 @@ def _of_group(plan: StepPlan, claimed: ClaimedGroup) -> StepPlan:
     return replace(plan, group_generation=claimed.info.group_generation)
 
 
-async def _leave_between_two_writes(group: RankGroup, first: Hand) -> bytes:
-    """Step 1 is on both ranks, step 2 on rank 0 alone, which waits for rank 1. The bytes of step 2."""
+async def _leave_between_two_writes(group: RankGroup, first: Hand, num_plans: int = 1) -> list[bytes]:
+    """Step 1 is on both ranks, so many after it on rank 0 alone, which waits for rank 1. The bytes of those."""
     claimed = await first.claim()
-    await first.write(_first(claimed), 0, 1)
-    second = StepPlan(epoch=claimed.stream.epoch, step_id=2, decode_set=as_ints([0]))
-    data = await first.write(_of_group(second, claimed), 0)
+    await first.write([_first(claimed)], 0, 1)
+    epoch, last = claimed.stream.epoch, 1 + num_plans
+    plans = [StepPlan(epoch=epoch, step_id=step, decode_set=as_ints([0])) for step in range(2, last + 1)]
+    data = await first.write([_of_group(plan, claimed) for plan in plans], 0)
     ledgers = [group.ranks[rank].daemon.core.ledger for rank in range(2)]
-    await until(lambda: [ledger.last_received_step for ledger in ledgers] == [2, 1])
+    await until(lambda: [ledger.last_received_step for ledger in ledgers] == [last, 1])
     await until(lambda: ledgers[1].last_completed_step == 1)
     return data
 
 
-async def _check_taken_over(group: RankGroup, successor: Hand, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def _check_taken_over(
+    group: RankGroup, successor: Hand, data: Sequence[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[worker_pb2.StepPlan] = []
     core = group.ranks[1].daemon.core
     submit = core.submit
@@ -246,20 +249,21 @@ async def _check_taken_over(group: RankGroup, successor: Hand, data: bytes, monk
 
     monkeypatch.setattr(core, "submit", seen)
     claimed = await successor.claim()
-    assert [worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in taken] == [data], "byte for byte"
-    assert claimed.snapshots[0].records.ids.tolist() == [5, 6, 7, 8, *expected([5, 6, 7, 8], 1)], (
-        "both ranks ran step 2"
+    assert [worker_pb2.ExecuteRequest(plan=plan).SerializeToString() for plan in taken] == data, "byte for byte"
+    assert claimed.snapshots[0].records.ids.tolist() == [5, 6, 7, 8, *expected([5, 6, 7, 8], len(data))], (
+        "both ranks ran all of them"
     )
     assert group.member(0).generations == group.member(1).generations == [1], "no new group: the KV is kept"
 
 
+@pytest.mark.parametrize("num_plans", [1, 3])
 async def test_the_successor_of_a_scheduler_killed_between_two_writes_completes_the_broadcast(
-    monkeypatch: pytest.MonkeyPatch,
+    num_plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with rank_group(2) as group:
         first, successor = Hand(group, "a"), Hand(group, "b")
         try:
-            data = await _leave_between_two_writes(group, first)
+            data = await _leave_between_two_writes(group, first, num_plans)
             await first.close()
             await _check_taken_over(group, successor, data, monkeypatch)
         finally:

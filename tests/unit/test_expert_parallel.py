@@ -48,8 +48,8 @@ def stream_of(runner: CpuRunner, seed: int) -> Stream:
     return Stream(0, ids.tolist(), scattered_pages(runner, [NUM_TOKENS])[0])
 
 
-def logits_of(runner: CpuRunner, seed: int) -> np.ndarray:
-    return runner.logits([stream_of(runner, seed).segment(NUM_TOKENS, 4, samples=False)])[0]
+def logits_of(runner: CpuRunner, seed: int, num_tokens: int = NUM_TOKENS) -> np.ndarray:
+    return runner.logits([stream_of(runner, seed).segment(num_tokens, 4, samples=False)])[0]
 
 
 def save(name: str, folder: Path, *, is_fused: bool) -> Path:
@@ -125,17 +125,22 @@ def test_every_rank_gets_what_local_experts_give(data: st.DataObject) -> None:
         assert torch.equal(result, local.combine(got, computed(got.x_XD[got.rows_R], got.experts_R)))
 
 
-def test_ranks_that_share_batch_and_experts_agree_to_the_bit(tmp_path: Path) -> None:
-    """Tensor parallel attention; each rank brings half of the rows to the experts, which are placed over both."""
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_tokens", [NUM_TOKENS, 1])
+def test_ranks_that_share_batch_and_experts_agree_to_the_bit(
+    num_tokens: int, mode: DispatchMode, tmp_path: Path
+) -> None:
+    """Tensor parallel attention; each rank brings half of the rows to the experts, which are placed over both. Of one
+    row, a decode's, the second rank brings none, and computes its experts all the same."""
     folder = save("deepseek", tmp_path, is_fused=False)
-    alone = logits_of(load(folder), 0)
+    alone = logits_of(load(folder), 0, num_tokens)
 
     def rank(number: int) -> np.ndarray:
         experts = AllToAllDispatch(expert_group.groups[number])
         runner = load(folder, group=group.groups[number], experts=experts)
         runner.formed()
-        runner.set_dispatch_mode(DispatchMode.NORMAL, NUM_TOKENS)
-        return logits_of(runner, 0)
+        runner.set_dispatch_mode(mode, num_tokens)
+        return logits_of(runner, 0, num_tokens)
 
     with closing(ThreadGroup(2)) as group, closing(ThreadGroup(2)) as expert_group:
         first, second = group.run(rank)

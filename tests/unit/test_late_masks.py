@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from support.grammars import AnyText, AnyTextBackend
 from support.guided_runs import MODEL, GuidedRun
@@ -14,7 +16,9 @@ from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.guides import jump_forward
+from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
 
 GREEDY = Sampling(temperature=0.0)
 SLOW, QUICK = (GrammarSource(GrammarForm.REGEX, text) for text in ("slow", "quick"))
@@ -109,3 +113,43 @@ def test_a_first_mask_that_is_late_leaves_the_prompt_to_the_next_steps(gate: Gat
         if len(run.tokens[0]) > 3:
             break
     assert run.tokens[0][:4] == run.tokens[1][:4]
+
+
+class SlowlyFollowed(AnyText):
+    """An ambiguous grammar: a millisecond a token, and from the 300th on as long as the gate is closed."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+        self.num_accepted = 0
+
+    def matcher(self) -> GrammarMatcher:
+        return self
+
+    def accept(self, token: int) -> bool:
+        self.num_accepted += 1
+        time.sleep(0.001)
+        if self.num_accepted >= 300:
+            self._gate.began.set()
+            assert self._gate.opened.wait(60)
+        return True
+
+
+def _guide(matcher: AnyText, num_output_ids: int) -> Guide:
+    output_ids = np.zeros(num_output_ids, np.int32)
+    return Guide(lambda: (matcher, AnyTextBackend.tokens), 64, position=num_output_ids + 1, output_ids=output_ids)
+
+
+def test_a_long_output_that_is_resumed_holds_up_no_other(gate: Gate) -> None:
+    filler = MaskFiller(num_threads=1)
+    followed = SlowlyFollowed(gate)
+    resumed, other, left = _guide(followed, 1000), _guide(AnyText(), 0), _guide(SlowlyFollowed(gate), 1000)
+    filler.begin(resumed)
+    filler.begin(left)
+    filler.begin(other)
+    assert other.wait(30)
+    assert gate.began.wait(30) and followed.num_accepted < 1000
+    # Nobody waits for this one any more: it is not gone over to its end.
+    left.close()
+    gate.opened.set()
+    assert resumed.wait(60) and followed.num_accepted == 1000
+    assert left.wait(60)

@@ -219,10 +219,15 @@ def test_a_namespace_is_told_apart_again(adapter: str, salt: str) -> None:
 
 
 def test_a_worker_in_the_wrong_place_is_told_its_flags() -> None:
+    other_experts = [ready(0), ready(1)]
+    for dp_rank, each in enumerate(other_experts):
+        layout = RankLayout.of_rank(dp_rank, tp_size=1, dp_size=2, ep_size=2 - dp_rank)
+        each.capabilities.layout.CopyFrom(layout.to_proto())
     for hellos, told in (
         ([ready(1), ready(0)], "worker 0 of --workers was started with --tp-size 2 --tp-rank 1: .*start it with"),
         ([ready(0)], "2 ranks .* and --workers names 1: name all workers"),
         ([ready(0), ready(0, size=1)], "worker 1 .* no rank flags: .* start it with --tp-size 2 --tp-rank 1"),
+        (other_experts, "worker 1 .* --dp-size 2 --dp-rank 1: .* start it with .* --ep-size 2 --ep-rank 1"),
     ):
         with pytest.raises(MeshError, match=told):
             group_of(hellos)

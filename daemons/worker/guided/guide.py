@@ -25,7 +25,8 @@ from radixmesh.daemons.runtime.guided.source import invalid_grammar
 BoolArray = npt.NDArray[np.bool_]
 
 SLOW_S = 0.005
-"""An output whose last mask took longer gets a thread of its own, and nobody waits for its next one."""
+"""An output whose last mask took longer is for the slow threads, and nobody waits for its next one."""
+_REPLAY_S = 0.05  # Going over a resumed output on a thread that others wait for; ambiguous grammars need minutes.
 
 
 class MaskSink(ABC):
@@ -78,6 +79,7 @@ class Guide:
         self._matcher: GrammarMatcher | None = None
         self._tokens: GreedyTokens | None = None
         self._output_ids: IntArray = output_ids
+        self._num_replayed = 0
         self._forced: Sequence[int] = ()
         self._masks: list[BoolArray | None] = []
         self._lock = threading.Lock()
@@ -117,8 +119,11 @@ class Guide:
         if not is_busy:
             self._sink.release()
 
-    def run(self) -> None:
-        """Goes over the tokens that came and fills the mask behind them, until none is left. On a filler's thread."""
+    def run(self) -> bool:
+        """Goes over the tokens that came and fills the mask behind them, until none is left. On a filler's thread.
+
+        True if a slow thread is to call it again: it is still going over the output so far.
+        """
         while True:
             with self._lock:
                 tokens, self._pending = self._pending, []
@@ -126,6 +131,10 @@ class Guide:
             began = time.perf_counter()
             if not is_closed and self.error is None:
                 try:
+                    if not self._is_at_the_end():
+                        # No tokens are lost: none is sampled before the first mask.
+                        self.is_slow = True
+                        return True
                     self._advance(tokens)
                 except MeshError as error:
                     self.error = error
@@ -140,7 +149,7 @@ class Guide:
                 self._idle.set()
             if is_closed:
                 self._sink.release()
-            return
+            return False
 
     def forced_ids(self, most: int) -> Sequence[int]:
         """Tokens of the text that must follow, at most so many; () where the grammar has a choice.
@@ -160,9 +169,7 @@ class Guide:
         return self._filled(drafts)
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        if self._matcher is None:
-            self._matcher, self._tokens = self._start()
-            self._replay(self._matcher)
+        assert self._matcher is not None
         for token in tokens:
             self._position += 1
             # Behind the end of an output come tokens that nobody reads. Anything else that is refused is a library that
@@ -182,12 +189,22 @@ class Guide:
                 self._draft(self._matcher)
         self._sink.publish(self._position)
 
-    def _replay(self, matcher: GrammarMatcher) -> None:
-        """Goes over the tokens that the output has already. Raises INVALID_GRAMMAR for one that the grammar forbids."""
-        for position, token in enumerate(self._output_ids.tolist()):
-            if not matcher.accept(token):
-                message = f"token {position} of the output so far ({token}) does not follow the grammar: send it anew"
+    def _is_at_the_end(self) -> bool:
+        """Goes over the tokens that the output has already; False: not over all of them within its time. Raises
+        INVALID_GRAMMAR for one that the grammar forbids."""
+        if self._matcher is None:
+            self._matcher, self._tokens = self._start()
+        ends = time.perf_counter() + _REPLAY_S
+        while self._num_replayed < len(self._output_ids):
+            token = int(self._output_ids[self._num_replayed])
+            if not self._matcher.accept(token):
+                at = self._num_replayed
+                message = f"token {at} of the output so far ({token}) does not follow the grammar: send it anew"
                 raise invalid_grammar(message, "")
+            self._num_replayed += 1
+            if time.perf_counter() > ends:
+                return False
+        return True
 
     def _draft(self, matcher: GrammarMatcher) -> None:
         """Makes forced tokens ready as drafts, mask by mask: the whole text that a small grammar forces may have

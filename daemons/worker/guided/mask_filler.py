@@ -56,15 +56,15 @@ class MaskFiller:
         for queue, count in ((self._quick, self._num_threads), (self._slow, _SLOW_THREADS)):
             for number in range(count):
                 # Not joined at exit: a library that is stuck in a mask must not keep the process alive.
-                is_slow = queue is self._slow
-                threading.Thread(target=_work, args=(queue, is_slow), name=f"masks-{number}", daemon=True).start()
+                threading.Thread(target=_work, args=(queue, self._slow), name=f"masks-{number}", daemon=True).start()
 
 
-def _work(queue: SimpleQueue[Sequence[Guide]], is_slow: bool) -> None:
-    if is_slow:
+def _work(queue: SimpleQueue[Sequence[Guide]], slow: SimpleQueue[Sequence[Guide]]) -> None:
+    if queue is slow:
         # Of this thread alone, on Linux: bombs take the cores that nothing else wants.
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SLOW_NICE)
     while True:
         for guide in queue.get():
-            guide.run()
+            if guide.run():
+                slow.put([guide])
