@@ -124,9 +124,7 @@ def load_runner(
     )
 
 
-def load_model(
-    folder: Path, placement: Placement, model_impl: str = "auto", *, has_fp8_kv: bool = False
-) -> BuiltModel:
+def load_model(folder: Path, placement: Placement, model_impl: str = "auto", *, has_fp8_kv: bool = False) -> BuiltModel:
     """Reads config and weights. model_impl: a family of ours (radixmesh), modules of transformers (transformers), or
     the first that there is (auto). has_fp8_kv: a model that caches latents is refused before its weights are read.
     Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
