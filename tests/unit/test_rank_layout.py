@@ -50,7 +50,7 @@ def test_flags_make_the_layout() -> None:
     ("backend", "fields", "told"),
     [
         (Backend.CUDA, {"tp_size": 2}, "does not split a model yet"),
-        (Backend.CPU, {"ep_size": 2, "dp_size": 2}, "use --tp-size"),
+        (Backend.CUDA, {"dp_size": 2, "ep_size": 2}, "does not divide experts among ranks yet"),
         (Backend.CUDA, {"dp_size": 2}, "start replicas"),
         (Backend.SIMULATED, {"tp_size": 2, "tp_rank": 2}, "--tp-rank"),
     ],

@@ -21,6 +21,8 @@ from support.segments import Stream, scattered_pages
 from support.thread_group import ThreadGroup
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.backends import load_model
+from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.load import load_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
@@ -246,3 +248,18 @@ def test_ranks_quantise_their_heads_by_the_scales_of_these(size: int, tmp_path: 
     for logits in by_ranks(folder, size, cuts, kv_dtype="fp8"):
         # A number may be rounded to its neighbour.
         np.testing.assert_allclose(logits, want, rtol=0, atol=0.02 * np.abs(want).max())
+
+
+def test_ranks_with_other_rows_than_their_kv_says_are_other_models(tmp_path: Path) -> None:
+    """gloo ends a process that gets more bytes than it expects, so such ranks must never meet."""
+    folder = save_model(random_model("llama"), tmp_path)
+
+    def model(dtype: str) -> tuple[str, str]:
+        settings = WorkerSettings(
+            backend=Backend.CPU, model=folder, num_pages=8, cpu_threads=1, dtype=dtype, kv_dtype="fp8"
+        )
+        loaded = load_model(settings)
+        return loaded.runner.kv_dtype, loaded.identity.model_fingerprint
+
+    assert model("float32") == model("auto")
+    assert model("float32")[0] == model("bfloat16")[0] and model("float32")[1] != model("bfloat16")[1]

@@ -59,7 +59,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
     for rank, (hello, info) in enumerate(zip(hellos, infos, strict=True)):
         ours, theirs = hellos[0].hello.model.model_fingerprint, hello.hello.model.model_fingerprint
         if ours != theirs:
-            message = "the ranks of the group serve different models: start all on one folder"
+            message = "the ranks of the group serve different models: start all on one folder, with the same dtype"
             raise MeshError(ErrorReason.ERROR_REASON_MODEL_MISMATCH, message, {"ours": ours, "theirs": theirs})
         # Ranks may have different numbers of heads; the same one of each data-parallel rank has as many.
         counterpart = infos[rank % layout.tp_size]
