@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -170,3 +171,33 @@ async def test_kills_change_no_byte(mesh: Mesh) -> None:
             kill = await kill_once(mesh, load, service, signal.SIGKILL, pick)
             assert load.failures == [], (kill, load.failures[:3])
     assert load.failures == [] and load.num_completed >= 8
+
+
+# Each token of it is read in ever more ways: a mask takes tens of milliseconds after 200 tokens.
+AMBIGUOUS = 'root ::= root root root | root root | "a" | "b" | ""'
+
+
+async def test_a_bomb_of_a_mask_holds_up_no_other_grammar(mesh: Mesh) -> None:
+    """Not even when its output is gone over again, after its worker was killed."""
+    jobs = [Job(name=f"words-{seed}", prompt="Words", options={"regex": WORDS, "seed": seed}) for seed in range(4)]
+    jobs = [job.learned(await job.run(mesh.client)) for job in jobs]
+    ask = {"ebnf": AMBIGUOUS, "min_tokens": 1200, "max_tokens": 1200, "temperature": 1.0, "seed": 1}
+    bombs = [asyncio.ensure_future(mesh.client.complete(f"Bomb {number}", **ask)) for number in range(2)]
+    try:
+        async with StreamLoad(mesh.client, jobs, num_streams=4) as load:
+            await load.all_progressed(0.0)
+            async with asyncio.timeout(120):
+                while load.num_completed < 24:
+                    await asyncio.sleep(0.05)
+            kill = await kill_once(mesh, load, "worker", signal.SIGKILL, random.Random(7))
+            assert load.failures == [], (kill, load.failures[:3])
+            num_completed = load.num_completed
+            async with asyncio.timeout(120):
+                while load.num_completed < num_completed + 8:
+                    await asyncio.sleep(0.05)
+        assert load.failures == []
+        assert not any(bomb.done() for bomb in bombs), bombs
+    finally:
+        for bomb in bombs:
+            bomb.cancel()
+        await asyncio.gather(*bombs, return_exceptions=True)

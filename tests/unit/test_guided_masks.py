@@ -143,7 +143,6 @@ def test_a_forced_text_of_gigabytes_takes_the_time_of_its_first_tokens() -> None
             output_ids=np.zeros(0, np.int32),
             max_drafts=5,
         )
-        assert guide.begin()
         guide.run()
         assert guide.is_ready and list(guide.forced_ids(9)) == 5 * [TEXTS.index(b"aa")]
         assert guide.push(guide.forced_ids(9))

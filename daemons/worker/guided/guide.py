@@ -84,7 +84,9 @@ class Guide:
         self._masks: list[BoolArray | None] = []
         self._lock = threading.Lock()
         self._pending: list[int] = []
-        self._is_busy = self._is_closed = False
+        # run() is called for it in any case.
+        self._is_busy = True
+        self._is_closed = False
         self._idle = threading.Event()
         self.is_slow = False
         self.error: MeshError | None = None
@@ -97,11 +99,6 @@ class Guide:
     def wait(self, seconds: float) -> bool:
         """Waits at most so long until it is ready, or failed; True if it is."""
         return self._idle.wait(max(seconds, 0.0))
-
-    def begin(self) -> bool:
-        """True if run() has to be called: the output was admitted."""
-        self._is_busy = True
-        return True
 
     def push(self, tokens: Sequence[int]) -> bool:
         """Tokens were sampled. True if run() has to be called; else it runs already, and takes them too."""

@@ -31,8 +31,7 @@ class MaskFiller:
 
     def begin(self, guide: Guide) -> None:
         """An output was admitted."""
-        if guide.begin():
-            self._put([guide])
+        self._put([guide])
 
     def follow(self, moves: Iterable[tuple[Guide, Sequence[int]]]) -> None:
         """Tokens were sampled for these outputs."""
