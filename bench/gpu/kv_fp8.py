@@ -1,6 +1,6 @@
 """KV pages of FP8 beside those of bfloat16: attention of a layer, decode steps and capacity of a model, and the error.
 
-    python bench/gpu/kv_fp8.py --shape llama-3.1-8b --rows 256 --context 4096 > kv.json
+    python bench/gpu/kv_fp8.py --shape llama-3.1-8b --rows 256 --contexts 1024 4096 > kv.json
 
 attention: microseconds of a layer's decode, bytes of KV a second, and the largest error against float32 over the same
 keys and values before they are stored. steps: of the whole model with random weights; where the pool has fewer tokens

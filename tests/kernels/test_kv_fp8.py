@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.deepseek_folders import random_deepseek
+from support.deepseek_folders import TINY_DEEPSEEK
 from support.device_settings import TINY_SETTINGS
 from support.family_folders import family_folder, family_model
+from support.llama_folders import TINY_LLAMA
 from support.model_folders import random_model, save_model
 from support.paged_pool import PagedPool
 from support.rounding import attention_kernel_tolerance
@@ -21,6 +22,8 @@ from support.torch_flashinfer import use_torch_modules
 from support.triton_interpreter import DEVICE
 
 from radixmesh.daemons.runtime.errors import MeshError
+from radixmesh.daemons.worker.backends import load_model
+from radixmesh.daemons.worker.config import WorkerSettings
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.cuda.device import HostDevice
@@ -266,6 +269,18 @@ def test_scales_that_are_none_are_told_by_their_tensor(
     assert _logits(_cpu(folder, kv_dtype="auto")).isfinite().all()
 
 
+def test_a_worker_with_pages_of_fp8_is_another_model() -> None:
+    """Nobody resumes or takes over what was begun over pages as the weights."""
+
+    def fingerprint(**changes: str) -> str:
+        settings = WorkerSettings(  # type: ignore[arg-type]
+            listen="127.0.0.1:0", model=TINY_LLAMA, num_pages=64, cpu_threads=1, **changes
+        )
+        return load_model(settings).identity.model_fingerprint
+
+    assert fingerprint(kv_dtype="fp8") != fingerprint() == fingerprint(kv_dtype="auto")
+
+
 @_HOST
 @pytest.mark.parametrize("attention", ["triton", "torch", "flashinfer"])
 def test_a_device_stores_and_reads_what_the_cpu_does(
@@ -312,8 +327,9 @@ def test_a_row_has_the_same_bits_however_its_prompt_is_cut(qwen: Path) -> None:
 
 @_HOST
 def test_latents_are_refused_with_a_reason(tmp_path: Path) -> None:
-    folder = save_model(random_deepseek("v3_groups"), tmp_path / "deepseek")
-    for load in (lambda: _cpu(folder), lambda: load_device_runner(folder, _SETTINGS, HostDevice())):
+    """Before weights are read, which would fail."""
+    (tmp_path / "config.json").write_text((TINY_DEEPSEEK / "config.json").read_text())
+    for load in (lambda: _cpu(tmp_path), lambda: load_device_runner(tmp_path, _SETTINGS, HostDevice())):
         with pytest.raises(MeshError, match="latent") as caught:
             load()
         assert caught.value.reason_name == "UNSUPPORTED" and caught.value.metadata["field"] == "kv_dtype"

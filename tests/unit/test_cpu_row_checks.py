@@ -78,11 +78,12 @@ def test_every_matrix_of_a_forward_is_checked_at_load(save: Save, shape: str, mo
     built = []
     load = load_model
     monkeypatch.setattr(
-        "radixmesh.daemons.worker.cpu.load.load_model", lambda *args: built.append(load(*args)) or built[-1]
+        "radixmesh.daemons.worker.cpu.load.load_model",
+        lambda *args, **more: built.append(load(*args, **more)) or built[-1],
     )
     runner = load_cpu_runner(folder, num_pages=400, threads=1)
     assert isinstance(runner, CpuRunner)
-    ((model, targets),) = built
+    ((model, targets, _),) = built
     with _Products(targets.tensors) as probed, torch.inference_mode():
         _run_probes(model)
     ids = np.random.default_rng(0).integers(0, runner.vocab_size, 300).tolist()

@@ -86,7 +86,7 @@ def load_runner(
             max_total_len=min(encoder.config.max_total_len, max_total_len or encoder.config.max_total_len),
             num_threads=num_threads,
         )
-    built = load_model(model, placement, model_impl)
+    built = load_model(model, placement, model_impl, has_fp8_kv=kv_dtype == "fp8")
     length = min(built.model.max_total_len, max_total_len or built.model.max_total_len)
     layout = built.model.kv_layout
     pool_dtype, scales = placement.dtype, None
@@ -124,9 +124,10 @@ def load_runner(
     )
 
 
-def load_model(folder: Path, placement: Placement, model_impl: str = "auto") -> BuiltModel:
+def load_model(folder: Path, placement: Placement, model_impl: str = "auto", *, has_fp8_kv: bool = False) -> BuiltModel:
     """Reads config and weights. model_impl: a family of ours (radixmesh), modules of transformers (transformers), or
-    the first that there is (auto). Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
+    the first that there is (auto). has_fp8_kv: a model that caches latents is refused before its weights are read.
+    Raises MeshError BAD_CHECKPOINT or UNSUPPORTED."""
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
@@ -136,6 +137,8 @@ def load_model(folder: Path, placement: Placement, model_impl: str = "auto") -> 
     quantization = read_quantization(config)
     with torch.inference_mode():
         built = families.create(architecture).build(config, placement)
+        if has_fp8_kv and {plane.name for plane in built.model.kv_layout.planes} != {"keys", "values"}:
+            raise latents_in_fp8()
         num_bytes = load_tensors(folder, built.targets, quantization)
     seconds = round(time.monotonic() - started, 3)
     _log.info(
@@ -151,9 +154,7 @@ def load_model(folder: Path, placement: Placement, model_impl: str = "auto") -> 
 
 
 def _kv_scales(folder: Path, built: BuiltModel) -> tuple[KvScales, ...] | None:
-    """Of this rank's KV heads. Raises MeshError UNSUPPORTED for a model that caches latents, BAD_CHECKPOINT."""
-    if {plane.name for plane in built.model.kv_layout.planes} != {"keys", "values"}:
-        raise latents_in_fp8()
+    """Of this rank's KV heads. Raises MeshError BAD_CHECKPOINT."""
     num_heads = built.model.attention_shape.num_kv_heads
     total, share = (num_heads, Share(0, num_heads)) if built.kv_heads is None else built.kv_heads
     return read_kv_scales(
