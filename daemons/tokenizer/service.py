@@ -82,7 +82,8 @@ class TokenizerService(tokenizer_pb2_grpc.TokenizerServiceServicer):
     ) -> tokenizer_pb2.CompileGrammarResponse:
         self._queue.require_serving()
         since_s = time.monotonic()
-        artefact = await self._grammars.compile(grammar_source(request.grammar), request.timeout_ms / 1000)
+        source_of, timeout_s = grammar_source(request.grammar), request.timeout_ms / 1000
+        artefact = await self._grammars.compile(source_of, timeout_s, tenant=request.tenant)
         source = "cache" if artefact.is_cached else "compiled"
         self._metrics.grammar_compile_seconds.labels(source).observe(time.monotonic() - since_s)
         return tokenizer_pb2.CompileGrammarResponse(

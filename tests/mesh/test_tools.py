@@ -12,7 +12,7 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from support.http import openai_client
+from support.http import http_client, openai_client
 from support.mesh import Mesh, running_mesh
 from support.tool_folder import tool_folder
 
@@ -260,3 +260,24 @@ async def retried(sdk: AsyncOpenAI, ask: dict[str, Any], may_break: bool) -> obj
         except (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError):
             assert may_break
             await asyncio.sleep(0.1)
+
+
+async def test_a_call_that_must_be_made_needs_workers_that_follow_grammars() -> None:
+    """Those that are simulated follow none; the same chat without the demand is served."""
+    async with running_mesh("simulated") as mesh, http_client(mesh) as http:
+        anthropic = {"tools": [{"name": "turn", "input_schema": SIDE}], "tool_choice": {"type": "any"}}
+        named = {"type": "function", "function": {"name": "turn"}}
+        for path, fields in (
+            ("/v1/chat/completions", {"tools": TOOLS, "tool_choice": "required"}),
+            ("/v1/chat/completions", {"tools": TOOLS, "tool_choice": named, "stream": True}),
+            ("/v1/messages", anthropic),
+        ):
+            answer = await http.post(path, json={"model": NAME, "messages": USER, "max_tokens": 5, **fields})
+            assert answer.status_code == 400, (path, answer.text)
+            error = answer.json()["error"]
+            assert (error["code"], error["param"]) == ("UNSUPPORTED", "tool_choice"), error
+        served = await http.post(
+            "/v1/chat/completions", json={"model": NAME, "messages": USER, "max_tokens": 5, "tools": TOOLS}
+        )
+        assert served.status_code == 200, served.text
+        assert mesh.bugs == []

@@ -21,6 +21,7 @@ from radixmesh.daemons.runtime.guided.backend import GuidedVocabulary, load_back
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource, grammar_source
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
+from radixmesh.daemons.tokenizer.grammar.tenant_turns import TenantTurns
 
 SCHEMA = json.dumps({"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"]})
 # An alternation of counted repetitions: minutes of compilation.
@@ -108,6 +109,53 @@ async def test_more_than_may_wait_is_refused(folder: Path) -> None:
         assert [error.reason for error in refused] == [ErrorReason.ERROR_REASON_OVERLOADED] * 2
     finally:
         compiler.close()
+
+
+async def test_a_tenant_takes_turns_with_a_crowd_of_another(folder: Path) -> None:
+    compiler = GrammarCompiler(folder, "xgrammar", GrammarLimits(max_waiting=8))
+    ended: list[str] = []
+
+    async def compiled(name: str, tenant: str) -> None:
+        await compiler.compile(GrammarSource(GrammarForm.REGEX, name), tenant=tenant)
+        ended.append(name)
+
+    try:
+        crowd = [asyncio.ensure_future(compiled(f"a{number}", "crowd")) for number in range(7)]
+        await asyncio.sleep(0)
+        other = asyncio.ensure_future(compiled("b", "other"))
+        done = await asyncio.gather(*crowd, other, return_exceptions=True)
+        errors = [error.reason for error in done if isinstance(error, MeshError)]
+        assert errors == [ErrorReason.ERROR_REASON_OVERLOADED], "a tenant has six places of eight"
+        assert sorted(ended) == sorted([*(f"a{number}" for number in range(6)), "b"])
+        assert ended.index("b") <= 2, ended
+    finally:
+        compiler.close()
+
+
+async def test_turns_of_waiters_that_leave_are_passed_on() -> None:
+    turns, order = TenantTurns(1), []
+
+    async def take(name: str) -> None:
+        async with turns.turn(name[0]):
+            order.append(name)
+            await asyncio.sleep(0)
+
+    names = ("a1", "a2", "a3", "a4", "b1", "b2", "c1")
+    tasks = {name: asyncio.ensure_future(take(name)) for name in names}
+    await asyncio.sleep(0)
+    tasks["a2"].cancel()
+    tasks["c1"].cancel()
+    done = await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert [isinstance(answer, asyncio.CancelledError) for answer in done] == [name in ("a2", "c1") for name in names]
+    assert order == ["a1", "b1", "a3", "b2", "a4"]
+    # Its turn has come, and it leaves before it runs.
+    tasks = {name: asyncio.ensure_future(take(name)) for name in ("a1", "b1", "c1")}
+    while order[-1] != "a1":
+        await asyncio.sleep(0)
+    turns._pass_on()
+    tasks["b1"].cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    assert order[-2:] == ["a1", "c1"]
 
 
 @pytest.mark.parametrize("limit", ["memory", "artefact_bytes"])

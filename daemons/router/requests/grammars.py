@@ -55,14 +55,17 @@ class Grammars:
         self._num_kept_bytes = 0
         self._compiling: dict[str, asyncio.Task[CompiledGrammar]] = {}
 
-    async def compiled(self, source: GrammarSource) -> CompiledGrammar:
-        """Raises INVALID_GRAMMAR, UNSUPPORTED, what a call to a tokenizer raises, or OVERLOADED beyond the bound."""
+    async def compiled(self, source: GrammarSource, tenant: str = "") -> CompiledGrammar:
+        """tenant: of whom the call is, where a tokenizer has to be asked.
+
+        Raises INVALID_GRAMMAR, UNSUPPORTED, what a call to a tokenizer raises, or OVERLOADED beyond the bound.
+        """
         digest = source.digest
         found = self._live.get(digest)
         if found is None:
             task = self._compiling.get(digest)
             if task is None:
-                task = self._compiling[digest] = asyncio.create_task(self._compile(digest, source))
+                task = self._compiling[digest] = asyncio.create_task(self._compile(digest, source, tenant))
                 task.add_done_callback(lambda done: self._ended(digest, done))
             # A client that leaves does not take the compilation of others with it.
             found = await asyncio.shield(task)
@@ -74,8 +77,9 @@ class Grammars:
         if not task.cancelled():
             task.exception()  # Read, though all who waited may have left.
 
-    async def _compile(self, digest: str, source: GrammarSource) -> CompiledGrammar:
-        answer = await self._compile_grammar(tokenizer_pb2.CompileGrammarRequest(grammar=grammar_to_proto(source)))
+    async def _compile(self, digest: str, source: GrammarSource, tenant: str) -> CompiledGrammar:
+        request = tokenizer_pb2.CompileGrammarRequest(grammar=grammar_to_proto(source), tenant=tenant)
+        answer = await self._compile_grammar(request)
         size = len(answer.artefact)
         while self._kept and self._num_live_bytes + size > self._max_live_bytes:
             self._drop_oldest()

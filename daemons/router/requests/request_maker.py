@@ -199,7 +199,7 @@ class RequestMaker:
 
     async def _compile_grammar(self, request: Request) -> None:
         if request.resolved.grammar is not None:
-            compiled = self._grammars.compiled(request.resolved.grammar)
+            compiled = self._grammars.compiled(request.resolved.grammar, request.resolved.tenant)
             try:
                 request.grammar = await self._in_time(compiled, request.deadline)
             except MeshError as error:

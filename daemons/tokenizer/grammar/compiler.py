@@ -14,6 +14,7 @@ from radixmesh.daemons.runtime.guided.backend import installed_format
 from radixmesh.daemons.runtime.guided.source import GrammarSource, invalid_grammar
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.tokenizer.grammar.processes import CompilerProcess, CompilerProcessEnded
+from radixmesh.daemons.tokenizer.grammar.tenant_turns import TenantTurns
 
 log = get_logger(__name__)
 
@@ -25,7 +26,8 @@ _MAX_KEPT = 4096
 class GrammarLimits:
     """Of one compilation: seconds on its process, bytes of memory beyond the process's own, bytes of its artefact.
 
-    max_waiting: compilations that wait for a process before others are refused. cache_bytes: artefacts that are kept.
+    max_waiting: compilations that wait for a process before others are refused, three quarters of them of one tenant.
+    cache_bytes: artefacts that are kept.
     """
 
     num_processes: int = 1
@@ -47,9 +49,10 @@ class Artefact:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """num_waiting: callers. has_begun: it has a process."""
+    """num_waiting: callers. has_begun: it has a process. tenant: of the first caller."""
 
     task: asyncio.Task[Artefact]
+    tenant: str
     num_waiting: int = 0
     has_begun: bool = False
 
@@ -65,15 +68,16 @@ class GrammarCompiler:
         self._folder = folder
         self._backend = backend
         self._limits = limits
-        self._turn = asyncio.Semaphore(limits.num_processes)
+        self._turns = TenantTurns(limits.num_processes)
         self._idle: list[CompilerProcess] = []
         self._artefacts: OrderedDict[str, Artefact] = OrderedDict()
         self._num_bytes = 0
         self._running: dict[str, _Job] = {}
         self._is_closed = False
 
-    async def compile(self, source: GrammarSource, timeout_s: float = 0.0) -> Artefact:
-        """timeout_s: 0 = the daemon's own limit, which is the most. Equal sources that come at once are compiled once.
+    async def compile(self, source: GrammarSource, timeout_s: float = 0.0, *, tenant: str = "") -> Artefact:
+        """timeout_s: 0 = the daemon's own limit, which is the most. Equal sources that come at once are compiled once;
+        tenants take turns.
 
         Raises UNSUPPORTED, INVALID_GRAMMAR (wrong, or beyond a limit), OVERLOADED, or NOT_SERVING where no process can
         be started.
@@ -88,11 +92,11 @@ class GrammarCompiler:
             return known
         job = self._running.get(digest)
         if job is None:
-            if len(self._running) >= self._limits.max_waiting:
-                message = f"{len(self._running)} grammars wait to be compiled: retry later, or on another replica"
-                raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "500"})
+            self._require_room(tenant)
             most_s = min(timeout_s or self._limits.timeout_s, self._limits.timeout_s)
-            job = self._running[digest] = _Job(asyncio.create_task(self._compile(source, digest, most_s)))
+            job = self._running[digest] = _Job(
+                asyncio.create_task(self._compile(source, digest, most_s, tenant)), tenant
+            )
             job.task.add_done_callback(lambda _: self._ended(digest, job))
         job.num_waiting += 1
         try:
@@ -116,14 +120,24 @@ class GrammarCompiler:
             process.close()
         self._idle = []
 
+    def _require_room(self, tenant: str) -> None:
+        """Raises OVERLOADED."""
+        most, num_own = self._limits.max_waiting, sum(job.tenant == tenant for job in self._running.values())
+        if len(self._running) >= most or num_own >= -(-3 * most // 4):
+            message = (
+                f"{len(self._running)} grammars wait to be compiled, {num_own} of them of this tenant: retry later, or "
+                "on another replica"
+            )
+            raise MeshError(ErrorReason.ERROR_REASON_OVERLOADED, message, {"retry_after_ms": "500"})
+
     def _ended(self, digest: str, job: _Job) -> None:
         if self._running.get(digest) is job:
             del self._running[digest]
         if job.task.done() and not job.task.cancelled():
             job.task.exception()  # Read, though all who waited may have left.
 
-    async def _compile(self, source: GrammarSource, digest: str, timeout_s: float) -> Artefact:
-        async with self._turn:
+    async def _compile(self, source: GrammarSource, digest: str, timeout_s: float, tenant: str) -> Artefact:
+        async with self._turns.turn(tenant):
             self._running[digest].has_begun = True
             data = await self._by_process(source, timeout_s)
         artefact = Artefact(await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest()), data)

@@ -86,12 +86,14 @@ class DecodeResponse(_message.Message):
     def __init__(self, texts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class CompileGrammarRequest(_message.Message):
-    __slots__ = ("grammar", "timeout_ms")
+    __slots__ = ("grammar", "timeout_ms", "tenant")
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     grammar: _common_pb2.Grammar
     timeout_ms: int
-    def __init__(self, grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    tenant: str
+    def __init__(self, grammar: _Optional[_Union[_common_pb2.Grammar, _Mapping]] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class CompileGrammarResponse(_message.Message):
     __slots__ = ("hash", "artefact", "grammar_format")
