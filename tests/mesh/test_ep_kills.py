@@ -25,14 +25,15 @@ async def kill_under_load(plan: list[tuple[str, signal.Signals]]) -> None:
         await kill_in_turn(mesh, jobs, plan, num_streams=NUM_STREAMS, seed=SEED)
         state: scheduler_pb2.GetStateResponse = await mesh.scheduler_state()
         assert state.num_page_violations == 0
-        # Both ranks' experts have computed.
+        # 0.5 is that of one rank that computes alone.
         assert 0.5 < state.expert_balancedness <= 1.0, state
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_no_stream_notices_a_rank_that_dies_or_hangs() -> None:
-    await kill_under_load([("worker-rank-1", signal.SIGKILL), ("worker", signal.SIGSTOP)])
+async def test_no_stream_notices_a_rank_that_dies() -> None:
+    """Rank 0: with it the group's store is gone."""
+    await kill_under_load([("worker", signal.SIGKILL)])
 
 
 @pytest.mark.full

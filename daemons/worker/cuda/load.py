@@ -36,6 +36,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
+_KV_DTYPES = {**_DTYPES, "fp8": KV_FP8}
 _MAX_ROWS = 65_535
 
 
@@ -107,7 +108,7 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
     dtype = _dtype("dtype", settings.dtype) or torch.bfloat16
     where = device.torch_device
     # Report wrong flags before reading the weights.
-    attention = choose_attention(settings, dtype, _kv_dtype(settings.kv_dtype), where)
+    attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype, _KV_DTYPES), where)
     check_kernels(settings)
     _check_rows(settings)
     placement = Placement(
@@ -213,20 +214,11 @@ def _check_tables(settings: DeviceSettings, max_total_len: int) -> None:
         raise _invalid("num_slots", f"{settings.num_slots} {what}")
 
 
-def _dtype(field: str, name: str) -> torch.dtype | None:
+def _dtype(field: str, name: str, dtypes: Mapping[str, torch.dtype] = _DTYPES) -> torch.dtype | None:
     """None: auto."""
-    if name != "auto" and name not in _DTYPES:
-        raise _invalid(field, f"is {name!r}: choose one of auto, {', '.join(_DTYPES)}")
-    return _DTYPES.get(name)
-
-
-def _kv_dtype(name: str) -> torch.dtype | None:
-    """As `_dtype`, or FP8."""
-    if name == "fp8":
-        return KV_FP8
-    if name != "auto" and name not in _DTYPES:
-        raise _invalid("kv_dtype", f"is {name!r}: choose one of auto, fp8, {', '.join(_DTYPES)}")
-    return _DTYPES.get(name)
+    if name != "auto" and name not in dtypes:
+        raise _invalid(field, f"is {name!r}: choose one of auto, {', '.join(dtypes)}")
+    return dtypes.get(name)
 
 
 def _kv_scales(
