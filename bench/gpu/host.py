@@ -30,6 +30,7 @@ from gpu.mesh import device_steps, free_port, gpu_name, short_line
 from gpu.shapes import write_shape
 from hop_ladder.bulk_stream import BulkStream
 from hop_ladder.processes import Processes
+from step_cpu import cpu_of, threads_ns
 
 from radixmesh.daemons.runtime.arrays import IntArray
 
@@ -120,40 +121,19 @@ async def _decode(stream: BulkStream, prompts: list[IntArray], pids: dict[str, i
     num_rows, before, submitted = len(prompts), stream.num_tokens, time.monotonic()
     await stream.submit(prompts, _TOKENS)
     await stream.until(num_tokens=before + _EDGE * num_rows)
-    cpu, device = {name: _threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
+    cpu, device = {name: threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
     start, tokens = time.monotonic_ns(), stream.num_tokens
     await stream.until(num_tokens=before + (_TOKENS - _EDGE) * num_rows)
     end = time.monotonic_ns()
     steps = (stream.num_tokens - tokens) / num_rows
-    cpu_after, after = {name: _threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
+    cpu_after, after = {name: threads_ns(pid) for name, pid in pids.items()}, await device_steps(metrics)
     await stream.until(num_tokens=before + _TOKENS * num_rows)
     return {
         "out_tok_s": round(_TOKENS * num_rows / (stream.last_token_at - submitted), 1),
         "step_us": round((end - start) / steps / 1e3, 1),
         "device_us": round((after[0] - device[0]) / max(1, after[1] - device[1]) * 1e6, 1),
-        "cpu_us_per_step": {name: _cpu_of(cpu[name], cpu_after[name], steps) for name in pids},
+        "cpu_us_per_step": {name: cpu_of(cpu[name], cpu_after[name], steps) for name in pids},
         "ns": [start, end],
-    }
-
-
-def _threads_ns(pid: int) -> dict[str, int]:
-    """Nanoseconds of CPU by thread id and name."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        try:
-            found[f"{task.name} {(task / 'comm').read_text().strip()}"] = int(
-                (task / "schedstat").read_text().split()[0]
-            )
-        except OSError:
-            continue
-    return found
-
-
-def _cpu_of(before: dict[str, int], after: dict[str, int], steps: float) -> dict[str, float]:
-    spent = {name: (ns - before.get(name, 0)) / steps / 1e3 for name, ns in after.items()}
-    largest = sorted(spent, key=lambda name: -spent[name])
-    return {"all": round(sum(spent.values()), 1)} | {
-        name: round(spent[name], 1) for name in largest if spent[name] > 2.0
     }
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.device_settings import TINY_SETTINGS
-from support.guided_runs import MODEL, GuidedRun, text_of, vocabulary
+from support.guided_runs import MODEL, GuidedRun, cut, text_of
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -40,19 +40,13 @@ SAMPLINGS = [
 NUM_TOKENS = 40
 
 
-def _cut(tokens: list[int]) -> list[int]:
-    eos = set(vocabulary().identity.eos_ids)
-    end = next((index + 1 for index, token in enumerate(tokens) if token in eos), len(tokens))
-    return tokens[: min(end, NUM_TOKENS)]
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     runner = load_cpu_runner(MODEL, num_pages=1024, threads=4)
     runner.mask_wait_s = 60.0
     run = GuidedRun(runner, SOURCES, SAMPLINGS)
     run.run(NUM_TOKENS, lag=0)
-    return [_cut(tokens) for tokens in run.tokens]
+    return [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +66,7 @@ def test_guided_rows_are_those_of_the_cpu_worker(expected, cuda_graphs, lag, pag
     run = GuidedRun(runner, SOURCES, SAMPLINGS, pages_a_slot=-(-80 // page_size))
     # Steps of a tiny model are quicker than any mask: with steps ahead most masks are late.
     run.run(NUM_TOKENS * (1 + lag) + 200, lag=lag)
-    got = [_cut(tokens) for tokens in run.tokens]
+    got = [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
     assert got == expected, [(a, b) for a, b in zip(got, expected, strict=True) if a != b]
     assert run.late_by_slot[1] == run.late_by_slot[3] == 0
     print({"lag": lag, "late": run.late_by_slot, "texts": [text_of(tokens) for tokens in run.tokens][:3]})

@@ -11,7 +11,7 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.guided_runs import MODEL, GuidedRun, text_of, vocabulary
+from support.guided_runs import MODEL, GuidedRun, cut, text_of
 from support.replaying_device import ReplayingDevice
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
@@ -43,13 +43,6 @@ SAMPLINGS = [
 NUM_TOKENS = 10
 
 
-def _cut(tokens: list[int]) -> list[int]:
-    """An output up to its end, at most NUM_TOKENS of it."""
-    eos = set(vocabulary().identity.eos_ids)
-    end = next((index + 1 for index, token in enumerate(tokens) if token in eos), len(tokens))
-    return tokens[: min(end, NUM_TOKENS)]
-
-
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
     runner = load_cpu_runner(MODEL, num_pages=512, threads=1)
@@ -57,7 +50,7 @@ def expected() -> list[list[int]]:
     run = GuidedRun(runner, SOURCES, SAMPLINGS)
     run.run(NUM_TOKENS, lag=0)
     assert not run.num_late
-    return [_cut(tokens) for tokens in run.tokens]
+    return [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
 
 
 def _runner(device: HostDevice, **changes: object) -> ModelRunner:
@@ -69,7 +62,7 @@ def _runner(device: HostDevice, **changes: object) -> ModelRunner:
 def test_guided_rows_are_those_of_the_cpu_worker_however_late_their_masks_are(expected, lag):
     run = GuidedRun(_runner(HostDevice()), SOURCES, SAMPLINGS)
     run.run(NUM_TOKENS * (1 + lag) + 25, lag=lag)
-    assert [_cut(tokens) for tokens in run.tokens] == expected
+    assert [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
     # The device computes a step as soon as it is launched: with steps ahead, every other mask is late.
     assert run.num_late > (NUM_TOKENS // 2 if lag else -1)
     assert run.late_by_slot[1] == run.late_by_slot[3] == 0, "a free row waits for nobody's mask"
@@ -86,4 +79,4 @@ def test_captured_steps_read_masks_anew(expected):
     run = GuidedRun(runner, SOURCES[:3], SAMPLINGS[:3])
     run.run(26, lag=1)
     assert device.replayed and run.num_late
-    assert [_cut(tokens)[:6] for tokens in run.tokens] == [tokens[:6] for tokens in expected[:3]]
+    assert [cut(tokens, NUM_TOKENS)[:6] for tokens in run.tokens] == [tokens[:6] for tokens in expected[:3]]

@@ -42,6 +42,13 @@ def text_of(tokens: Sequence[int]) -> str:
     return vocabulary().tokenizer.decode(list(tokens[: ends[0]] if ends else tokens), skip_special_tokens=False)
 
 
+def cut(tokens: Sequence[int], num_tokens: int) -> list[int]:
+    """An output up to its end, at most num_tokens of it."""
+    eos = set(vocabulary().identity.eos_ids)
+    end = next((index + 1 for index, token in enumerate(tokens) if token in eos), len(tokens))
+    return list(tokens[: min(end, num_tokens)])
+
+
 class GuidedRun:
     """An output a slot; sources: None for a free one. tokens by slot; num_late: rows that had no mask."""
 

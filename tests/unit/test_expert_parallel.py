@@ -18,7 +18,7 @@ from support.thread_group import ThreadGroup
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import DispatchMode
 from radixmesh.daemons.worker.collectives.expert_all_to_all import AllToAllDispatch
-from radixmesh.daemons.worker.cpu.load import load_runner
+from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.expert_dispatch import LocalDispatch
 
@@ -27,18 +27,8 @@ NUM_TOKENS = 24
 
 
 def load(folder: Path, **changes: object) -> CpuRunner:
-    values: dict[str, object] = {
-        "page_size": 4,
-        "num_pages": 32,
-        "threads": 1,
-        "is_deterministic": True,
-        "attention_backend": "paged_torch",
-        "dtype": "float32",
-        "max_total_len": None,
-        "embed_pooling": "mean",
-        **changes,
-    }
-    runner = load_runner(folder, **values)  # type: ignore[arg-type]
+    settings = {"page_size": 4, "num_pages": 32, "threads": 1, **changes}
+    runner = load_cpu_runner(folder, **settings)  # type: ignore[arg-type]
     assert isinstance(runner, CpuRunner)
     return runner
 

@@ -23,8 +23,8 @@ from support.thread_group import ThreadGroup
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.backends import load_model
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
+from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
-from radixmesh.daemons.worker.cpu.load import load_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.group_member import CollectiveAborted
 from radixmesh.daemons.worker.tiles import RowTiles
@@ -33,18 +33,8 @@ NUM_TOKENS = 40
 
 
 def load(folder: Path, **changes: object) -> CpuRunner:
-    values: dict[str, object] = {
-        "page_size": 4,
-        "num_pages": 32,
-        "threads": 1,
-        "is_deterministic": True,
-        "attention_backend": "paged_torch",
-        "dtype": "float32",
-        "max_total_len": None,
-        "embed_pooling": "mean",
-        **changes,
-    }
-    runner = load_runner(folder, **values)  # type: ignore[arg-type]
+    settings = {"page_size": 4, "num_pages": 32, "threads": 1, **changes}
+    runner = load_cpu_runner(folder, **settings)  # type: ignore[arg-type]
     assert isinstance(runner, CpuRunner)
     return runner
 
