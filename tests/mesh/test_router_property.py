@@ -35,7 +35,7 @@ def new_router(fake: FakeScheduler, scheduler_lives: list[int], detokenizer_live
     )
     progress = Progress()
     progress.loaded()
-    addresses = RouterSettings(schedulers=("s",), detokenizers=("d0", "d1"))
+    addresses = RouterSettings(schedulers=("s:1",), detokenizers=("d0:1", "d1:1"))
     return make_router(addresses, peers, "router", progress, Metrics())
 
 
