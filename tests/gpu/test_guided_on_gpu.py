@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from support.device_settings import TINY_SETTINGS
-from support.guided_runs import MODEL, GuidedRun, cut, text_of
+from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, text_of
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -30,11 +30,7 @@ SCHEMA = GrammarSource(
 REGEX = GrammarSource(GrammarForm.REGEX, "(ab|c[0-9]{2}){2,6}")
 SOURCES = [SCHEMA, None, REGEX, None, REGEX, SCHEMA]
 SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.0),
-    Sampling(temperature=1.0, seed=3),
-    Sampling(temperature=0.9, seed=4, num_top_logprobs=2),
-    Sampling(temperature=0.0, num_top_logprobs=1, repetition_penalty=1.2),
+    *FIVE_SAMPLINGS,
     Sampling(temperature=1.0, seed=5, top_k=20, top_p=0.9),
 ]
 NUM_TOKENS = 40

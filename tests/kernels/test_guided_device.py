@@ -11,11 +11,10 @@ import pytest
 import support.triton_interpreter  # noqa: F401
 import torch
 from support.device_settings import TINY_SETTINGS
-from support.guided_runs import MODEL, GuidedRun, cut, text_of
+from support.guided_runs import FIVE_SAMPLINGS, MODEL, GuidedRun, cut, text_of
 from support.replaying_device import ReplayingDevice
 
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
-from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cuda.device import HostDevice
 from radixmesh.daemons.worker.cuda.load import load_device_runner
@@ -33,13 +32,6 @@ SCHEMA = GrammarSource(
 )
 REGEX = GrammarSource(GrammarForm.REGEX, "(ab|c[0-9]{2}){2,3}")
 SOURCES = [SCHEMA, None, REGEX, None, REGEX]
-SAMPLINGS = [
-    Sampling(temperature=0.0),
-    Sampling(temperature=0.0),
-    Sampling(temperature=1.0, seed=3),
-    Sampling(temperature=0.9, seed=4, num_top_logprobs=2),
-    Sampling(temperature=0.0, num_top_logprobs=1, repetition_penalty=1.2),
-]
 NUM_TOKENS = 10
 
 
@@ -47,7 +39,7 @@ NUM_TOKENS = 10
 def expected() -> list[list[int]]:
     runner = load_cpu_runner(MODEL, num_pages=512, threads=1)
     runner.mask_wait_s = 60.0
-    run = GuidedRun(runner, SOURCES, SAMPLINGS)
+    run = GuidedRun(runner, SOURCES, FIVE_SAMPLINGS)
     run.run(NUM_TOKENS, lag=0)
     assert not run.num_late
     return [cut(tokens, NUM_TOKENS) for tokens in run.tokens]
@@ -60,7 +52,7 @@ def _runner(device: HostDevice, **changes: object) -> ModelRunner:
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_guided_rows_are_those_of_the_cpu_worker_however_late_their_masks_are(expected, lag):
-    run = GuidedRun(_runner(HostDevice()), SOURCES, SAMPLINGS)
+    run = GuidedRun(_runner(HostDevice()), SOURCES, FIVE_SAMPLINGS)
     run.run(NUM_TOKENS * (1 + lag) + 25, lag=lag)
     assert [cut(tokens, NUM_TOKENS) for tokens in run.tokens] == expected
     # The device computes a step as soon as it is launched: with steps ahead, every other mask is late.
@@ -76,7 +68,7 @@ def test_captured_steps_read_masks_anew(expected):
     runner = _runner(device, cuda_graphs=True, attention_backend="triton")
     runner.warm_up()  # type: ignore[attr-defined]
     device.replayed.clear()
-    run = GuidedRun(runner, SOURCES[:3], SAMPLINGS[:3])
+    run = GuidedRun(runner, SOURCES[:3], FIVE_SAMPLINGS[:3])
     run.run(26, lag=1)
     assert device.replayed and run.num_late
     assert [cut(tokens, NUM_TOKENS)[:6] for tokens in run.tokens] == [tokens[:6] for tokens in expected[:3]]

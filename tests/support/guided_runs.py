@@ -23,6 +23,14 @@ from support.plans import Steps, admit, chunk, grant
 
 MODEL = Path(__file__).parents[2] / "compose/models/tiny-llama"
 PROMPT = [5, 6, 7]
+# Greedy and sampled, with logprobs and a penalty, for five outputs side by side.
+FIVE_SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.9, seed=4, num_top_logprobs=2),
+    Sampling(temperature=0.0, num_top_logprobs=1, repetition_penalty=1.2),
+]
 
 
 @cache

@@ -235,20 +235,23 @@ async def test_jobs_run_in_order_and_hand_back_results_and_errors():
     queue.close()
 
 
+class GatedEvent(DeviceEvent):
+    """Done when its gate is set."""
+
+    def __init__(self):
+        self.gate = threading.Event()
+
+    @property
+    def is_done(self):
+        return self.gate.is_set()
+
+    def wait(self):
+        self.gate.wait()
+
+
 async def test_jobs_start_while_earlier_ones_run_and_finish_in_order():
-    class Event(DeviceEvent):
-        def __init__(self):
-            self.gate = threading.Event()
-
-        @property
-        def is_done(self):
-            return self.gate.is_set()
-
-        def wait(self):
-            self.gate.wait()
-
     def step_of(name):
-        event = Event()
+        event = GatedEvent()
         return StepHandle(event, lambda: event.wait() or name)
 
     def start(name):
@@ -284,18 +287,7 @@ async def test_jobs_start_while_earlier_ones_run_and_finish_in_order():
 
 
 async def test_jobs_of_a_batch_start_at_once_and_their_outcomes_come_together():
-    class Event(DeviceEvent):
-        def __init__(self):
-            self.gate = threading.Event()
-
-        @property
-        def is_done(self):
-            return self.gate.is_set()
-
-        def wait(self):
-            self.gate.wait()
-
-    events, started, outcomes = [Event(), Event()], [], []
+    events, started, outcomes = [GatedEvent(), GatedEvent()], [], []
 
     def start(number):
         started.append(number)
