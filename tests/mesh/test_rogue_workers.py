@@ -41,6 +41,11 @@ SETTINGS = WorkerSettings(
 Answer = worker_pb2.ExecuteResponse
 
 
+def _repeated(answer: Answer) -> list[Answer]:
+    answer.more_results.extend([answer.result] * 1_000)
+    return [answer]
+
+
 def _result(**fields: object) -> Callable[[Answer], list[Answer]]:
     def lie(answer: Answer) -> list[Answer]:
         for name, value in fields.items():
@@ -95,6 +100,7 @@ LIES: dict[str, Callable[[Answer], list[Answer]]] = {
     "a later step": _later,
     "a step of all": _result(step_id=2**64 - 1),
     "each result twice": lambda answer: [answer, answer],
+    "each result a thousand times in one message": _repeated,
     "a claim that nobody made": lambda answer: [Answer(claimed=worker_pb2.Claimed(epoch=99))],
     "another hello": lambda answer: [Answer(hello=worker_pb2.WorkerHello())],
     "nothing at all": lambda answer: [Answer()],
