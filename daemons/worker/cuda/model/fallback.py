@@ -108,7 +108,7 @@ class _LayerCache:
         dtype, factors_X = q_THd.dtype, self._scales.factors_X
         if factors_X is not None:
             num_heads, num_kv_heads = q_THd.shape[1], k_TKd.shape[1]
-            q_H1, k_K1, v_K1 = torch.split(factors_X[:, None], (num_heads, num_kv_heads, num_kv_heads))
+            q_H1, k_K1, v_K1 = torch.split(factors_X[:, None], [num_heads, num_kv_heads, num_kv_heads])
             q_THd, k_TKd, v_TKd = (q_THd * q_H1).to(dtype), k_TKd * k_K1, v_TKd * v_K1
         put_rows(self._keys_SKd, places_T, k_TKd)
         put_rows(self._values_SKd, places_T, v_TKd)
