@@ -5,9 +5,9 @@
 
 free: no row follows a grammar; guided: all do; mixed: --among of them do, and others_of_free compares the speed of the
 rest with the same rows of the free run. The schema's array cannot end within a row's length. Every guided output is
-held against the grammar afterwards. masks: compilation, cache and fills in this process, one thread. tokens_a_step_and_row: below
-that of the free run, rows were left out of steps because their masks came late. jump_forward: one stream whose schema is mostly keys,
-without and with drafts of forced text; the CPU worker alone has it.
+held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
+because their masks came late. masks: compilation, cache and fills in this process, one thread. jump_forward: one
+stream whose schema is mostly keys, without and with drafts of forced text; the CPU worker alone has it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
