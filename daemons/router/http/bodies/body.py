@@ -7,6 +7,7 @@ import codecs
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from itertools import islice
 from typing import ClassVar, Generic, NamedTuple, Self, TypeVar, cast
 
@@ -67,7 +68,7 @@ class Body:
 
     def without_bulk(self) -> dict[str, object]:
         """The fields that answers depend on, by name: all but those that are in the messages."""
-        bulk = self.BULK | {name for name, decoder in decoders_of(type(self)).items() if decoder is None}
+        bulk = _bulk(type(self))
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in bulk}
 
 
@@ -152,7 +153,10 @@ def parse_whole(data: Bytes, kind: type[_B], contexts: Contexts) -> Parsed[_B]:
     """The body without its bulk, and its messages. Raises MeshError as BodyReader.read says."""
     body = parse(data, kind)
     messages = list(body.to_messages(contexts))
-    return Parsed(_light(kind, body.without_bulk()), messages)
+    for name, default in _bulk(kind).items():
+        # It was made here, and nobody else has it: as _light(), without a second object.
+        object.__setattr__(body, name, default)
+    return Parsed(body, messages)
 
 
 def parse(data: Bytes, kind: type[_B]) -> _B:
@@ -187,8 +191,16 @@ def _light(kind: type[_B], values: Mapping[str, object]) -> _B:
     return kind(**{**dict.fromkeys(_required(kind)), **values})  # type: ignore[arg-type]
 
 
+@cache
 def _required(kind: type[Body]) -> frozenset[str]:
     return frozenset(field.name for field in fields(kind) if field.default is MISSING)
+
+
+@cache
+def _bulk(kind: type[Body]) -> Mapping[str, object]:
+    """Fields that are in the messages, and what stands in their place: their default, None for one without."""
+    bulk = kind.BULK | {name for name, decoder in decoders_of(kind).items() if decoder is None}
+    return {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name in bulk}
 
 
 def _check_utf8(data: Bytes) -> None:
