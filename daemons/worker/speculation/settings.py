@@ -17,7 +17,7 @@ class SpeculativeAlgorithm(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """What proposes, and how many tokens a row drafts at most in one step."""
+    """The algorithm that proposes, and the most tokens that a row drafts in one step."""
 
     algorithm: SpeculativeAlgorithm
     max_drafts: int
