@@ -92,6 +92,18 @@ def test_kernels_of_gpt_oss_and_llama_4_compile_and_fit(head_dim, heads):
             assert 4 * launch["registers"] * 32 * launch["warps"] <= _SM_REGISTERS, launch
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_drafts", [4, pytest.param(1, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+)
+def test_kernels_of_drafts_compile_and_fit(num_drafts):
+    launches = _compiled("drafts", num_drafts)
+    assert {launch["kernel"] for launch in launches} == {"_ngram_kernel", "_expand_kernel", "_accept_kernel"}
+    for launch in launches:
+        # A program a row: many rows are resident at a time, and hardly a register is spilled.
+        assert launch["shared"] <= 8 << 10 and launch["stack"] <= 64, launch
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
