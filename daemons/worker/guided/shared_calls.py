@@ -41,7 +41,7 @@ def _step_together(taken: Sequence[tuple[Guide, GrammarMatcher, int]]) -> list[G
     try:
         for index, is_accepted in enumerate(matchers[0].accept_all(matchers, [token for _, _, token in taken])):
             errors[index] = None if is_accepted else stuck()
-    except Exception as error:  # How far it came, nobody knows.
+    except Exception as error:  # Matchers may be anywhere now: none of them goes on.
         errors = [error] * len(taken)
     chosen = [index for index, matcher in enumerate(matchers) if errors[index] is None and not matcher.is_over]
     rows = np.empty((len(chosen), taken[0][0].num_words), np.int32)
