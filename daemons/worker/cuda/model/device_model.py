@@ -62,6 +62,9 @@ class LoadedModel(ABC):
     kv_layout: KvLayout
     attention_shape: AttentionShape
     windows: tuple[int | None, ...]
+    attention_chunks: tuple[int, ...] = ()
+    """Different ones of the layers that attend within chunks of a sequence."""
+    has_sinks: bool = False
     quantization: str
     num_plain: int | None
     can_capture: bool = True

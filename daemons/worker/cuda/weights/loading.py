@@ -104,6 +104,9 @@ def check_model(
     read."""
     if isinstance(model, DecoderModel):
         check_decoder(model.config, is_quantized=is_quantized)
+        if attention is not None:
+            chunks = [chunk for chunk in model.config.chunks or () if chunk is not None]
+            attention.check_masks(architecture, has_sinks=model.config.has_sinks, attention_chunks=chunks)
         if attention is not None and model.attention_shape.softcap is not None:
             attention.check_softcap(architecture)
     elif not isinstance(model, DeepseekModel):
