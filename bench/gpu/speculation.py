@@ -60,7 +60,9 @@ class SpeculationBench(Bench):
         for slot in range(num_rows):
             sampling = Sampling(temperature=0.0)
             self.runner.admitted(
-                Admit(slot=slot, generation=1, request_id="r", prompt_ids=prompt, max_total_len=length, sampling=sampling)
+                Admit(
+                    slot=slot, generation=1, request_id="r", prompt_ids=prompt, max_total_len=length, sampling=sampling
+                )
             )
         known = np.full(num_rows, context, np.int32)
         tokens = np.zeros((self.num_slots, length), np.int32)
@@ -131,7 +133,10 @@ def main() -> None:
         runner.verify(drafter, max_drafts=args.drafts, graph_rows=graph_rows)
         for rows in graph_rows:
             got = bench.stream(rows, args.context, args.tokens, args.drafts)
-            speed = {"plain_tokens_per_s": round(plain[rows], 1), "speed_up": round(got["tokens_per_s"] / plain[rows], 3)}
+            speed = {
+                "plain_tokens_per_s": round(plain[rows], 1),
+                "speed_up": round(got["tokens_per_s"] / plain[rows], 3),
+            }
             results.append({"drafter": name, "rows": rows, "drafts": args.drafts, **got, **speed})
             print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     output = {
