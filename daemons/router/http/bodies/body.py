@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import islice
@@ -191,16 +191,28 @@ def _light(kind: type[_B], values: Mapping[str, object]) -> _B:
     return kind(**{**dict.fromkeys(_required(kind)), **values})  # type: ignore[arg-type]
 
 
-@cache
 def _required(kind: type[Body]) -> frozenset[str]:
-    return frozenset(field.name for field in fields(kind) if field.default is MISSING)
+    return _shape(cast("Hashable", kind)).required
+
+
+def _bulk(kind: type[Body]) -> Mapping[str, object]:
+    return _shape(cast("Hashable", kind)).bulk
+
+
+class _Shape(NamedTuple):
+    """Of a kind of bodies. required: fields without a default. bulk: fields that are in the messages, with what stands
+    in their place: their default, None for one without."""
+
+    required: frozenset[str]
+    bulk: Mapping[str, object]
 
 
 @cache
-def _bulk(kind: type[Body]) -> Mapping[str, object]:
-    """Fields that are in the messages, and what stands in their place: their default, None for one without."""
-    bulk = kind.BULK | {name for name, decoder in decoders_of(kind).items() if decoder is None}
-    return {f.name: None if f.default is MISSING else f.default for f in fields(kind) if f.name in bulk}
+def _shape(kind: Hashable) -> _Shape:
+    body = cast("type[Body]", kind)
+    names = body.BULK | {name for name, decoder in decoders_of(body).items() if decoder is None}
+    bulk = {f.name: None if f.default is MISSING else f.default for f in fields(body) if f.name in names}
+    return _Shape(frozenset(f.name for f in fields(body) if f.default is MISSING), bulk)
 
 
 def _check_utf8(data: Bytes) -> None:
