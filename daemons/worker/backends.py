@@ -151,6 +151,7 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,
             embed_pooling=settings.embed_pooling,
+            model_impl=settings.model_impl,
         ),
     )
     if settings.load_format == "dummy":

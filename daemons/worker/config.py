@@ -70,7 +70,7 @@ class WorkerSettings(CommonSettings):
     quantization: str = setting("auto", "of weights: auto (what the checkpoint says), none (FP8 ones are dequantised "
         "when loaded), or CUDA: fp8 (a scale an output channel), fp8-block (a scale for 128 x 128)")  # fmt: skip
     model_impl: str = setting("auto", "code of the model: radixmesh (a family of this engine), transformers (its "
-        "modules with our attention; CPU, slower) or auto (the first that there is)")  # fmt: skip
+        "modules with our attention, slower) or auto (the first that there is)")  # fmt: skip
     embed_pooling: str = setting("mean", "what embed tasks give of hidden states: mean, last or cls (the first)")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
     simulated_base_us: float = setting(2000.0, "microseconds of any step")
@@ -132,8 +132,8 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('model')}: the {self.backend} backend needs the folder of a model")
         if self.model_impl not in _MODEL_IMPLS:
             raise ValueError(f"{_flag('model_impl')} must be one of {', '.join(_MODEL_IMPLS)}, not {self.model_impl}")
-        if self.model_impl == "transformers" and self.backend is not Backend.CPU:
-            raise ValueError(f"{_flag('model_impl')} transformers is for --backend cpu")
+        if self.model_impl != "auto" and self.backend is Backend.SIMULATED:
+            raise ValueError(f"{_flag('model_impl')} {self.model_impl} is for --backend cpu or cuda")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"{_flag('load_format')} must be auto or dummy, not {self.load_format}")
         if self.load_format == "dummy" and self.backend is not Backend.CUDA:

@@ -16,6 +16,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.experts import PlainExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
@@ -306,8 +307,11 @@ def _create_routed_mlp(
         eps=config.norm_eps,
         w_router_ED=weights.w_router_DE.t(),
         rule=rule_of(config.experts),
-        w_gate_up_E2FD=weights.experts.w_gate_up_EDF2.transpose(1, 2),
-        w_down_EDF=weights.experts.w_down_EFD.transpose(1, 2),
+        experts=PlainExperts(
+            kernels.plain,
+            weights.experts.w_gate_up_EDF2.transpose(1, 2),
+            weights.experts.w_down_EFD.transpose(1, 2),
+        ),
         shared=shared,
         ops=kernels.plain,
     )

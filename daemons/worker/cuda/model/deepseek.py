@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.experts import PlainExperts
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
 from radixmesh.daemons.worker.cuda.model.attention import Attention
@@ -170,8 +171,11 @@ def _create_mlp(config: DeepseekConfig, layer: DeepseekLayer, kernels: Kernels) 
         eps=config.norm_eps,
         w_router_ED=weights.w_router_DE.t(),
         rule=router_rule(config.router),
-        w_gate_up_E2FD=weights.experts.w_gate_up_EDF2.transpose(1, 2),
-        w_down_EDF=weights.experts.w_down_EFD.transpose(1, 2),
+        experts=PlainExperts(
+            kernels.plain,
+            weights.experts.w_gate_up_EDF2.transpose(1, 2),
+            weights.experts.w_down_EFD.transpose(1, 2),
+        ),
         shared=shared,
         ops=kernels.plain,
         b_router_E=weights.b_router_E,

@@ -1,6 +1,6 @@
 """Routed experts in the place of a layer's MLP, from the residual to the residual.
 
-Legend: T rows, D hidden size, E experts, F mlp size of an expert. Weights are [out, in].
+Legend: T rows, D hidden size, E experts. Weights are [out, in].
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from radixmesh.daemons.worker.cuda.experts import Experts
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
 from radixmesh.daemons.worker.cuda.ops import Ops
@@ -37,8 +38,7 @@ class RoutedMlp(Mlp):
     eps: float
     w_router_ED: torch.Tensor
     rule: RouterRule
-    w_gate_up_E2FD: torch.Tensor
-    w_down_EDF: torch.Tensor
+    experts: Experts
     shared: SharedExpert | None
     ops: Ops
     b_router_E: torch.Tensor | None = None
@@ -52,7 +52,7 @@ class RoutedMlp(Mlp):
         routes = ops.route(logits_TE, self.rule, self.b_router_E)
         if self.shared is not None:
             self._add_shared(self.shared, residual, normed_TD)
-        ops.add_experts(rows_TD, normed_TD, routes, self.w_gate_up_E2FD, self.w_down_EDF)
+        self.experts.add_to(rows_TD, normed_TD, routes)
 
     def _add_shared(self, shared: SharedExpert, residual: Residual, normed_TD: torch.Tensor) -> None:
         gated_TF = self.ops.silu_mul(shared.gate_up.multiplied(normed_TD), self.eps)
