@@ -77,6 +77,18 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_drafts", [4, pytest.param(1, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+)
+def test_kernels_of_drafts_compile_and_fit(num_drafts):
+    launches = _compiled("drafts", num_drafts)
+    assert {launch["kernel"] for launch in launches} == {"_ngram_kernel", "_expand_kernel", "_accept_kernel"}
+    for launch in launches:
+        # A program a row: many rows are resident at a time, and hardly a register is spilled.
+        assert launch["shared"] <= 8 << 10 and launch["stack"] <= 64, launch
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])

@@ -155,9 +155,27 @@ def _runner_launches(folder: Path) -> None:
         load_device_runner(folder, settings, ReplayingDevice()).warm_up()
 
 
+def _draft_launches(num_drafts: int) -> None:
+    """Drafts of a step: proposed on the device, expanded, accepted."""
+    from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
+    from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths, accept_drafts, expand_drafts
+
+    rows, slots = 16, 32
+    ints = torch.zeros(rows, dtype=torch.int32)
+    tables = torch.zeros(slots + 1, 64, dtype=torch.int32)
+    inputs = DraftInputs(
+        ints, ints, ints, ints, ints, ints, torch.zeros(num_drafts, rows).int(), tables[:8, :2], ints[:1]
+    )
+    state = SlotLengths(tables[:, 0].contiguous(), tables[:, 0].contiguous(), tables, tables)
+    NgramDrafter().on_device().propose(inputs, state)
+    drafted = DraftRows.allocate(rows, num_drafts + 1, torch.device("cpu"))
+    expand_drafts(inputs, state, drafted)
+    accept_drafts(drafted.tokens, ints, drafted, state, torch.zeros(2, rows * (num_drafts + 3)).int(), ints[:1])
+
+
 def main() -> None:
-    """Arguments: runner FOLDER; attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; or experts DTYPE
-    HIDDEN MLP EXPERTS ROWS ..."""
+    """Arguments: runner FOLDER; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; or
+    experts DTYPE HIDDEN MLP EXPERTS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -171,6 +189,8 @@ def main() -> None:
     what, *rest = sys.argv[1:]
     if what == "runner":
         _runner_launches(Path(rest[0]))
+    elif what == "drafts":
+        _draft_launches(int(rest[0]))
     elif what == "attention":
         _attention_launches(int(rest[0]), int(rest[1]), *(getattr(torch, name) for name in rest[2:]))
     elif what == "latents":
