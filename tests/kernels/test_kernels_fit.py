@@ -77,6 +77,15 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_of_fp8_experts_compile_and_fit():
+    launches = _compiled("fp8_experts", 7168, 2048, 256, 8, 1, 512, 4096)  # DeepSeek-V3
+    launches += _compiled("fp8_experts", 128, 64, 8, 2, 1, 64)  # tiny-deepseek
+    assert {launch["kernel"] for launch in launches} >= {"_fp8_gate_up_kernel", "_fp8_down_kernel"}
+    assert all(launch["shared"] <= _PROGRAM_SHARED and launch["stack"] == 0 for launch in launches), launches
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-deepseek"])
