@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -174,6 +175,8 @@ def free_port() -> int:
 
 
 def gpu_name() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no GPU"
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
     return f"{gpus[0]} (one of {len(gpus)} in the machine)" if gpus else "no GPU"

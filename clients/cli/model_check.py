@@ -24,7 +24,7 @@ class ModelCheckError(Exception):
 class CheckedModel:
     """architecture: the first entry of config.json's `architectures`. weights_bytes: as stored.
 
-    is_cpu_only: an encoder, or a model without a family that a CPU worker may run by transformers' modules.
+    is_cpu_only: an encoder.
     """
 
     architecture: str
@@ -45,8 +45,7 @@ def check_model(folder: Path) -> CheckedModel:
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     known = (*model_families().names, *ENCODER_ARCHITECTURES)
-    runs_by_transformers = architecture not in known and is_causal_model(architecture)
-    if architecture not in known and not runs_by_transformers:
+    if architecture not in known and not is_causal_model(architecture):
         raise ModelCheckError(_unknown_architecture(architecture, known))
     if not (folder / "tokenizer.json").is_file():
         raise ModelCheckError(
@@ -63,7 +62,7 @@ def check_model(folder: Path) -> CheckedModel:
     return CheckedModel(
         architecture=architecture,
         weights_bytes=sum(file.stat().st_size for file in weights),
-        is_cpu_only=runs_by_transformers or architecture in ENCODER_ARCHITECTURES,
+        is_cpu_only=architecture in ENCODER_ARCHITECTURES,
     )
 
 

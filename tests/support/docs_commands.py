@@ -36,6 +36,9 @@ COMMANDS: dict[str, str | NotHere] = {
     "make run": NotHere("serves until it is stopped; `radixmesh up` is started by tests/mesh/test_cluster.py"),
     "make test": _CI,
     "make install": _CI,
+    "CLIENTS_OUTCOME=tests/clients/outcome.json make test-clients": NotHere(
+        "takes minutes and some GB: it is the test itself, and tests/contract reads what it wrote"
+    ),
     "make check": _CI,
     ".venv/bin/python -m pytest -q tests/unit tests/contract": _CI,
     ".venv/bin/python -m pytest -q tests/mesh/test_recitation.py": _CI,

@@ -59,19 +59,25 @@ def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:
         check_model(folder)
 
 
-def test_a_model_that_transformers_alone_knows_is_served_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("architecture", "backend"), [("CohereForCausalLM", "cuda"), ("BertModel", "cpu")])
+def test_models_go_to_the_gpu_but_for_encoders(
+    architecture: str,
+    backend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = _folder(tmp_path / "m", "CohereForCausalLM", "tokenizer.json", "model.safetensors")
-    assert check_model(folder).is_cpu_only and not check_model(TINY).is_cpu_only
+    """A model that transformers alone knows is served like any other."""
+    folder = _folder(tmp_path / "m", architecture, "tokenizer.json", "model.safetensors")
+    assert check_model(folder).is_cpu_only == (backend == "cpu")
     for name in ("FOLDER", "WORKER", "ROUTER", "PORT", "GRPC_PORT"):
         monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "")
     monkeypatch.setattr(serve, "count_gpus", lambda: 1)
     monkeypatch.setattr(serve.up, "run", lambda *args, **kwargs: 0)
     assert serve.run([str(folder), "--dtype", "float32"]) == 0
-    assert "--backend cpu" in os.environ["RADIXMESH_SERVE_WORKER"]
-    assert serve.run([str(folder), "--gpu", "cuda"]) == 2
-    assert "runs on a CPU only" in capsys.readouterr().out
+    assert f"--backend {backend}" in os.environ["RADIXMESH_SERVE_WORKER"]
+    assert serve.run([str(folder), "--gpu", "cuda"]) == (2 if backend == "cpu" else 0)
+    assert ("runs on a CPU only" in capsys.readouterr().out) == (backend == "cpu")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

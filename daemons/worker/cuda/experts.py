@@ -11,6 +11,7 @@ import torch
 
 from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
 from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant
 from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
 from radixmesh.kernels.moe.route import Routes
 
@@ -26,11 +27,14 @@ class Experts(ABC):
 class PlainExperts(Experts):
     """Weights in the dtype of the rows; gate's rows are the first F of an expert's gate_up."""
 
-    def __init__(self, ops: Ops, w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor) -> None:
+    def __init__(
+        self, ops: Ops, w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, variant: ExpertVariant = SWIGLU
+    ) -> None:
         self._ops, self._w_gate_up_E2FD, self._w_down_EDF = ops, w_gate_up_E2FD, w_down_EDF
+        self._variant = variant
 
     def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
-        self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF)
+        self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
 
 
 class Fp8Experts(Experts):

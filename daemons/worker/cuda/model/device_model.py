@@ -65,8 +65,13 @@ class LoadedModel(ABC):
     kv_layout: KvLayout
     attention_shape: AttentionShape
     windows: tuple[int | None, ...]
+    attention_chunks: tuple[int, ...] = ()
+    """Different ones of the layers that attend within chunks of a sequence."""
+    has_sinks: bool = False
     quantization: str
     num_plain: int | None
+    can_capture: bool = True
+    """False: a forward waits for the device, and is launched kernel by kernel."""
     latent_rank: int | None = None
     """Of a model that caches latents: how many of a token's numbers are its values. None: keys and values."""
 
@@ -99,7 +104,8 @@ class DeviceModel(ABC):
     dtype: torch.dtype
     tasks: frozenset[Task]
     embedding_VD: torch.Tensor
-    """A kernel at the beginning of a decode step reads the rows' embeddings from it."""
+    """A kernel at the beginning of a decode step reads the rows' embeddings from it; where a model embeds in `layers`,
+    it holds the ids themselves, [V, 1] int32."""
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[T, D], a new tensor. ids int32."""

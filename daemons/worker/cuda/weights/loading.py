@@ -26,8 +26,10 @@ from radixmesh.daemons.worker.cuda.model.device_model import LoadedModel
 from radixmesh.daemons.worker.cuda.weights.source import RandomSource, WeightSource, fill_randomly, folder_source
 from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.deepseek.model import DeepseekModel
+from radixmesh.daemons.worker.models.encoder import ENCODER_ARCHITECTURES
 from radixmesh.daemons.worker.models.model import Model, Placement
 from radixmesh.daemons.worker.models.registry import model_families
+from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
 
 _log = get_logger(__name__)
 
@@ -36,13 +38,30 @@ _LEAST_CAPABILITY = (8, 9)
 
 
 def load_model(
-    folder: Path, placement: Placement, *, load_format: str, quantization: str, attention: AttentionChoice | None = None
+    folder: Path,
+    placement: Placement,
+    *,
+    load_format: str,
+    quantization: str,
+    attention: AttentionChoice | None = None,
+    model_impl: str = "auto",
 ) -> LoadedModel:
-    """load_format and quantization as the worker's flags of these names; attention: what will read the model's KV.
-    Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
+    """load_format, quantization and model_impl as the worker's flags of these names; attention: what will read the
+    model's KV. Raises MeshError BAD_CHECKPOINT, UNSUPPORTED or INVALID_ARGUMENT."""
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
+    if architecture in ENCODER_ARCHITECTURES:
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"the cuda backend does not compute the encoder {architecture}: use --backend cpu",
+            {"feature": architecture},
+        )
+    if is_chosen(architecture, model_impl):
+        # Here alone: transformers is installed where such models are served.
+        from radixmesh.daemons.worker.cuda.model.fallback import load_fallback
+
+        return load_fallback(folder, placement, load_format=load_format, quantization=quantization, attention=attention)
     stored = read_quantization(config)
     form = chosen_form(quantization, stored)
     if form is not None:
@@ -88,6 +107,9 @@ def check_model(
     read."""
     if isinstance(model, DecoderModel):
         check_decoder(model.config, is_quantized=form is not None)
+        if attention is not None:
+            chunks = [chunk for chunk in model.config.chunks or () if chunk is not None]
+            attention.check_masks(architecture, has_sinks=model.config.has_sinks, attention_chunks=chunks)
         if attention is not None and model.attention_shape.softcap is not None:
             attention.check_softcap(architecture)
     elif not isinstance(model, DeepseekModel):
