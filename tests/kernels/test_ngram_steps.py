@@ -49,7 +49,7 @@ def _cpu_runner(page_size: int) -> ModelRunner:
     ],
 )
 def test_drafts_of_the_device_change_no_output(page_size, max_drafts, lag, options):
-    num_out = 10 if len(options) == len(REPEATING) else 20
+    num_out = 7 if len(options) == len(REPEATING) else 20
     steps = {"chunk_len": 64, "num_steps": num_out, "num_out": num_out, "options": options}
     want = drive_long(_cpu_runner(page_size), lag=0, **steps)
     runner = _device_runner(page_size)

@@ -39,7 +39,14 @@ class _TorchStep(StepAttention):
                 self._sequences.append((starts[index], starts[index + 1] - starts[index], slot, kv_len))
 
     def attend(
-        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+        self,
+        query_THd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> torch.Tensor:
         out_THv = query_THd.new_zeros(*query_THd.shape[:2], values_SKd.shape[2])
         shape, size = self._attention.shape, self._attention.page_size
@@ -56,7 +63,11 @@ class _TorchStep(StepAttention):
             is_seen = positions[None, :] <= own
             if window is not None:
                 is_seen &= positions[None, :] > own - window
+            if attention_chunk is not None:
+                is_seen &= positions[None, :] >= own // attention_chunk * attention_chunk
             scores_HTL = scores_HTL.masked_fill(~is_seen, float("-inf"))
-            out = torch.einsum("htl,lhd->thd", scores_HTL.softmax(dim=-1), values_LHd)
+            if sinks_H is not None:
+                scores_HTL = torch.cat((scores_HTL, sinks_H.float()[:, None, None].expand(-1, num_rows, 1)), dim=-1)
+            out = torch.einsum("htl,lhd->thd", scores_HTL.softmax(dim=-1)[..., :kv_len], values_LHd)
             out_THv[first : first + num_rows] = out.to(query_THd.dtype)
         return out_THv
