@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.daemons.worker.simulated.faults import Fault
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm, read_speculation
 
 _MIB = 1024 * 1024
 _MODEL_IMPLS = ("auto", "radixmesh", "transformers")
@@ -45,6 +46,12 @@ class WorkerSettings(CommonSettings):
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
     jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "
         "once; 0: none")  # fmt: skip
+    speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
+        "verifies beside a row's last one, CPU and CUDA: off or ngram (as its own text went on before)")  # fmt: skip
+    speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
+        "--speculative-num-draft-tokens")  # fmt: skip
+    speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
+        "one included; none: one more than --speculative-num-steps")  # fmt: skip
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
@@ -163,7 +170,15 @@ class WorkerSettings(CommonSettings):
         if self.backend is Backend.CUDA and layout.dp_size > 1:
             raise ValueError(f"{_flag('dp_size')} above 1 is for --backend cpu or simulated: start replicas, each with "
                 "a scheduler of its own")  # fmt: skip
-        _ = self.latency, self.parsed_faults  # They say what is wrong with themselves.
+        # They say what is wrong with themselves.
+        _ = self.latency, self.parsed_faults
+        _check_speculation(self)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """None: off."""
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        return read_speculation(self.speculative_algorithm, steps, tokens)
 
     @property
     def rank_layout(self) -> RankLayout:
@@ -189,6 +204,21 @@ class WorkerSettings(CommonSettings):
     @property
     def parsed_faults(self) -> tuple[Fault, ...]:
         return tuple(Fault.parse(text) for text in self.faults)
+
+
+def _check_speculation(settings: WorkerSettings) -> None:
+    if settings.speculation is None:
+        return
+    flag = _flag("speculative_algorithm")
+    if settings.backend is Backend.SIMULATED:
+        raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
+            "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
+    if settings.tp_size > 1 or settings.ep_size > 1:
+        raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
+            "draft together yet; use replicas or --dp-size")  # fmt: skip
+    if settings.attention_backend == "flashinfer":
+        raise ValueError(f"{flag} needs --attention-backend triton (or torch): flashinfer plans by exact lengths, "
+            "which the host does not know while steps run")  # fmt: skip
 
 
 def _flag(name: str) -> str:

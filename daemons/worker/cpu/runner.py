@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
+from radixmesh.daemons.runtime.arrays import FloatArray
 from radixmesh.daemons.runtime.steps.step import DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.idle_batch import idle_batch
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
-from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.cpu.sample_rows import input_after, masked_rows, sample_rows
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
-from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
-from radixmesh.daemons.worker.sampling.penalties import is_adjusted
-from radixmesh.daemons.worker.sampling.sampler import sample_tokens
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, drafts_of
 from radixmesh.daemons.worker.tiles import RowTiles
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
@@ -111,7 +109,8 @@ class CpuRunner(ModelRunner):
             # Experts of this rank compute the rows of others.
             self._model.forward(idle_batch(self._tiles, self.pool))
             return []
-        segments = [self._with_drafts(segment) for segment in segments]
+        if self._drafter is not None:
+            segments = self._with_drafts(self._drafter, segments)
         hidden_TD = self._model.forward(self.batch_of(segments))
         tokens, logprobs = self._sample(segments, hidden_TD)
         vectors = {**self._pool_hidden(segments, hidden_TD), **self._score(segments, hidden_TD)}
@@ -124,6 +123,7 @@ class CpuRunner(ModelRunner):
                 SegmentOutput(
                     token=tokens[index][0] if index in tokens else None,
                     more_tokens=tuple(tokens[index][1:]) if index in tokens else (),
+                    num_drafts=0 if segment.max_tokens is None else len(segment.ids) - 1,
                     logprobs=logprobs.get(index),
                     prompt_logprobs=prompt_logprobs,
                     vector=vectors.get(index),
@@ -170,13 +170,18 @@ class CpuRunner(ModelRunner):
             tiles=self._tiles,
         )
 
-    def _with_drafts(self, segment: Segment) -> Segment:
-        """A decode with the tokens that are proposed to follow its last one."""
-        if self._drafter is None or segment.max_tokens is None or segment.sample is None:
-            return segment
-        most = min(segment.max_tokens, self.max_tokens_per_row) - 1
-        drafts = np.array(list(self._drafter(segment.sample, most))[:most] if most else [], np.int32)
-        return replace(segment, ids=np.concatenate((segment.ids, drafts)))
+    def _with_drafts(self, drafter: Drafter, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Decodes with the tokens that are proposed to follow their last one, and all other segments."""
+        rows: dict[int, DraftRow] = {}
+        for index, segment in enumerate(segments):
+            if segment.max_tokens is not None and segment.sample is not None:
+                most = min(segment.max_tokens, self.max_tokens_per_row) - 1
+                if most > 0:
+                    rows[index] = DraftRow(sample=segment.sample, most=most)
+        drafted = list(segments)
+        for index, ids in zip(rows, drafts_of(drafter, list(rows.values()), self.vocab_size), strict=True):
+            drafted[index] = replace(segments[index], ids=np.concatenate((segments[index].ids, ids)))
+        return drafted
 
     def _sample(
         self, segments: Sequence[Segment], hidden_TD: torch.Tensor
@@ -196,14 +201,14 @@ class CpuRunner(ModelRunner):
                 continue
             drafts = segment.ids[1:] if segment.max_tokens is not None else segment.ids[:0]
             rows_of[index] = range(len(inputs), len(inputs) + 1 + len(drafts))
-            inputs += [_after(segment.sample, drafts[:number]) for number in range(1 + len(drafts))]
+            inputs += [input_after(segment.sample, drafts[:number]) for number in range(1 + len(drafts))]
             num_drafts += range(1 + len(drafts))
             chosen += range(int(ends[index]) - 1 - len(drafts), int(ends[index]))
         if not inputs:
             return {}, {}
         rows = self._logits(hidden_TD, np.array(chosen, np.int64))
-        masked, adjusted, single_rows, stuck_rows = _masked(rows, inputs, num_drafts)
-        sampled = _sample_rows(masked, adjusted, single_rows)
+        masked, adjusted, single_rows, stuck_rows = masked_rows(rows, inputs, num_drafts)
+        sampled = sample_rows(masked, adjusted, single_rows)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         for index, of_segment in rows_of.items():
@@ -272,62 +277,6 @@ class CpuRunner(ModelRunner):
         padded = _padded_to(rows, self._tiles.padded(len(rows)))
         logits: FloatArray = self._model.logits(hidden_TD[torch.from_numpy(padded)], self._tiles).numpy()
         return logits[: len(rows)]
-
-
-def _after(sample: SampleInput, drafts: IntArray) -> SampleInput:
-    """The input of the position behind some drafts."""
-    if not len(drafts):
-        return sample
-    output_ids = np.concatenate((sample.output_ids, drafts))
-    return replace(sample, position=sample.position + len(drafts), output_ids=output_ids)
-
-
-def _masked(
-    rows: FloatArray, inputs: Sequence[SampleInput], num_drafts: Sequence[int]
-) -> tuple[FloatArray, Sequence[SampleInput], Set[int], Set[int]]:
-    """Rows and inputs as they are sampled: of outputs that follow a grammar, what it forbids cannot be. And the rows in
-    which one token is left, and those in which none is.
-
-    num_drafts: how many of an input's last output ids are drafts. Logprobs are those of the rows as they were.
-    """
-    if all(sample.guide is None for sample in inputs):
-        return rows, inputs, frozenset(), frozenset()
-    masked, adjusted, single_rows, stuck_rows = rows.copy(), list(inputs), set(), set()
-    for index, (sample, number) in enumerate(zip(inputs, num_drafts, strict=True)):
-        drafts = sample.output_ids[len(sample.output_ids) - number :].tolist()
-        allowed = None if sample.guide is None else sample.guide.allowed(drafts)
-        if allowed is None:
-            continue
-        if not allowed.any():
-            stuck_rows.add(index)
-            continue
-        masked[index], keeps_suppression = mask_row(rows[index], allowed, sample.suppressed_ids)
-        if not keeps_suppression:
-            adjusted[index] = replace(sample, suppressed_ids=sample.suppressed_ids[:0])
-        if np.count_nonzero(allowed) == 1:
-            single_rows.add(index)
-    return masked, adjusted, single_rows, stuck_rows
-
-
-def _sample_rows(rows: FloatArray, inputs: Sequence[SampleInput], single_rows: Set[int] = frozenset()) -> list[int]:
-    """A token of each row of logits. single_rows: those in which a mask has left one token."""
-    # NaN would win an argmax; those rows go through the sampler.
-    tokens: list[int] = rows.argmax(axis=1).tolist()
-    is_plain = np.isfinite(rows.max(axis=1)).tolist()
-    by_sampler = [
-        row
-        for row, sample in enumerate(inputs)
-        # A mask of one token leaves nothing to sample.
-        if row not in single_rows
-        and not (
-            is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids)
-        )
-    ]
-    if by_sampler:
-        sampled = sample_tokens(rows[by_sampler], [inputs[row] for row in by_sampler])
-        for row, token in zip(by_sampler, sampled, strict=True):
-            tokens[row] = token
-    return tokens
 
 
 def _padded_to(rows: SlotArray, length: int) -> SlotArray:

@@ -157,7 +157,9 @@ def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
     warm-up. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
     settings, model, limits, attention = loaded.settings, loaded.model, loaded.limits, loaded.attention
     where = loaded.device.torch_device
-    create_attention = attention.creator(settings, model.attention_shape, model.windows)
+    create_attention = attention.creator(
+        settings, model.attention_shape, model.windows, model.attention_chunks, has_sinks=model.has_sinks
+    )
     layout = attention.layout(model.kv_layout)
     num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype))
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):

@@ -38,7 +38,6 @@ from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.token_ring import NOTHING, Fetched, TokenRing
 from radixmesh.daemons.worker.cuda.step.verify_steps import NO_ROWS, VerifySteps
 from radixmesh.daemons.worker.cuda.step.warm_up import warm_up_steps
-from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.guided.guide import MaskSink
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.runner import (
@@ -48,6 +47,7 @@ from radixmesh.daemons.worker.runner import (
     SegmentOutput,
     StepOutput,
 )
+from radixmesh.daemons.worker.speculation.drafter import Drafter
 from radixmesh.daemons.worker.step_handle import StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.scatter_embed import scatter_embed
@@ -160,7 +160,7 @@ class DeviceRunner(ModelRunner):
         max_rows = self._limits.num_slots * self.max_tokens_per_row
         with self.device.in_order(), torch.inference_mode():
             self._attention.reserve(max_rows)
-            self._sampler = self._create_sampler(max_rows=max_rows)
+            self._sampler = self._create_sampler(max_rows=max_rows, keeps_tokens=True)
             parts = self.device, self.model, self._attention, self.slots, self._sampler
             self._verify = VerifySteps(
                 *parts,
@@ -341,6 +341,7 @@ class DeviceRunner(ModelRunner):
             return StepOutput(
                 tokens=got.tokens,
                 counts=got.counts,
+                num_drafts=got.num_drafts,
                 segments=chunks.outputs(of_chunks.result(), self._host_logits),
                 logprobs=got.logprobs,
                 start_ns=start_ns,

@@ -44,9 +44,11 @@ class LoadedFallback(LoadedModel):
         self.num_layers, self.max_total_len = model.kv_layout.num_layers, model.max_total_len
         self.dtype, self.tasks = dtype, model.tasks
         self.kv_layout, self.attention_shape, self.windows = model.kv_layout, model.attention_shape, model.windows
+        self.has_sinks = model.has_sinks
         self._row_bytes, self.can_capture = _ROW_STATES * model.hidden_size * dtype.itemsize, True
         if device.type == "cuda":
-            self._row_bytes, self.can_capture = _probed(model, device)
+            self.has_sinks = model.has_sinks
+        self._row_bytes, self.can_capture = _probed(model, device)
 
     def tunable_matrices(self) -> tuple[TunableMatrices, ...]:
         return ()
@@ -104,7 +106,7 @@ class _LayerCache:
         self._scales = scales
 
     def attend(self, places_T: torch.Tensor, attention: StepAttention, window: int | None, rows: Rows) -> torch.Tensor:
-        q_THd, k_TKd, v_TKd, _ = rows
+        q_THd, k_TKd, v_TKd, sinks_H = rows
         dtype, factors_X = q_THd.dtype, self._scales.factors_X
         if factors_X is not None:
             num_heads, num_kv_heads = q_THd.shape[1], k_TKd.shape[1]
@@ -112,7 +114,8 @@ class _LayerCache:
             q_THd, k_TKd, v_TKd = (q_THd * q_H1).to(dtype), k_TKd * k_K1, v_TKd * v_K1
         put_rows(self._keys_SKd, places_T, k_TKd)
         put_rows(self._values_SKd, places_T, v_TKd)
-        return self._scales.of_values(attention.attend(q_THd, self._keys_SKd, self._values_SKd, window))
+        o_THd = attention.attend(q_THd, self._keys_SKd, self._values_SKd, window, sinks_H=sinks_H)
+        return self._scales.of_values(o_THd)
 
 
 def load_fallback(
@@ -126,10 +129,10 @@ def load_fallback(
         if is_asked:
             raise _unsupported(f"transformers' modules take no {flag}", flag)
     model = load_transformers_model(folder, placement)
-    if model.has_sinks:
-        raise _unsupported("the cuda backend does not compute attention sinks yet: use --backend cpu", "sinks")
-    if attention is not None and model.attention_shape.softcap is not None:
-        attention.check_softcap("the model")
+    if attention is not None:
+        attention.check_masks("the model", has_sinks=model.has_sinks, attention_chunks=())
+        if model.attention_shape.softcap is not None:
+            attention.check_softcap("the model")
     with torch.inference_mode():
         loaded = LoadedFallback(model, placement.dtype, placement.device)
     if not loaded.can_capture:

@@ -1,7 +1,8 @@
 """Steps of decodes that verify drafts: a row computes its last token and up to k drafts, and yields 1 to k + 1 tokens.
 
-    stage     windows of drafts, behind the tokens that the host knows          the host may be some steps late
-    graph     fetch -> expand by the lengths on the device -> forward of B x (k + 1) positions -> greedy sample
+    stage     windows of drafts, behind the tokens that the host knows, where the host drafts: some steps late
+    graph     fetch -> propose, where the device drafts -> expand by the lengths on the device
+              -> forward of B x (k + 1) positions -> greedy sample
     behind    resample and logprobs where a row asks for them -> accept: lengths, last tokens, counts
 
 Exact lengths live on the device beside the last tokens, so the next step may be launched before this one has run. What
@@ -27,8 +28,8 @@ from radixmesh.daemons.worker.cuda.step.slot_sampler import SlotSampler
 from radixmesh.daemons.worker.cuda.step.slot_state import SlotState
 from radixmesh.daemons.worker.cuda.step.staging_buffer import StagingBuffer
 from radixmesh.daemons.worker.cuda.step.token_ring import Asking, Fetched, TokenRing
-from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, drafts_of
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.kernels.rope_kv import KvTarget
 from radixmesh.kernels.sampling.drafts import (
@@ -59,14 +60,15 @@ class Verifying(NamedTuple):
 
 
 class Yielded(NamedTuple):
-    """Tokens of all rows, int32, row after row; counts int32 [rows]; logprobs by row."""
+    """Tokens of all rows, int32, row after row; counts and num_drafts int32 [rows]; logprobs by row."""
 
     tokens: IntArray
     counts: IntArray
+    num_drafts: IntArray
     logprobs: Mapping[int, TokenLogprobs]
 
 
-NO_ROWS = Yielded(empty_ints(), empty_ints(), {})
+NO_ROWS = Yielded(empty_ints(), empty_ints(), empty_ints(), {})
 
 
 class VerifySteps:
@@ -86,16 +88,18 @@ class VerifySteps:
         graph_rows: tuple[int, ...],
     ) -> None:
         self._model, self._attention, self._sampler = model, attention, sampler
-        self._slots, self._drafter = slots, drafter
+        self._slots, self._drafter, self._on_device = slots, drafter, drafter.on_device()
         self._page_size = page_size
         self._num_positions = 1 + max_drafts
-        self._window = max_drafts + _STEPS_AHEAD * self._num_positions
+        # The device drafts behind the tokens that it has; it writes where the host's window would be.
+        steps_ahead = _STEPS_AHEAD if self._on_device is None else 0
+        self._window = max_drafts + steps_ahead * self._num_positions
         slots.keeps_lengths = True
         max_rows = slots.dummy_slot
         self._staging = StagingBuffer(device, max_rows=max_rows, num_columns=_COLUMNS + self._window)
         self._graphs = DecodeGraphs(device, graph_rows)
-        # A row of the ring holds the tokens of all positions, then the counts of all rows.
-        self._ring = TokenRing(device, max_rows=max_rows * (self._num_positions + 1))
+        # A row of the ring holds the tokens of all positions, then the counts of all rows, then their drafts' number.
+        self._ring = TokenRing(device, max_rows=max_rows * (self._num_positions + 2))
         self._rows = DraftRows.allocate(max_rows, self._num_positions, device.torch_device)
         self._sampled_1T = torch.zeros_like(self._rows.tokens)[None]
         self._zero_1 = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
@@ -136,21 +140,21 @@ class VerifySteps:
         return Verifying(num_rows, padded, asking, positions)
 
     def fetch(self, verifying: Verifying, done: DeviceEvent) -> StepHandle[Fetched]:
-        """Sampled tokens of all positions, then counts; logprobs by position."""
+        """Sampled tokens of all positions, then counts and numbers of drafts; logprobs by position."""
         self._staging.fence(done)
-        return self._ring.fetch(verifying.padded * (self._num_positions + 1), done, verifying.positions)
+        return self._ring.fetch(verifying.padded * (self._num_positions + 2), done, verifying.positions)
 
     def yielded(self, verifying: Verifying, fetched: Fetched) -> Yielded:
         """Outcome of the rows."""
         count, size = verifying.num_rows, self._num_positions
         tokens = fetched.tokens[: count * size].reshape(count, size)
-        counts = fetched.tokens[verifying.padded * size :][:count]
+        counts, num_drafts = fetched.tokens[verifying.padded * size :].reshape(2, verifying.padded)[:, :count]
         logprobs = {
             row: _joined([fetched.logprobs[row * size + number] for number in range(counts[row])])
             for row in verifying.asking.rows
             if counts[row]
         }
-        return Yielded(tokens[np.arange(size) < counts[:, None]], counts, logprobs)
+        return Yielded(tokens[np.arange(size) < counts[:, None]], counts, num_drafts, logprobs)
 
     def _stage(self, rows: DecodeRows | None, num_rows: int) -> None:
         """Fills the next staging slot; None: rows of padding alone."""
@@ -170,13 +174,16 @@ class VerifySteps:
         assert rows.bounds is not None, "a row that verifies drafts has bounds"
         slots[:count], max_lens[:count] = rows.slots, rows.bounds.max_lens
         tokens[:count], lengths[:count] = self._slots.row_states(rows.slots)
+        if self._on_device is not None:
+            starts[:count], counts[:count] = -1, self._num_positions - 1
+            return
         starts[:count] = rows.bounds.known_lens
-        for row, slot in enumerate(rows.slots.tolist()):
-            drafts = self._drafts(slot, row, rows.bounds)
+        wanted = [self._draft_row(slot, row, rows.bounds) for row, slot in enumerate(rows.slots.tolist())]
+        for row, drafts in enumerate(drafts_of(self._drafter, wanted, self._model.vocab_size)):
             counts[row] = len(drafts)
             columns[_COLUMNS : _COLUMNS + len(drafts), row] = drafts
 
-    def _drafts(self, slot: int, row: int, bounds: RowBounds) -> IntArray:
+    def _draft_row(self, slot: int, row: int, bounds: RowBounds) -> DraftRow:
         """Behind the tokens that the host knows: the device takes those at its own positions."""
         admit, length = self._admits[slot], int(bounds.known_lens[row])
         sample = SampleInput(
@@ -185,10 +192,7 @@ class VerifySteps:
             output_ids=bounds.tokens[slot, len(admit.prompt_ids) : length],
             position=length,
         )
-        drafts = np.array(list(self._drafter(sample, self._window)), np.int32)[: self._window]
-        # An id outside the vocabulary has no embedding.
-        is_token = (drafts >= 0) & (drafts < self._model.vocab_size)
-        return drafts if is_token.all() else drafts[: int(np.argmin(is_token))]
+        return DraftRow(sample=sample, most=self._window)
 
     def _inputs(self, num_rows: int) -> DraftInputs:
         columns, staging = self._staging.columns(num_rows), self._staging
@@ -218,7 +222,10 @@ class VerifySteps:
         """A step whose inputs are staged, all positions sampled greedily: their logits. Graphs record it."""
         self._staging.fetch(num_rows)
         rows = self._rows.of(num_rows)
-        expand_drafts(self._inputs(num_rows), self._state, rows)
+        inputs = self._inputs(num_rows)
+        if self._on_device is not None:
+            self._on_device.propose(inputs, self._state)
+        expand_drafts(inputs, self._state, rows)
         tables, nothing = self._slots.page_tables, rows.slots[:0]
         is_chunked = num_rows >= LEAST_CHUNKS
         step = DeviceStep(
