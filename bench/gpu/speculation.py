@@ -35,6 +35,7 @@ from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
 from radixmesh.daemons.worker.speculation.drafter import Drafter, EachRow
 from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 from radixmesh.kernels.sampling.drafts import DraftInputs, SlotLengths
@@ -155,7 +156,8 @@ def main() -> None:
     ]
     for name, drafter, most_rows, is_adaptive in cases:
         graph_rows = tuple(rows for rows in sorted(args.rows) if rows <= most_rows)
-        runner.verify(drafter, max_drafts=args.drafts, graph_rows=graph_rows, is_adaptive=is_adaptive)
+        lengths = DraftLengths(max(args.rows), args.drafts) if is_adaptive else None
+        runner.verify(drafter, max_drafts=args.drafts, graph_rows=graph_rows, lengths=lengths)
         for rows in graph_rows:
             got = bench.stream(rows, args.context, args.tokens, args.drafts)
             speed = {

@@ -58,9 +58,9 @@ def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_draft
     steps = {"chunk_len": 64, "num_steps": num_out, "num_out": num_out, "options": options}
     want = drive_long(_cpu_runner(page_size), lag=0, **steps)
     runner = _device_runner(page_size)
-    runner.verify(NgramDrafter(), max_drafts=max_drafts, is_adaptive=True)  # type: ignore[attr-defined]
+    runner.verify(NgramDrafter(), max_drafts=max_drafts, lengths=DraftLengths(TINY_SETTINGS.num_slots, max_drafts))  # type: ignore[attr-defined]
     got = drive_long(runner, lag=lag, **steps)
     check_same_outputs(got, want, num_out=num_out, atol=logprob_tolerance(MODEL))
-    assert np.concatenate([result.counts for result in got.results]).max() == max_drafts + 1
+    assert 1 < np.concatenate([result.counts for result in got.results]).max() <= max_drafts + 1
     accepted = sum(int(result.accepted.sum()) for result in got.results)
     assert 0 < accepted < sum(int(result.drafted.sum()) for result in got.results)

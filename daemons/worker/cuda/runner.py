@@ -152,12 +152,12 @@ class DeviceRunner(ModelRunner):
         *,
         max_drafts: int,
         graph_rows: tuple[int, ...] | None = None,
-        is_adaptive: bool = False,
+        lengths: DraftLengths | None = None,
     ) -> None:
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, as `CpuRunner.verify`.
 
         To be called before an executor is made of the runner. graph_rows: sizes of the steps that are captured; None:
-        those of the runner's limits. is_adaptive: steps draft only while that pays.
+        those of the runner's limits. lengths: says which steps draft; None: all do.
         Attention that needs exact lengths verifies nothing.
         """
         if self._attention.needs_exact_lengths:
@@ -177,7 +177,7 @@ class DeviceRunner(ModelRunner):
                 max_drafts=max_drafts,
                 page_size=self.page_size,
                 graph_rows=self._limits.graph_rows if graph_rows is None else graph_rows,
-                lengths=DraftLengths(self._limits.num_slots, max_drafts) if is_adaptive else None,
+                lengths=lengths,
             )
             self._verify.capture()
             self.device.record_event().wait()
