@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.plans import Steps, admit, chunk, grant
 
-from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GrammarMatcher, GuidedVocabulary, load_backend
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -279,7 +279,14 @@ def test_a_matcher_that_takes_no_allowed_token_ends_its_output_alone(
     start(guided, steps, [source, source])
     broken = steps.executor.table.occupant(0).guide
     assert broken is not None and broken.wait(30.0)
-    monkeypatch.setattr(broken._matcher, "accept", lambda token: False)
+    matcher, accept_all = broken._matcher, broken._matcher.accept_all
+
+    def refuse(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
+        accepted = accept_all(matchers, tokens)
+        return [one is not matcher and is_accepted for one, is_accepted in zip(matchers, accepted, strict=True)]
+
+    monkeypatch.setattr(matcher, "accept", lambda token: False)
+    monkeypatch.setattr(type(matcher), "accept_all", staticmethod(refuse))
     results = [steps.run(decodes=[0, 1]) for _ in range(3)]
     assert [result.counts.tolist() for result in results] == [[1, 1], [0, 1], [0, 1]]
     errors = [error for result in results for error in result.slot_errors]
