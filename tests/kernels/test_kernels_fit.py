@@ -79,6 +79,15 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_kernels_of_fp8_experts_compile_and_fit():
+    launches = _compiled("fp8_experts", 7168, 2048, 256, 8, 1, 512, 4096)  # DeepSeek-V3
+    launches += _compiled("fp8_experts", 128, 64, 8, 2, 1, 64)  # tiny-deepseek
+    assert {launch["kernel"] for launch in launches} >= {"_fp8_gate_up_kernel", "_fp8_down_kernel"}
+    assert all(launch["shared"] <= _PROGRAM_SHARED and launch["stack"] == 0 for launch in launches), launches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("head_dim", "heads"), [(64, 64), pytest.param(128, 40, marks=pytest.mark.full)])
 def test_kernels_of_gpt_oss_and_llama_4_compile_and_fit(head_dim, heads):
     launches = _compiled("masks", head_dim, heads)

@@ -167,6 +167,20 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
         grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD)
 
 
+def _fp8_expert_launches(hidden: int, mlp: int, num_experts: int, num_picks: int, rows: list[int]) -> None:
+    """FP8 experts of steps of so many rows."""
+    from radixmesh.kernels.moe import fp8_grouped_gemm, route
+    from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
+
+    with torch.device("meta"):
+        experts = QuantizedExperts.empty(num_experts, hidden, mlp, torch.device("meta"))
+        for num_rows in rows:
+            x_TD = torch.zeros(num_rows, hidden, dtype=torch.bfloat16)
+            ids_TA, weights_TA = (torch.zeros(num_rows, num_picks, dtype=dtype) for dtype in (torch.int32, torch.float))
+            routes = route.Routes(ids_TA, weights_TA)
+            fp8_grouped_gemm.fp8_routed_experts(x_TD, routes, experts, residual_TD=x_TD, out=x_TD, use_pdl=True)
+
+
 def _runner_launches(folder: Path) -> None:
     """The warm-up of a model's runner, from one row on, with all of the project's kernels."""
     from radixmesh.daemons.worker.cuda import kernel_choice
@@ -208,7 +222,7 @@ def _draft_launches(num_drafts: int) -> None:
 
 def main() -> None:
     """Arguments: runner FOLDER; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE
-    HEADS RANK ROPE; or experts DTYPE HIDDEN MLP EXPERTS ROWS ..."""
+    HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -230,6 +244,9 @@ def main() -> None:
         _mask_launches(int(rest[0]), int(rest[1]))
     elif what == "latents":
         _latent_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
+    elif what == "fp8_experts":
+        hidden, mlp, num_experts, num_picks, *rows = map(int, rest)
+        _fp8_expert_launches(hidden, mlp, num_experts, num_picks, rows)
     else:
         sizes = [int(text) for text in rest[1:]]
         _expert_launches(getattr(torch, rest[0]), sizes[0], sizes[1], sizes[2], sizes[3:])

@@ -70,7 +70,8 @@ class PlannerCounters:
     def processed(self, step: PlannedStep, result: StepResult) -> None:
         self.num_steps += 1
         self.output_tokens += len(result.ids)
-        self.expert_load.add(result.expert_rows)
+        if result.expert_rows:
+            self.expert_load.add(result.expert_rows)
         if step.num_decodes and len(result.ids) < len(result.counts):
             self.num_short_rows += int((result.counts[: step.num_decodes] == 0).sum())
 
@@ -89,26 +90,22 @@ def check_pages(
 
     Raises INTERNAL if the books do not balance even then: a new epoch builds them from the worker's page records.
     """
-    for rank in range(len(state.ranks)):
-        _check_rank(state, counters, rank, is_strict=is_strict, retract=retract)
+    find = find_deep_violation if is_strict else find_violation
+    for rank, pages in enumerate(state.ranks):
+        violation = find(pages.pool, pages.cache, state.table, rank)
+        if violation or pages.pool.num_page_violations:
+            assert not is_strict, (rank, violation, pages.pool.num_page_violations)
+            _quarantine(state, counters, rank, violation, retract)
 
 
-def _check_rank(
+def _quarantine(
     state: EpochState,
     counters: PlannerCounters,
     rank: int,
-    *,
-    is_strict: bool,
+    violation: str,
     retract: Callable[[EpochState, Sequence], None] | None,
 ) -> None:
     pages = state.ranks[rank]
-    if is_strict:
-        violation = find_deep_violation(pages.pool, pages.cache, state.table, rank)
-        assert not violation and not pages.pool.num_page_violations, (rank, violation, pages.pool.num_page_violations)
-        return
-    violation = find_violation(pages.pool, pages.cache, state.table, rank)
-    if not violation and not pages.pool.num_page_violations:
-        return
     counters.num_page_violations += 1
     pages.pool.num_page_violations = 0
     doubtful = quarantine_doubtful(pages.pool, state.table, rank)
