@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
         _up_arguments(options),
         when_healthy=_greeting(options.port, names[0]),
         asked_by="radixmesh serve",
-        port_flags="another --port or --grpc-port",
+        port_flags="choose another --port or --grpc-port",
     )
 
 

@@ -22,6 +22,8 @@ log = get_logger(__name__)
 
 # Seconds for which a finish by stop string waits for the scheduler's usage; the text is sent already.
 _USAGE_WAIT_S = 0.5
+# A member read through its class costs a call of Python: this one is asked for with every text.
+_REPLAYING = OutputState.REPLAYING
 # Replicas differ in size: these say that one is too small, not that the request is wrong.
 _RETRIED = (ErrorReason.ERROR_REASON_OVERLOADED, ErrorReason.ERROR_REASON_UNKNOWN_BLOB)
 _TOO_SMALL = (ErrorReason.ERROR_REASON_NEVER_FITS, ErrorReason.ERROR_REASON_PROMPT_TOO_LONG)
@@ -207,7 +209,7 @@ class OutputFlow:
         if num_tokens > output.num_seen:
             output.num_seen = num_tokens
         output.request.delivery.mark(output)
-        if output.state is OutputState.REPLAYING and not is_final and num_tokens >= len(output.ids):
+        if output.state is _REPLAYING and not is_final and num_tokens >= len(output.ids):
             self.schedulers.place(output)
 
     def on_text_done(self, output: Output, stop: str, num_tokens: int) -> None:
