@@ -26,7 +26,7 @@ from radixmesh.daemons.worker.speculation.settings import SpeculativeAlgorithm
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
-NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 4}
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 4, "speculative_adaptive": "false"}
 # Texts that repeat themselves: answers are those of transformers.
 GREEDY = ("twelve-days", "the-tyger", "genesis-1", "jabberwocky", "sonnet-18", "chat.tyger-for-ada")
 WORDS = {"regex": "([a-f]{3} ){20,30}end"}
