@@ -235,7 +235,7 @@ def _is_prefilling(state: EpochState, sequence: Sequence) -> bool:
     return (
         sequence.lifecycle is Lifecycle.RUNNING
         and state.table.sequences[slot] is sequence
-        and bool(state.table.planned_len[slot] < state.table.target_len[slot])
+        and state.table.planned_len.item(slot) < state.table.target_len.item(slot)
     )
 
 

@@ -158,7 +158,7 @@ class ResultReader:
                     self._finish(sequence, ending, None)
         for slot, generation in zip(slots[num_decodes:].tolist(), rows.generations[num_decodes:].tolist(), strict=True):
             sequence = table.sequences[slot]
-            if sequence is not None and table.live[slot] == generation:
+            if sequence is not None and table.live.item(slot) == generation:
                 state.pages_of(sequence.slot).share(sequence)
 
     def _take_slow_path(
@@ -269,8 +269,8 @@ def _wrong_logprobs(result: StepResult, entry: SlotLogprobs) -> MeshError:
 def _advance_chunks(state: EpochState, step: PlannedStep) -> None:
     live, computed_len = state.table.live, state.table.computed_len
     for slot, generation, length in step.chunks:
-        if live[slot] == generation:
-            computed_len[slot] += length
+        if live.item(slot) == generation:
+            computed_len[slot] = computed_len.item(slot) + length
 
 
 def _take_prompt_logprobs(state: EpochState, result: StepResult, outputs: Outputs) -> None:
