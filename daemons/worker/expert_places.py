@@ -1,4 +1,4 @@
-"""Where the experts of one layer lie on the ranks that share them, and which copy of an expert a row goes to."""
+"""Places of the experts of one layer on the ranks that share them, and the copy of an expert that a row goes to."""
 
 from __future__ import annotations
 

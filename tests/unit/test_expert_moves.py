@@ -192,7 +192,7 @@ def test_ops_that_cannot_be_are_refused_and_leave_no_trace(folder: Path) -> None
         with pytest.raises(MeshError, match="several ops about experts"):
             ops = (move_op(good, 0, 10, 10), move_op(good, 0, 20, 10))
             executor.run(StepPlan(epoch=1, step_id=1, barrier_ops=ops, has_forward=False))
-        # What was there goes on: nothing of it was lost.
+        # The change under way goes on: nothing of it was lost.
         rest = StepPlan(epoch=1, step_id=1, barrier_ops=(move_op(good, 0, 10, size - 10),), has_forward=False)
         result = executor.run(rest)
         assert result.device_end_ns >= result.device_start_ns

@@ -268,7 +268,7 @@ class Metrics:
         self.expert_placement_balancedness = make.gauge(
             "radixmesh_expert_placement_balancedness",
             by,
-            "Mean over most of the ranks' work in each layer, as the placement divides recent picks; 0: not known.",
+            "Mean over most of the ranks' work by layer, as placed; 0: not known.",
         )
         self.expert_placements = make.counter(
             "radixmesh_expert_placements_total", by, "Placements of a layer's experts that took effect while serving."
