@@ -46,10 +46,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = vocabulary_of(trained_folder(Path(folder), options.vocabulary, 8_000_000))
         result = {"vocabulary": vocabulary.vocab_size, "schemas": len(schemas)}
-        print(json.dumps({**result, **{name: _measured(name, vocabulary, schemas) for name in BACKENDS}}, indent=1))
+        print(json.dumps({**result, **{name: measured(name, vocabulary, schemas) for name in BACKENDS}}, indent=1))
 
 
-def _measured(name: str, vocabulary: GuidedVocabulary, schemas: list[object]) -> dict[str, object]:
+def measured(name: str, vocabulary: GuidedVocabulary, schemas: list[object]) -> dict[str, object]:
     since_s = time.perf_counter()
     backend = load_backend(name, vocabulary)
     start_s = time.perf_counter() - since_s
@@ -73,15 +73,15 @@ def _measured(name: str, vocabulary: GuidedVocabulary, schemas: list[object]) ->
         "format": backend.format,
         "start_s": round(start_s, 2),
         "refused": refused,
-        "compile_ms_p50_p99": _percentiles(compile_s, 1e3),
-        "load_ms_p50_p99": _percentiles(load_s, 1e3),
-        "artefact_kb_p50_p99": _percentiles(sizes, 1e-3),
-        "fill_us_p50_p99": _percentiles(fill_s, 1e6),
+        "compile_ms_p50_p99": percentiles(compile_s, 1e3),
+        "load_ms_p50_p99": percentiles(load_s, 1e3),
+        "artefact_kb_p50_p99": percentiles(sizes, 1e-3),
+        "fill_us_p50_p99": percentiles(fill_s, 1e6),
         "fills": len(fill_s),
     }
 
 
-def _percentiles(values: list[float] | list[int], scale: float) -> list[float]:
+def percentiles(values: list[float] | list[int], scale: float) -> list[float]:
     return [round(float(value) * scale, 2) for value in np.percentile(values, (50, 99))]
 
 

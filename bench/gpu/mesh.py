@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 import subprocess
@@ -174,6 +175,8 @@ def free_port() -> int:
 
 
 def gpu_name() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "no GPU"
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpus = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
     return f"{gpus[0]} (one of {len(gpus)} in the machine)" if gpus else "no GPU"
@@ -184,7 +187,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.2-3b")
     parser.add_argument("--workloads", nargs="+", default=["single-stream", "decode-256", "shared-prefix", "random"])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--depth", default="auto")
+    parser.add_argument("--pipeline-depth", "--depth", dest="depth", default="auto")
     parser.add_argument("--num-requests", type=int, default=None)
     parser.add_argument("--timeout-s", type=float, default=200.0)
     parser.add_argument(

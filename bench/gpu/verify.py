@@ -33,6 +33,7 @@ from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.runtime.steps.step import Admit
 from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
 from radixmesh.daemons.worker.runner import DecodeRows, RowBounds, SampleInput
+from radixmesh.daemons.worker.speculation.drafter import EachRow
 
 _DRAFT = 11
 
@@ -128,7 +129,7 @@ def main() -> None:
     print(json.dumps({str(case): round(ms, 3) for case, ms in plain.items()}), file=sys.stderr, flush=True)
     results = []
     for positions in args.positions:
-        runner.verify(wrong_drafts, max_drafts=positions - 1, graph_rows=tuple(sorted(args.rows)))
+        runner.verify(EachRow(wrong_drafts), max_drafts=positions - 1, graph_rows=tuple(sorted(args.rows)))
         for num_rows, context in cases:
             got = bench.verify(num_rows, context, args.steps)
             ratio = got["ms"] / plain[num_rows, context]

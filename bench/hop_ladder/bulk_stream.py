@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 
 import grpc
 
 from radixmesh.common.v1 import common_pb2
-from radixmesh.daemons.runtime.arrays import IntArray, pack_ints
+from radixmesh.daemons.runtime.arrays import IntArray, pack_ints, unpack_ints
 from radixmesh.daemons.runtime.rpc.channel import open_channel
 from radixmesh.daemons.runtime.rpc.hello import make_hello
 from radixmesh.scheduler.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -21,10 +22,12 @@ class BulkStream:
     """A router's end of Serve that counts tokens and looks at nothing else. An async context manager.
 
     cache_salt: of all its requests; those of another salt find nothing of theirs in the cache. temperature: likewise;
-    0 is greedy.
+    0 is greedy. keeps_outputs: for `outputs`; else tokens are counted alone.
     """
 
-    def __init__(self, address: str, name: str, cache_salt: str = "", *, temperature: float = 0.0) -> None:
+    def __init__(
+        self, address: str, name: str, cache_salt: str = "", *, temperature: float = 0.0, keeps_outputs: bool = False
+    ) -> None:
         self._channel = open_channel(address)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._call = self._stub.Serve()
@@ -35,8 +38,9 @@ class BulkStream:
         self.error: BaseException | None = None
         self.first_token_at = self.last_token_at = 0.0
         """On the monotonic clock; 0 until there is one."""
-        self._cache_salt, self._temperature = cache_salt, temperature
+        self._cache_salt, self._temperature, self._keeps_outputs = cache_salt, temperature, keeps_outputs
         self.num_tokens = self.num_finished = self.prompt_tokens = self.cached_tokens = 0
+        self._outputs: list[scheduler_pb2.TokenBatch] = []
 
     async def __aenter__(self) -> BulkStream:
         await self._call.write(scheduler_pb2.ServeRequest(hello=make_hello(daemon="router", instance_id=self._name)))
@@ -57,10 +61,12 @@ class BulkStream:
         prompts: Sequence[IntArray],
         max_tokens: int | Sequence[int],
         num_top: Mapping[int, int] | None = None,
+        grammar: bytes = b"",
     ) -> None:
         """Requests that go on to their length; `max_tokens` of each, or of all. num_top: the alternatives whose
         logprobs are asked for, by number of the prompt; others ask for no logprobs. Seeds are the numbers of requests
-        in the stream."""
+        in the stream. grammar: artefact that all of them follow; empty = none."""
+        grammar_hash = hashlib.sha256(grammar).hexdigest() if grammar else ""
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
         index = 0
         for start in range(0, len(prompts), _FRAME_OF):
@@ -83,8 +89,23 @@ class BulkStream:
                     cache_salt=self._cache_salt,
                     sampling=sampling,
                     stop=common_pb2.StopParams(max_tokens=length, ignore_eos=True),
+                    grammar_hash=grammar_hash,
                 )
+            if grammar and not start:
+                frame.submits[0].blobs.add(hash=grammar_hash, data=grammar)
             await self._call.write(frame)
+
+    def outputs(self) -> dict[int, list[int]]:
+        """Token ids by the number of the request in the stream, from 1 on."""
+        found: dict[int, list[int]] = {}
+        for batch in self._outputs:
+            ids, starts = unpack_ints(batch.ids, "ids"), 0
+            for handle, count in zip(
+                unpack_ints(batch.handles, "handles"), unpack_ints(batch.counts, "counts"), strict=True
+            ):
+                found.setdefault(int(handle), []).extend(ids[starts : starts + count].tolist())
+                starts += int(count)
+        return found
 
     async def until(self, num_tokens: int = 0, num_finished: int = 0, timeout_s: float = 300.0) -> None:
         async with asyncio.timeout(timeout_s):
@@ -99,6 +120,8 @@ class BulkStream:
             while isinstance(frame := await self._call.read(), scheduler_pb2.ServeResponse):
                 self.num_tokens += len(frame.tokens.ids) // 4
                 if frame.tokens.ids:
+                    if self._keeps_outputs:
+                        self._outputs.append(frame.tokens)
                     self.first_token_at = self.first_token_at or time.monotonic()
                     self.last_token_at = time.monotonic()
                 for finished in frame.finished:

@@ -6,6 +6,7 @@ import ctypes
 import difflib
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from radixmesh.daemons.runtime.errors import MeshError
@@ -24,7 +25,7 @@ class ModelCheckError(Exception):
 class CheckedModel:
     """architecture: the first entry of config.json's `architectures`. weights_bytes: as stored.
 
-    is_cpu_only: an encoder, or a model without a family that a CPU worker may run by transformers' modules.
+    is_cpu_only: an encoder.
     """
 
     architecture: str
@@ -45,8 +46,7 @@ def check_model(folder: Path) -> CheckedModel:
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     known = (*model_families().names, *ENCODER_ARCHITECTURES)
-    runs_by_transformers = architecture not in known and is_causal_model(architecture)
-    if architecture not in known and not runs_by_transformers:
+    if architecture not in known and not is_causal_model(architecture):
         raise ModelCheckError(_unknown_architecture(architecture, known))
     if not (folder / "tokenizer.json").is_file():
         raise ModelCheckError(
@@ -63,7 +63,7 @@ def check_model(folder: Path) -> CheckedModel:
     return CheckedModel(
         architecture=architecture,
         weights_bytes=sum(file.stat().st_size for file in weights),
-        is_cpu_only=runs_by_transformers or architecture in ENCODER_ARCHITECTURES,
+        is_cpu_only=architecture in ENCODER_ARCHITECTURES,
     )
 
 
@@ -103,10 +103,24 @@ def available_memory() -> int:
 
 
 def _unknown_architecture(architecture: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(architecture, known, n=1)
-    hint = f" The nearest that is: {near[0]}." if near else ""
-    named = f"{architecture} is not supported." if architecture else "config.json names no architecture."
+    # By the families' own names: "ForCausalLM" would make all of them alike.
+    families = {name.partition("For")[0]: name for name in reversed(known)}
+    near = difflib.get_close_matches(architecture.partition("For")[0], families, n=1)
+    hint = f" The nearest that is: {families[near[0]]}." if near else ""
+    if architecture:
+        named = (
+            f"{architecture} is not supported: no family here has this name, and no causal model of {_transformers()}."
+        )
+    else:
+        named = "config.json names no architecture."
     return f"{named}{hint} Supported: {', '.join(known)}. See docs/models.md."
+
+
+def _transformers() -> str:
+    try:
+        return f"transformers {version('transformers')}, which runs further families (a newer one may know it)"
+    except PackageNotFoundError:
+        return "transformers, which would run further families (pip install transformers)"
 
 
 def _gib(count: int) -> str:

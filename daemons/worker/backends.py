@@ -30,11 +30,15 @@ from radixmesh.daemons.runtime.model_folder.fingerprint import (
 from radixmesh.daemons.runtime.model_folder.generation_config import read_sampling_defaults
 from radixmesh.daemons.runtime.rpc.hello import identity_to_proto
 from radixmesh.daemons.runtime.sampling import SAMPLER_VERSION
+from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.config import Backend, WorkerSettings
 from radixmesh.daemons.worker.group_member import GroupMember, UnconnectedMember
 from radixmesh.daemons.worker.guided.grammar_store import GrammarStore
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.drafter import ByGrammar, EachRow, NoDrafts
+from radixmesh.daemons.worker.speculation.registry import drafters
 
 if TYPE_CHECKING:
     from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch
@@ -115,11 +119,7 @@ def _load_cpu(
         group=group,
         experts=experts,
     )
-    if settings.jump_forward_tokens:
-        from radixmesh.daemons.worker.cpu.runner import CpuRunner
-
-        assert isinstance(runner, CpuRunner)
-        runner.verify(jump_forward, max_drafts=settings.jump_forward_tokens)
+    _verify_on_cpu(settings, runner)
     fingerprint = _fingerprint(settings, folder)
     if settings.kv_dtype == "fp8" and settings.dtype == "bfloat16":
         # Ranks of a group are compared by the dtype of their KV, which is not that of the rows that they exchange here.
@@ -127,8 +127,42 @@ def _load_cpu(
     return _loaded(settings, folder, runner, fingerprint)
 
 
+def _verify_on_cpu(settings: WorkerSettings, runner: ModelRunner) -> None:
+    """Has the runner verify drafts, if the settings ask for any."""
+    speculation, num_forced = settings.speculation, settings.jump_forward_tokens
+    if speculation is None and not num_forced:
+        return
+    from radixmesh.daemons.worker.cpu.runner import CpuRunner
+
+    if not isinstance(runner, CpuRunner):
+        assert settings.model is not None
+        raise _drafts_nothing(settings.model)
+    # Of a row with a grammar, masks of drafted positions are made ready for the forced ones alone.
+    guided = EachRow(jump_forward) if num_forced else NoDrafts()
+    if speculation is None:
+        runner.verify(guided, max_drafts=num_forced)
+        return
+    most = speculation.max_drafts
+    drafter = ByGrammar(guided, num_forced, drafters().create(speculation.algorithm), most)
+    runner.verify(drafter, max_drafts=max(most, num_forced), lengths=_draft_lengths(settings, most))
+
+
+def _draft_lengths(settings: WorkerSettings, max_drafts: int) -> DraftLengths | None:
+    return DraftLengths(settings.num_slots, max_drafts) if settings.speculative_adaptive else None
+
+
+def _drafts_nothing(folder: Path) -> MeshError:
+    return MeshError(
+        ErrorReason.ERROR_REASON_UNSUPPORTED,
+        f"{folder.name} generates no text, so nothing can be drafted for it: leave out --speculative-algorithm and"
+        " --jump-forward-tokens",
+        {"feature": "speculative_algorithm"},
+    )
+
+
 def _load_cuda(settings: WorkerSettings) -> LoadedModel:
     from radixmesh.daemons.worker.cuda.load import DeviceSettings, load_cuda_runner
+    from radixmesh.daemons.worker.cuda.memory import fitting
 
     folder = settings.model
     assert folder is not None, "settings see to it"
@@ -152,8 +186,15 @@ def _load_cuda(settings: WorkerSettings) -> LoadedModel:
             kv_dtype=settings.kv_dtype,
             quantization=settings.quantization,
             embed_pooling=settings.embed_pooling,
+            model_impl=settings.model_impl,
         ),
     )
+    if settings.speculation is not None:
+        if Task.GENERATE not in runner.tasks:
+            raise _drafts_nothing(folder)
+        drafter, most = drafters().create(settings.speculation.algorithm), settings.speculation.max_drafts
+        with fitting("graphs of steps that verify drafts", "--mem-fraction, --num-slots or --speculative-num-steps"):
+            runner.verify(drafter, max_drafts=most, lengths=_draft_lengths(settings, most))
     if settings.load_format == "dummy":
         # No weights are there to be told apart; nobody else's tokens may be continued by these.
         fingerprint = hashlib.sha256(b"dummy/" + (folder / "config.json").read_bytes()).hexdigest()

@@ -14,6 +14,7 @@ from radixmesh.daemons.worker.limits import MAX_TOKENS_PER_ROW
 from radixmesh.daemons.worker.simulated.clock import ClockKind
 from radixmesh.daemons.worker.simulated.faults import Fault
 from radixmesh.daemons.worker.simulated.latency import LatencyModel
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm, read_speculation
 
 _MIB = 1024 * 1024
 _MOST_REDUNDANT = 4096
@@ -46,6 +47,13 @@ class WorkerSettings(CommonSettings):
     grammar_backend: str = setting("xgrammar", "library that follows the grammars that tokenizers compile by it")
     jump_forward_tokens: int = setting(0, "CPU: most tokens of a text that a grammar forces which one step verifies at "
         "once; 0: none")  # fmt: skip
+    speculative_algorithm: SpeculativeAlgorithm = setting(SpeculativeAlgorithm.OFF, "what drafts tokens that a step "
+        "verifies beside a row's last one, CPU and CUDA: off or ngram (as its own text went on before)")  # fmt: skip
+    speculative_num_steps: int | None = setting(None, "most drafts of a row in one step; none: 4, or a token less than "
+        "--speculative-num-draft-tokens")  # fmt: skip
+    speculative_num_draft_tokens: int | None = setting(None, "most tokens that one step verifies of a row, its last "
+        "one included; none: one more than --speculative-num-steps")  # fmt: skip
+    speculative_adaptive: bool = setting(True, "steps draft only while that pays, by what drafts yield and steps cost")
     blob_store_bytes: int = setting(256 * _MIB, "bytes of all blobs together")
     dump_folder: Path | None = setting(None, "folder, ours alone (mode 700), for plans of died steps and profiler "
         "traces; none: radixmesh/dumps in ~/.local/state, or a new one below the temporary folder")  # fmt: skip
@@ -71,7 +79,7 @@ class WorkerSettings(CommonSettings):
     quantization: str = setting("auto", "of weights: auto (what the checkpoint says), none (FP8 ones are dequantised "
         "when loaded), or CUDA: fp8 (a scale an output channel), fp8-block (a scale for 128 x 128)")  # fmt: skip
     model_impl: str = setting("auto", "code of the model: radixmesh (a family of this engine), transformers (its "
-        "modules with our attention; CPU, slower) or auto (the first that there is)")  # fmt: skip
+        "modules with our attention, slower) or auto (the first that there is)")  # fmt: skip
     embed_pooling: str = setting("mean", "what embed tasks give of hidden states: mean, last or cls (the first)")
     simulated_time: ClockKind = setting(ClockKind.REAL, "real: steps take their time; virtual: they only say so")
     simulated_base_us: float = setting(2000.0, "microseconds of any step")
@@ -135,8 +143,8 @@ class WorkerSettings(CommonSettings):
             raise ValueError(f"{_flag('model')}: the {self.backend} backend needs the folder of a model")
         if self.model_impl not in _MODEL_IMPLS:
             raise ValueError(f"{_flag('model_impl')} must be one of {', '.join(_MODEL_IMPLS)}, not {self.model_impl}")
-        if self.model_impl == "transformers" and self.backend is not Backend.CPU:
-            raise ValueError(f"{_flag('model_impl')} transformers is for --backend cpu")
+        if self.model_impl != "auto" and self.backend is Backend.SIMULATED:
+            raise ValueError(f"{_flag('model_impl')} {self.model_impl} is for --backend cpu or cuda")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"{_flag('load_format')} must be auto or dummy, not {self.load_format}")
         if self.load_format == "dummy" and self.backend is not Backend.CUDA:
@@ -168,7 +176,15 @@ class WorkerSettings(CommonSettings):
         if self.backend is Backend.CUDA and layout.dp_size > 1:
             raise ValueError(f"{_flag('dp_size')} above 1 is for --backend cpu or simulated: start replicas, each with "
                 "a scheduler of its own")  # fmt: skip
-        _ = self.latency, self.parsed_faults  # They say what is wrong with themselves.
+        # They say what is wrong with themselves.
+        _ = self.latency, self.parsed_faults
+        _check_speculation(self)
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """None: off."""
+        steps, tokens = self.speculative_num_steps, self.speculative_num_draft_tokens
+        return read_speculation(self.speculative_algorithm, steps, tokens)
 
     @property
     def rank_layout(self) -> RankLayout:
@@ -194,6 +210,21 @@ class WorkerSettings(CommonSettings):
     @property
     def parsed_faults(self) -> tuple[Fault, ...]:
         return tuple(Fault.parse(text) for text in self.faults)
+
+
+def _check_speculation(settings: WorkerSettings) -> None:
+    if settings.speculation is None:
+        return
+    flag = _flag("speculative_algorithm")
+    if settings.backend is Backend.SIMULATED:
+        raise ValueError(f"{flag} is for --backend cpu or cuda: a simulated worker drafts nothing, its rows yield "
+            "several tokens with --simulated-max-tokens-per-row")  # fmt: skip
+    if settings.tp_size > 1 or settings.ep_size > 1:
+        raise ValueError(f"{flag} {settings.speculative_algorithm} needs --tp-size 1 and --ep-size 1: ranks do not "
+            "draft together yet; use replicas or --dp-size")  # fmt: skip
+    if settings.attention_backend == "flashinfer":
+        raise ValueError(f"{flag} needs --attention-backend triton (or torch): flashinfer plans by exact lengths, "
+            "which the host does not know while steps run")  # fmt: skip
 
 
 def _flag(name: str) -> str:

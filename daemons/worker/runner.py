@@ -79,6 +79,8 @@ class SegmentOutput:
 
     token: int | None = None
     more_tokens: tuple[int, ...] = ()
+    num_drafts: int = 0
+    """Drafts that a decode computed; `more_tokens` are those of them that sampling confirmed."""
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
     vector: FloatArray | None = None
@@ -135,10 +137,13 @@ class StepOutput:
 
     counts: int32 [rows], tokens of each row, 0 to its max_tokens; None: one each. A row that yields n > 0 tokens has
     computed its input token and all but the last one of those it yields: KV is written for n positions.
+
+    num_drafts: int32 [rows], drafts that each row computed, of which those it yields but the last token were accepted.
     """
 
     tokens: IntArray
     counts: IntArray | None = None
+    num_drafts: IntArray | None = None
     segments: list[SegmentOutput]
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     start_ns: int

@@ -18,7 +18,8 @@ from radixmesh.kernels.kv_fp8 import KV_FP8, take_rows
 class DecodeWorkspace:
     """Buffers of `plan_decode` and `paged_decode` for up to `max_rows` rows; a few MB, allocated once.
 
-    windows: the windows of the model's layers (None: all of the context); a step is planned for all of them.
+    windows, attention_chunks: those of the model's layers (None: all of the context); a step is planned for all of
+    them.
     config: None takes `decode_config`. is_batch_invariant: a row's bits depend on its own sequence alone; costs speed
     where there are few rows. Serves one stream: layers that run at the same time need one workspace each.
     """
@@ -34,15 +35,24 @@ class DecodeWorkspace:
         windows: Sequence[int | None] = (None,),
         config: SplitConfig | None = None,
         is_batch_invariant: bool = False,
+        attention_chunks: Sequence[int] = (),
     ) -> None:
         device = torch.device(device)
         self.shape = SplitShape(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.config = replace(config or decode_config(self.shape, dtype), is_whole=is_batch_invariant)
         self.plans = {window: SplitPlan(self.shape, self.config, max_rows, device) for window in windows}
-        self.parts = SplitParts(list(self.plans.values()), device)
+        self.chunk_plans = {chunk: SplitPlan(self.shape, self.config, max_rows, device) for chunk in attention_chunks}
+        self.parts = SplitParts([*self.plans.values(), *self.chunk_plans.values()], device)
 
-    def plan(self, window: int | None) -> SplitPlan:
-        """Raises ValueError where the workspace was not made for this window."""
+    def plan(self, window: int | None, attention_chunk: int | None = None) -> SplitPlan:
+        """Raises ValueError where the workspace was not made for this window or chunk."""
+        if attention_chunk is not None:
+            if window is not None or attention_chunk not in self.chunk_plans:
+                raise ValueError(
+                    f"the workspace was made for chunks {list(self.chunk_plans)} without windows, not for "
+                    f"{attention_chunk} and a window of {window}"
+                )
+            return self.chunk_plans[attention_chunk]
         if window not in self.plans:
             raise ValueError(
                 f"the workspace was made for windows {list(self.plans)}, not for {window}: name all of them"
@@ -73,6 +83,8 @@ def plan_decode(
         raise ValueError(f"KV lengths must be int32, not {kv_lens_T.dtype}")
     for window, plan in workspace.plans.items():
         plan.fill(kv_lens_T, None, window, least_tiles=0 if skips_empty else 1, use_pdl=use_pdl)
+    for chunk, plan in workspace.chunk_plans.items():
+        plan.fill(kv_lens_T, None, None, least_tiles=0 if skips_empty else 1, attention_chunk=chunk, use_pdl=use_pdl)
 
 
 def paged_decode(
@@ -89,6 +101,8 @@ def paged_decode(
     out: torch.Tensor | None = None,
     *,
     softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
     use_pdl: bool = False,
 ) -> torch.Tensor:
     """Softmax attention of each row over its sequence, whose last token is the row's own. Returns [T, H, D].
@@ -100,12 +114,14 @@ def paged_decode(
     window: a token sees itself and the `window - 1` before it. A row with kv_len 0 gives zeros, or what is in `out`.
     `plan_decode` must have run with the same kv_lens_T. Raises ValueError on shapes or dtypes that do not fit.
     softcap: scaled scores become softcap x tanh(score / softcap); None: they stay.
+    sinks_H: a score of each head that joins its softmax and has no value. attention_chunk: sequences are cut at
+    multiples of it, and a token sees those of its own chunk alone; not with a window.
     use_pdl: begins while the kernel ahead of it ends (Hopper and later).
     """
     check_decode_inputs(workspace.shape, q_THd, keys_SKd, values_SKd, page_tables, row_slots_T)
     out = torch.empty_like(q_THd) if out is None else out
     split_attention(
-        workspace.plan(window),
+        workspace.plan(window, attention_chunk),
         workspace.parts,
         (q_THd, keys_SKd, values_SKd, page_tables),
         slots_U=row_slots_T,
@@ -115,6 +131,8 @@ def paged_decode(
         window=window,
         softcap=softcap,
         out=out,
+        sinks_H=sinks_H,
+        attention_chunk=attention_chunk,
         use_pdl=use_pdl,
     )
     return out
@@ -160,6 +178,8 @@ def paged_decode_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> torch.Tensor:
     """Reference of `paged_decode`, in fp32 and row by row."""
     out_THd = torch.zeros(q_THd.shape, dtype=torch.float32, device=q_THd.device)
@@ -167,12 +187,17 @@ def paged_decode_reference(
     for row, (slot, length) in enumerate(zip(row_slots_T.tolist(), kv_lens_T.tolist(), strict=True)):
         if length == 0:
             continue
-        position = torch.arange(0 if window is None else max(0, length - window), length, device=q_THd.device)
+        begin = 0 if window is None else max(0, length - window)
+        if attention_chunk is not None:
+            begin = (length - 1) // attention_chunk * attention_chunk
+        position = torch.arange(begin, length, device=q_THd.device)
         token = page_tables[slot, position // page_size].long() * page_size + position % page_size
         k_LHd = take_rows(keys_SKd, token).repeat_interleave(group, dim=1)
         v_LHd = take_rows(values_SKd, token).repeat_interleave(group, dim=1)
         scores_HL = torch.einsum("hd,lhd->hl", q_THd[row].float() * scale, k_LHd)
         if softcap is not None:
             scores_HL = (scores_HL / softcap).tanh() * softcap
-        out_THd[row] = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1), v_LHd)
+        if sinks_H is not None:
+            scores_HL = torch.cat((scores_HL, sinks_H.float()[:, None]), dim=1)
+        out_THd[row] = torch.einsum("hl,lhd->hd", scores_HL.softmax(-1)[:, : len(position)], v_LHd)
     return out_THd.to(q_THd.dtype)

@@ -70,6 +70,8 @@ def paged_extend(
     out: torch.Tensor | None = None,
     config: ExtendConfig | None = None,
     softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> torch.Tensor:
     """Softmax attention of each row over its chunk's sequence up to itself. Returns [T, H, D].
 
@@ -79,7 +81,7 @@ def paged_extend(
     keys_SKd, values_SKd: the layer's pool, as of `paged_decode`. page_tables int32 [slots, pages]: position p of slot s
     is token page_tables[s, p // page_size] * page_size + p % page_size. chunk_slots_C int32 [C].
     window: a token sees itself and the `window - 1` before it. max_chunk_len: chooses the configuration; no bound.
-    softcap: as of `paged_decode`.
+    softcap, sinks_H, attention_chunk: as of `paged_decode`.
     Raises ValueError on shapes or dtypes that do not fit.
     """
     num_rows, heads, dim = q_THd.shape
@@ -97,6 +99,7 @@ def paged_extend(
         chunk_slots_C,
         chunk_row_starts,
         chunk_kv_lens_C,
+        sinks_H,
         out,
         page_tables.stride(0),
         num_chunks,
@@ -111,6 +114,7 @@ def paged_extend(
         CHUNKS=_CHUNKS_AT_ONCE,
         PAGE_SIZE=page_size,
         WINDOW=window,
+        CHUNK=attention_chunk,
         SOFTCAP=None if softcap is None else scale / softcap,
         STAGES=config.num_stages,
         num_warps=config.num_warps,
@@ -153,6 +157,7 @@ def _extend_kernel(
     chunk_slots_ptr,
     chunk_row_starts_ptr,
     chunk_kv_lens_ptr,
+    sinks_ptr,
     out_ptr,
     table_stride,
     num_chunks,
@@ -167,6 +172,7 @@ def _extend_kernel(
     CHUNKS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -200,8 +206,14 @@ def _extend_kernel(
         highest = tl.full([BLOCK_M], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, DP], tl.float32)
+        if sinks_ptr is not None:
+            sink = tl.load(sinks_ptr + kv_head * GROUP + m % GROUP, mask=is_row, other=0.0).to(tl.float32)
+            highest = sink * 1.4426950408889634
+            total += 1.0
         # [begin, masked): seen by all rows; [masked, last_position]: by some.
-        if WINDOW is None:
+        if CHUNK is not None:
+            masked = tl.maximum(first_position, 0) // CHUNK * CHUNK // BLOCK_N * BLOCK_N
+        elif WINDOW is None:
             masked = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
             highest, total, acc = extend_tiles(
                 q,
@@ -224,6 +236,7 @@ def _extend_kernel(
                 SOFTCAP,
                 STAGES,
                 False,
+                CHUNK,
             )
         else:
             masked = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
@@ -248,6 +261,7 @@ def _extend_kernel(
             SOFTCAP,
             STAGES,
             True,
+            CHUNK,
         )
         # Nothing is seen where the KV length is 0.
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -266,6 +280,8 @@ def paged_extend_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
 ) -> torch.Tensor:
     """Reference of `paged_extend`, in fp32 and chunk by chunk; zeros in rows of no chunk."""
     out_THd = torch.zeros_like(q_THd)
@@ -283,9 +299,14 @@ def paged_extend_reference(
         is_hidden = position[None, :] > at_T[:, None]
         if window is not None:
             is_hidden |= position[None, :] <= at_T[:, None] - window
+        if attention_chunk is not None:
+            is_hidden |= position[None, :] < at_T[:, None] // attention_chunk * attention_chunk
         scores_HTL = torch.einsum("thd,lhd->htl", q_THd[rows].float() * scale, k_LHd)
         if softcap is not None:
             scores_HTL = (scores_HTL / softcap).tanh() * softcap
-        exps_HTL = scores_HTL.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        scores_HTL = scores_HTL.masked_fill(is_hidden, float("-inf"))
+        if sinks_H is not None:
+            scores_HTL = torch.cat((scores_HTL, sinks_H.float()[:, None, None].expand(-1, len(at_T), 1)), dim=-1)
+        exps_HTL = scores_HTL.softmax(-1)[..., :length]
         out_THd[rows] = torch.einsum("htl,lhd->thd", exps_HTL, v_LHd).to(q_THd.dtype)
     return out_THd

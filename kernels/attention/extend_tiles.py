@@ -30,6 +30,7 @@ def extend_tiles(
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Online softmax over KV positions [kv_begin, kv_end); without a mask all rows see all of them, in whole tiles."""
     d = tl.arange(0, DP)
@@ -56,6 +57,8 @@ def extend_tiles(
             is_seen = position[None, :] <= m_position[:, None]
             if WINDOW is not None:
                 is_seen = is_seen & (position[None, :] > m_position[:, None] - WINDOW)
+            if CHUNK is not None:
+                is_seen = is_seen & (position[None, :] >= (m_position // CHUNK * CHUNK)[:, None])
             scores = tl.where(is_seen, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
         exps = tl.exp2(scores * scale - new_highest[:, None])

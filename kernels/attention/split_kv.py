@@ -47,9 +47,12 @@ def split_attention(
     members_UR: torch.Tensor | None = None,
     initial: tuple[torch.Tensor, torch.Tensor] | None = None,
     out_lse: torch.Tensor | None = None,
+    sinks_H: torch.Tensor | None = None,
+    attention_chunk: int | None = None,
     use_pdl: bool = False,
 ) -> None:
     """Runs the kernel over a filled plan. inputs: queries, keys, values, page tables; nothing is checked here."""
+    assert sinks_H is None or initial is None, "the softmax of a prefix would have them already"
     shape, config = plan.shape, plan.config
     q, keys, values, page_tables = inputs
     part_rows = shape.query_rows(config)
@@ -70,6 +73,7 @@ def split_attention(
         parts.arrivals,
         initial_out,
         initial_lse,
+        sinks_H,
         out,
         out_lse,
         page_tables.stride(0),
@@ -87,6 +91,7 @@ def split_attention(
         BLOCK_N=config.block_n,
         PAGE_SIZE=page_size,
         WINDOW=window,
+        CHUNK=attention_chunk,
         # The factor that makes a product a share of the cap; the share is then scaled by the cap.
         SOFTCAP=None if softcap is None else scale / softcap,
         MIN_TILES=config.min_tiles,
@@ -122,6 +127,7 @@ def _split_attention_kernel(
     arrivals_ptr,
     initial_ptr,
     initial_lse_ptr,
+    sinks_ptr,
     out_ptr,
     out_lse_ptr,
     table_stride,
@@ -139,6 +145,7 @@ def _split_attention_kernel(
     BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MIN_TILES: tl.constexpr,
     IS_WHOLE: tl.constexpr,
@@ -149,6 +156,7 @@ def _split_attention_kernel(
     """See the module. Units are rows, or with `members_ptr` int32 [units, MEMBERS] groups of rows (-1: none).
 
     begins_ptr (or None): rows start at this position, with the softmax of what lies before it from `initial`.
+    sinks_ptr (or None): scores [H] that join the softmax of a row's head, and have no values.
     """
     GROUP: tl.constexpr = H // KV_HEADS
     UNIT_HEADS: tl.constexpr = HEADS * GROUP
@@ -166,7 +174,7 @@ def _split_attention_kernel(
         if work < work_end:
             prefetch_tile(
                 keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, tile_starts_ptr, table_stride,
-                unit, work, KV_HEADS, D, HEADS, HEAD_BLOCKS, BLOCK_N, PAGE_SIZE, WINDOW,
+                unit, work, KV_HEADS, D, HEADS, HEAD_BLOCKS, BLOCK_N, PAGE_SIZE, WINDOW, CHUNK,
             )  # fmt: skip
 
     column = tl.arange(0, HEADS * DP)
@@ -181,7 +189,7 @@ def _split_attention_kernel(
     d = tl.arange(0, DP)
 
     while work < work_end:
-        # Place within the unit: block of heads, and tiles [tile, last) of it.
+        # Position within the unit: block of heads, and tiles [tile, last) of it.
         unit_begin = tl.load(tile_starts_ptr + unit)
         unit_end = tl.load(tile_starts_ptr + unit + 1)
         tiles = unit_end - unit_begin
@@ -199,6 +207,8 @@ def _split_attention_kernel(
             kv_begin = tl.load(begins_ptr + unit)
         if WINDOW is not None:
             kv_begin = tl.maximum(kv_end - WINDOW, 0)
+        if CHUNK is not None:
+            kv_begin = tl.maximum(kv_end - 1, 0) // CHUNK * CHUNK
         table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride
 
         # The unit's queries, block-diagonally.
@@ -228,6 +238,13 @@ def _split_attention_kernel(
             highest = tl.load(initial_lse_ptr + m_lane, mask=is_continued, other=LOWEST)
             total = tl.where(is_continued, 1.0, 0.0)
             acc = tl.load(initial_ptr + lane_offset, mask=is_own & is_continued[:, None], other=0.0)
+
+        if sinks_ptr is not None:
+            # The unit's first tile has them.
+            has_sink = is_query & (m * 0 + tile == 0)
+            sink = tl.load(sinks_ptr + head_block * UNIT_HEADS + m_head, mask=has_sink, other=0.0).to(tl.float32)
+            highest = tl.where(has_sink, sink * 1.4426950408889634, LOWEST)
+            total = tl.where(has_sink, 1.0, 0.0)
 
         keys_block_ptr = keys_ptr + head_block * (HEADS * D)
         values_block_ptr = values_ptr + head_block * (HEADS * D)
@@ -269,10 +286,10 @@ def _split_attention_kernel(
             if out_lse_ptr is not None:
                 tl.store(out_lse_ptr + m_lane, lse, mask=is_query)
         elif not IS_WHOLE:
-            place = 2 * program + (tile == 0).to(tl.int32)
-            part_offset = (place * PART_ROWS + m)[:, None] * DP + column_dim[None, :]
+            partial = 2 * program + (tile == 0).to(tl.int32)
+            part_offset = (partial * PART_ROWS + m)[:, None] * DP + column_dim[None, :]
             tl.store(parts_ptr + part_offset, acc, mask=is_own & (m < PART_ROWS)[:, None])
-            tl.store(part_lses_ptr + place * PART_ROWS + m, lse, mask=m < PART_ROWS)
+            tl.store(part_lses_ptr + partial * PART_ROWS + m, lse, mask=m < PART_ROWS)
             first_program = block_work // share
             num_parts = (block_work + tiles - 1) // share - first_program + 1
             # All threads' parts are written before the count says so; the count orders them for the last program.

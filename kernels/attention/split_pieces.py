@@ -39,9 +39,9 @@ def merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM: 
         outputs = ()
         for part in tl.static_range(AT_ONCE):
             is_part = row * 0 + begin + part < num_parts
-            # A program's second place holds the unit that it ended in, which is where the unit starts.
-            place = 2 * (first + begin + part) + tl.where(begin + part == 0, 1, 0)
-            row_offset = place * ROWS + row
+            # A program's second partial result is of the unit that it ended in, which is where the unit starts.
+            partial = 2 * (first + begin + part) + tl.where(begin + part == 0, 1, 0)
+            row_offset = partial * ROWS + row
             lses = lses + (tl.load(lses_ptr + row_offset, mask=is_part, other=LOWEST, cache_modifier=".cg"),)
             offset = row_offset[:, None] * DIM + dim[None, :]
             mask = is_part[:, None]
@@ -64,7 +64,7 @@ def merge_parts(parts_ptr, lses_ptr, first, num_parts, ROWS: tl.constexpr, DIM: 
 def prefetch_tile(
     keys_ptr, values_ptr, page_tables_ptr, slots_ptr, begins_ptr, ends_ptr, tile_starts_ptr, table_stride, unit, work,
     KV_HEADS: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Has the keys and values of the tile that a program begins with brought to the L2 cache; nobody waits for them.
 
@@ -83,6 +83,8 @@ def prefetch_tile(
         kv_begin = tl.load(begins_ptr + unit)
     if WINDOW is not None:
         kv_begin = tl.maximum(kv_end - WINDOW, 0)
+    if CHUNK is not None:
+        kv_begin = tl.maximum(kv_end - 1, 0) // CHUNK * CHUNK
     # Positions past the end ask for the last one again.
     position = tl.minimum(kv_begin + tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.maximum(kv_end - 1, 0))
     table_ptr = page_tables_ptr + tl.load(slots_ptr + unit).to(tl.int64) * table_stride

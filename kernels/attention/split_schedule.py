@@ -90,9 +90,12 @@ class SplitPlan:
         window: int | None,
         least_tiles: int,
         *,
+        attention_chunk: int | None = None,
         use_pdl: bool = False,
     ) -> None:
         """Lays out KV positions [begin, end) of each unit; a unit gets at least `least_tiles` tiles, seen or not.
+
+        window, attention_chunk: as of `paged_decode`; what a unit's last token does not see has no tiles.
 
         Units without tiles must all follow those with some. With `use_pdl` it runs beside the previous kernel, which
         must have begun behind all that wrote begins and ends or used the plan before (Hopper and later).
@@ -115,6 +118,7 @@ class SplitPlan:
             NUM_PROGRAMS=self.num_programs,
             AT_ONCE=_PLANNED_AT_ONCE,
             UNITS=min(UNITS_AT_ONCE, max(2, triton.next_power_of_2(self.max_units))),
+            CHUNK=attention_chunk,
             PDL=use_pdl,
             launch_pdl=use_pdl,
         )
@@ -155,6 +159,7 @@ def _plan_kernel(
     NUM_PROGRAMS: tl.constexpr,
     AT_ONCE: tl.constexpr,
     UNITS: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -162,7 +167,7 @@ def _plan_kernel(
     # Once for the total, from which a program's share follows, and once for where units begin.
     total = 0
     for begin in range(0, num_units, UNITS):
-        tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS)
+        tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS, CHUNK)
         total += tl.sum(tiles, 0)
     share = tl.maximum((total * HEAD_BLOCKS + NUM_PROGRAMS - 1) // NUM_PROGRAMS, MIN_TILES)
     program = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
@@ -172,7 +177,7 @@ def _plan_kernel(
         tl.store(tile_starts_ptr, 0)
     for begin in range(0, num_units, UNITS):
         unit = begin + tl.arange(0, UNITS)
-        tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS)
+        tiles = _unit_tiles(begins_ptr, ends_ptr, begin, num_units, WINDOW, BLOCK_N, LEAST_TILES, UNITS, CHUNK)
         ends = before + tl.cumsum(tiles, 0)
         if tl.program_id(0) == 0:
             tl.store(tile_starts_ptr + 1 + unit, ends, mask=unit < num_units)
@@ -195,6 +200,7 @@ def _unit_tiles(
     BLOCK_N: tl.constexpr,
     LEAST_TILES: tl.constexpr,
     UNITS: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
     """Tiles of one block of heads of UNITS units from `begin` on; 0 past the last."""
     unit = begin + tl.arange(0, UNITS)
@@ -204,4 +210,6 @@ def _unit_tiles(
         length -= tl.load(begins_ptr + unit, mask=is_unit, other=0)
     if WINDOW is not None:
         length = tl.minimum(length, WINDOW)
+    if CHUNK is not None:
+        length -= tl.maximum(length - 1, 0) // CHUNK * CHUNK
     return tl.where(is_unit, tl.maximum((length + BLOCK_N - 1) // BLOCK_N, LEAST_TILES), 0)

@@ -10,6 +10,7 @@ Legend: T rows, D hidden size, E experts, F mlp size of an expert, A picks of a 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,12 +48,39 @@ class ExpertsConfig:
     down: GroupedConfig
 
 
+class ExpertVariant(NamedTuple):
+    """Maths of experts beyond down(silu(gate) x up). b_gate_up_E2F, b_down_ED: biases, features contiguous.
+
+    swiglu_limit: (up + 1) x gate x sigmoid(swiglu_alpha x gate), with gate <= limit and up within +-limit, in place of
+    SwiGLU (GPT-OSS). scales_input: the weights of a row's picks multiply what experts read, not what they give (Llama
+    4).
+    """
+
+    b_gate_up_E2F: torch.Tensor | None = None
+    b_down_ED: torch.Tensor | None = None
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.0
+    scales_input: bool = False
+
+
+SWIGLU = ExpertVariant()
+
+
+@triton.jit
+def _clamped_swiglu(gate, up, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    # A comparison lets NaN through, which the minimum of some devices does not.
+    gate = tl.where(gate > LIMIT, LIMIT, gate)
+    up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
-    x_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride, F,
-    A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, weights_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, x_stride, w_stride,
+    bias_stride, F, A: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
 ):  # fmt: skip
+    # bias_ptr, weights_ptr (scales of each pair's row), LIMIT: None where there are none.
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
     if expert >= 0:
@@ -63,25 +91,36 @@ def _gate_up_kernel(
         row_mask, column_mask = (pairs < num_pairs)[:, None], (columns < F)[None, :]
         x_at = x_ptr + (pairs // A).to(tl.int64)[:, None] * x_stride + depth[None, :]
         gate_at = w_ptr + expert * w_stride + columns.to(tl.int64)[None, :] * K + depth[:, None]
+        if weights_ptr is not None:
+            scale = tl.load(weights_ptr + pairs, mask=pairs < num_pairs, other=0.0)[:, None]
         gate_sums = tl.zeros((R, BLOCK_N), tl.float32)
         up_sums = tl.zeros((R, BLOCK_N), tl.float32)
         for start in range(0, K, BLOCK_K):
             in_row = depth < K - start
             x = tl.load(x_at + start, mask=row_mask & in_row[None, :], other=0.0)
+            if weights_ptr is not None:
+                x = (x.to(tl.float32) * scale).to(x.dtype)
             w_mask = in_row[:, None] & column_mask
             gate = tl.load(gate_at + start, mask=w_mask, other=0.0)
             up = tl.load(gate_at + F * K + start, mask=w_mask, other=0.0)
             gate_sums = tl.dot(x, gate, gate_sums, input_precision=PRECISION)
             up_sums = tl.dot(x, up, up_sums, input_precision=PRECISION)
-        gated = gate_sums / (1.0 + tl.exp(-gate_sums)) * up_sums
+        if bias_ptr is not None:
+            bias_at = bias_ptr + expert * bias_stride + columns
+            gate_sums += tl.load(bias_at, mask=columns < F, other=0.0).to(tl.float32)[None, :]
+            up_sums += tl.load(bias_at + F, mask=columns < F, other=0.0).to(tl.float32)[None, :]
+        if LIMIT is not None:
+            gated = _clamped_swiglu(gate_sums, up_sums, LIMIT, ALPHA)
+        else:
+            gated = gate_sums / (1.0 + tl.exp(-gate_sums)) * up_sums
         out_at = out_ptr + (tile * R + places)[:, None] * F + columns[None, :]
         tl.store(out_at, gated.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    h_ptr, w_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, D, K: tl.constexpr, R: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    h_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, tile_experts_ptr, num_pairs, w_stride, bias_stride, D,
+    K: tl.constexpr, R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(1).to(tl.int64)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
@@ -99,6 +138,9 @@ def _down_kernel(
             h = tl.load(h_at + start, mask=row_mask & in_row[None, :], other=0.0)
             w = tl.load(w_at + start, mask=in_row[:, None] & column_mask, other=0.0)
             sums = tl.dot(h, w, sums, input_precision=PRECISION)
+        if bias_ptr is not None:
+            bias = tl.load(bias_ptr + expert * bias_stride + columns, mask=columns < D, other=0.0)
+            sums += bias.to(tl.float32)[None, :]
         out_at = out_ptr + pairs.to(tl.int64)[:, None] * D + columns[None, :]
         tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=row_mask & column_mask)
 
@@ -129,6 +171,7 @@ def routed_experts(
     residual_TD: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     config: ExpertsConfig | None = None,
+    variant: ExpertVariant = SWIGLU,
 ) -> torch.Tensor:
     """Sum over each row's experts of weight x down(silu(gate(row)) x up(row)), [T, D], added to the residual if given.
 
@@ -136,20 +179,21 @@ def routed_experts(
     are the first F of a matrix. `out` may be the residual. float32 sums; rounded to the dtype behind the gate, behind
     down and at the end. `config` overrides the one for so many rows.
     """
-    (num_rows, hidden), num_experts = x_TD.shape, len(w_down_EDF)
+    num_rows, num_experts = len(x_TD), len(w_down_EDF)
     _check(x_TD, routes, w_gate_up_E2FD, w_down_EDF)
+    _check_variant(variant, w_gate_up_E2FD, w_down_EDF)
     num_picks = routes.expert_ids_TA.shape[1]
     out = torch.empty_like(x_TD) if out is None else out
     if num_rows == 0:
         return out
     config = config or default_config(num_rows * num_picks, num_experts, x_TD.element_size())
     tiles = group_rows(routes.expert_ids_TA, num_experts, config.tile_rows)
-    gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up)
-    results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down)
-    _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
-        results, routes.weights_TA, results if residual_TD is None else residual_TD, out, hidden, A=num_picks,
-        BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)), HAS_RESIDUAL=residual_TD is not None, num_warps=4,
-    )  # fmt: skip
+    scales_TA, weights_TA = None, routes.weights_TA
+    if variant.scales_input:
+        scales_TA, weights_TA = weights_TA, torch.ones_like(weights_TA)
+    gated = gate_up_silu(x_TD, tiles, num_rows * num_picks, w_gate_up_E2FD, config.gate_up, variant, scales_TA)
+    results = down(gated, tiles, num_rows * num_picks, w_down_EDF, config.down, variant.b_down_ED)
+    combine(results, weights_TA, residual_TD, out)
     return out
 
 
@@ -159,16 +203,21 @@ def gate_up_silu(
     num_pairs: int,
     w_gate_up_E2FD: torch.Tensor,
     config: GroupedConfig,
+    variant: ExpertVariant = SWIGLU,
+    scales_TA: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """silu(gate) x up of each pair's row by its expert, [N, R, F]; places without a pair hold anything."""
+    """silu(gate) x up of each pair's row by its expert, [N, R, F], or as the variant says; places without a pair hold
+    anything. scales_TA: float32, what each pair's row is multiplied by before."""
     num_tiles, tile_rows = tiles.pairs_NR.shape
     mlp, hidden = w_gate_up_E2FD.shape[1] // 2, w_gate_up_E2FD.shape[2]
     gated_NRF = x_TD.new_empty(num_tiles, tile_rows, mlp)
     # Columns are the fast axis: programs that run at once share the rows of a few tiles.
     _gate_up_kernel[(triton.cdiv(mlp, config.columns), num_tiles)](
-        x_TD, w_gate_up_E2FD, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N, num_pairs, x_TD.stride(0),
-        w_gate_up_E2FD.stride(0), mlp, A=tiles.num_picks, K=hidden, R=tile_rows, BLOCK_N=config.columns,
-        BLOCK_K=config.depth, PRECISION=_precision(x_TD), num_warps=config.num_warps, num_stages=config.num_stages,
+        x_TD, w_gate_up_E2FD, variant.b_gate_up_E2F, scales_TA, gated_NRF, tiles.pairs_NR, tiles.tile_experts_N,
+        num_pairs, x_TD.stride(0), w_gate_up_E2FD.stride(0), _stride(variant.b_gate_up_E2F), mlp, A=tiles.num_picks,
+        K=hidden, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth, PRECISION=_precision(x_TD),
+        LIMIT=variant.swiglu_limit, ALPHA=variant.swiglu_alpha, num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )  # fmt: skip
     return gated_NRF
 
@@ -179,17 +228,30 @@ def down(
     num_pairs: int,
     w_down_EDF: torch.Tensor,
     config: GroupedConfig,
+    b_down_ED: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The down projection of `gate_up_silu`'s result, [pairs, D], not weighted, in the order of the pairs."""
     num_tiles, tile_rows, mlp = gated_NRF.shape
     hidden = w_down_EDF.shape[1]
     results_PD = gated_NRF.new_empty(num_pairs, hidden)
     _down_kernel[(triton.cdiv(hidden, config.columns), num_tiles)](
-        gated_NRF, w_down_EDF, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
-        w_down_EDF.stride(0), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns, BLOCK_K=config.depth,
-        PRECISION=_precision(gated_NRF), num_warps=config.num_warps, num_stages=config.num_stages,
+        gated_NRF, w_down_EDF, b_down_ED, results_PD, tiles.pairs_NR, tiles.tile_experts_N, num_pairs,
+        w_down_EDF.stride(0), _stride(b_down_ED), hidden, K=mlp, R=tile_rows, BLOCK_N=config.columns,
+        BLOCK_K=config.depth, PRECISION=_precision(gated_NRF), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return results_PD
+
+
+def combine(
+    results_PD: torch.Tensor, weights_TA: torch.Tensor, residual_TD: torch.Tensor | None, out_TD: torch.Tensor
+) -> None:
+    """out = residual + the weighted sum of each row's picks, in their order; `out` may be the residual."""
+    num_rows, hidden = out_TD.shape
+    _combine_kernel[(num_rows, triton.cdiv(hidden, _COMBINE_BLOCK))](
+        results_PD, weights_TA, results_PD if residual_TD is None else residual_TD, out_TD, hidden,
+        A=weights_TA.shape[1], BLOCK=min(_COMBINE_BLOCK, triton.next_power_of_2(hidden)),
+        HAS_RESIDUAL=residual_TD is not None, num_warps=4,
+    )  # fmt: skip
 
 
 def routed_experts_reference(
@@ -198,14 +260,31 @@ def routed_experts_reference(
     w_gate_up_E2FD: torch.Tensor,
     w_down_EDF: torch.Tensor,
     residual_TD: torch.Tensor | None = None,
+    variant: ExpertVariant = SWIGLU,
 ) -> torch.Tensor:
     """The same as `routed_experts`, in torch: each expert computes all rows, in float32 until the end."""
     total_TD = torch.zeros_like(x_TD, dtype=torch.float32) if residual_TD is None else residual_TD.float()
     rows_TD = x_TD.float()
     for expert, (w_gate_up_2FD, w_down_DF) in enumerate(zip(w_gate_up_E2FD, w_down_EDF, strict=True)):
         weights_T1 = (routes.weights_TA * (routes.expert_ids_TA == expert)).sum(dim=1, keepdim=True)
-        gate_TF, up_TF = (rows_TD @ w_gate_up_2FD.float().t()).chunk(2, dim=1)
-        total_TD += weights_T1 * ((torch.nn.functional.silu(gate_TF) * up_TF) @ w_down_DF.float().t())
+        x_ND, is_picked_T1 = rows_TD, weights_T1
+        if variant.scales_input:
+            x_ND = (rows_TD * weights_T1).to(x_TD.dtype).float()
+            is_picked_T1 = (routes.expert_ids_TA == expert).any(dim=1, keepdim=True)
+        gate_up_T2F = x_ND @ w_gate_up_2FD.float().t()
+        if variant.b_gate_up_E2F is not None:
+            gate_up_T2F += variant.b_gate_up_E2F[expert].float()
+        gate_TF, up_TF = gate_up_T2F.chunk(2, dim=1)
+        if variant.swiglu_limit is None:
+            gated_TF = torch.nn.functional.silu(gate_TF) * up_TF
+        else:
+            limit = variant.swiglu_limit
+            gate_TF, up_TF = gate_TF.clamp(max=limit), up_TF.clamp(-limit, limit)
+            gated_TF = (up_TF + 1) * gate_TF * torch.sigmoid(variant.swiglu_alpha * gate_TF)
+        result_TD = gated_TF @ w_down_DF.float().t()
+        if variant.b_down_ED is not None:
+            result_TD += variant.b_down_ED[expert].float()
+        total_TD += is_picked_T1 * result_TD
     return total_TD.to(x_TD.dtype)
 
 
@@ -222,6 +301,15 @@ def default_config(num_pairs: int, num_experts: int, itemsize: int = 2) -> Exper
         for columns, depth, num_warps, num_stages in (gate_up_block, down_block)
     )
     return ExpertsConfig(tile_rows=tile_rows, gate_up=gate_up, down=down_)
+
+
+def _stride(bias_EN: torch.Tensor | None) -> int:
+    return 0 if bias_EN is None else bias_EN.stride(0)
+
+
+def _check_variant(variant: ExpertVariant, w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor) -> None:
+    for bias_EN, w in ((variant.b_gate_up_E2F, w_gate_up_E2FD), (variant.b_down_ED, w_down_EDF)):
+        assert bias_EN is None or (bias_EN.shape == w.shape[:2] and bias_EN.stride(1) == 1), bias_EN.shape
 
 
 def _precision(x: torch.Tensor) -> str:

@@ -85,6 +85,9 @@ def _route_kernel(
         powers = tl.exp(logits - tl.max(logits, axis=0))
         scores = powers / tl.sum(powers, axis=0)
     ranked = scores
+    if IS_SIGMOID and not HAS_BIAS and PICKED == G:
+        # In the same order, where sigmoids of large logits are all 1.
+        ranked = logits
     if HAS_BIAS:
         ranked = scores + tl.load(bias_ptr + experts, mask=mask, other=0.0)
     ranked = tl.where(mask, ranked, float("-inf"))
@@ -137,6 +140,8 @@ def route_reference(logits_TE: torch.Tensor, rule: RouterRule, bias_E: torch.Ten
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if rule.is_sigmoid else logits_TE.softmax(dim=-1)
     ranked_TE = scores_TE if bias_E is None else scores_TE + bias_E
+    if rule.is_sigmoid and bias_E is None and rule.num_picked_groups == rule.num_groups:
+        ranked_TE = logits_TE
     if rule.num_picked_groups < rule.num_groups:
         ranked_TGM = ranked_TE.unflatten(1, (rule.num_groups, -1))
         totals_TG = ranked_TGM.topk(rule.group_best, dim=-1).values.sum(dim=-1)

@@ -30,7 +30,8 @@ class DraftInputs(NamedTuple):
 
     slots, max_lens [B]: slot, and the total length that its pages and its request allow; a row that has reached it
     yields nothing. tokens, lengths [B]: last token and length of a slot that was just taken, -1: as on the device.
-    starts, counts [B]: position of the first draft of the window, and number of drafts. window_WB [W, >= B].
+    starts, counts [B]: position of the first draft of the window, and number of drafts. window_WB [W, >= B]. Before a
+    drafter on the device ran: starts < 0, and the most drafts of the row.
     The first num_entries_1 of entries_E2 (index, page) are written to the flat page tables.
     """
 
@@ -47,7 +48,7 @@ class DraftInputs(NamedTuple):
 
 class SlotLengths(NamedTuple):
     """State by slot, int32: last_tokens, lengths [S], page_tables [S, pages], tokens_SL (prompt and output, which
-    penalties count). The last slot is the dummy of padding."""
+    penalties count and drafters read). The last slot is the dummy of padding."""
 
     last_tokens: torch.Tensor
     lengths: torch.Tensor
@@ -137,6 +138,8 @@ def _expand_kernel(
     tl.store(row_slots_ptr + at, tl.where(is_used, slot.to(tl.int32), dummy_slot), mask=is_row)
     tl.store(kv_lens_ptr + at, tl.where(is_used, position + 1, 0), mask=is_row)
     tl.store(num_drafts_ptr + row, tl.where(room > 0, num_drafts, -1))
+    # The token that a prompt's last chunk sampled is the slot's last one, and not among its tokens yet.
+    tl.store(slot_tokens_ptr + slot * slot_tokens_stride + length - 1, last, mask=(room > 0) & (length > 0))
     num_used = tl.where(room > 0, num_drafts + 1, 0)
     tl.store(chunk_slots_ptr + 2 * row, tl.where(room > 0, slot.to(tl.int32), dummy_slot))
     tl.store(chunk_slots_ptr + 2 * row + 1, dummy_slot)
@@ -161,10 +164,10 @@ def expand_drafts(inputs: DraftInputs, state: SlotLengths, rows: DraftRows) -> N
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ring_stride", "num_rows"])
+@triton.jit(do_not_specialize=["slot_tokens_stride", "ring_stride", "num_rows"])
 def _accept_kernel(
-    sampled_ptr, row_tokens_ptr, num_drafts_ptr, slots_ptr, last_tokens_ptr, slot_lengths_ptr, ring_ptr, ring_index_ptr,
-    ring_stride, num_rows, P: tl.constexpr, BLOCK_P: tl.constexpr,
+    sampled_ptr, row_tokens_ptr, num_drafts_ptr, slots_ptr, last_tokens_ptr, slot_lengths_ptr, slot_tokens_ptr,
+    ring_ptr, ring_index_ptr, slot_tokens_stride, ring_stride, num_rows, P: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     num_drafts = tl.load(num_drafts_ptr + row)
@@ -179,10 +182,14 @@ def _accept_kernel(
     ring_ptr += tl.load(ring_index_ptr).to(tl.int64) * ring_stride
     tl.store(ring_ptr + row * P + number, sampled, mask=is_row)
     tl.store(ring_ptr + num_rows * P + row, count)
+    tl.store(ring_ptr + num_rows * (P + 1) + row, tl.maximum(num_drafts, 0))
     if count > 0:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         tl.store(last_tokens_ptr + slot, tl.sum(tl.where(number == last_number, sampled, 0), axis=0))
-        tl.store(slot_lengths_ptr + slot, tl.load(slot_lengths_ptr + slot) + count)
+        length = tl.load(slot_lengths_ptr + slot)
+        # Drafters look up what the row has by now.
+        tl.store(slot_tokens_ptr + slot * slot_tokens_stride + length + number, sampled, mask=number < count)
+        tl.store(slot_lengths_ptr + slot, length + count)
 
 
 def accept_drafts(
@@ -195,15 +202,17 @@ def accept_drafts(
 ) -> None:
     """Advances the slots by what their rows yield, from the tokens int32 [T] sampled at the positions of `rows`.
 
-    ring_RN[ring_index_1[0]], int32: gets the T sampled tokens, then the count of each row, 0 where it had no room.
+    ring_RN[ring_index_1[0]], int32: gets the T sampled tokens, then the count of each row, 0 where it had no room, then
+    the number of drafts that each row computed.
     """
     num_rows = len(slots_B)
     num_positions = len(sampled_T) // num_rows
     assert sampled_T.dtype == slots_B.dtype == ring_RN.dtype == torch.int32 and sampled_T.is_contiguous()
-    assert ring_RN.stride(1) == 1 and len(sampled_T) + num_rows <= ring_RN.shape[1], ring_RN.shape
+    assert ring_RN.stride(1) == 1 and len(sampled_T) + 2 * num_rows <= ring_RN.shape[1], ring_RN.shape
     _accept_kernel[(num_rows,)](
-        sampled_T, rows.tokens, rows.num_drafts, slots_B, state.last_tokens, state.lengths, ring_RN, ring_index_1,
-        ring_RN.stride(0), num_rows, P=num_positions, BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
+        sampled_T, rows.tokens, rows.num_drafts, slots_B, state.last_tokens, state.lengths, state.tokens_SL, ring_RN,
+        ring_index_1, state.tokens_SL.stride(0), ring_RN.stride(0), num_rows, P=num_positions,
+        BLOCK_P=triton.next_power_of_2(num_positions), num_warps=1,
     )  # fmt: skip
 
 

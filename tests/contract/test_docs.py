@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
+import json
 import re
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-from support import docs_pages
+from support import client_list, docs_pages
 from support.bench_modules import bench_imports
 from support.docs_commands import COMMANDS, SNIPPETS, NotHere
 from support.docs_pages import ROOT, name_of
@@ -203,3 +204,12 @@ def test_the_results_page_is_current() -> None:
         import results_page
     page = (ROOT / "docs" / "gpu-results.md").read_text()
     assert page == results_page.page(), "run: python bench/results_page.py"
+
+
+def test_the_page_of_clients_tells_one_run_of_all() -> None:
+    outcome = json.loads(client_list.OUTCOME.read_text())
+    assert outcome.keys() == client_list.CLIENTS.keys(), "a run of all: CLIENTS_OUTCOME=... make test-clients"
+    for name, client in client_list.CLIENTS.items():
+        assert tuple(outcome[name]["checked"]) == client.checks and (ROOT / client.code).exists(), name
+    page = (ROOT / "docs" / "clients.md").read_text()
+    assert page == client_list.in_page(page), "run: python tests/support/client_list.py docs/clients.md"

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
+from support.fallback_models import FALLBACK_MODELS, fallback_model
 from support.family_folders import FAMILIES, family_folder, family_model
 from support.llama_folders import random_llama
 from support.model_folders import random_model
 from support.plan_driver import GREEDY
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, PageCopy, Release, StepPlan, StepResult
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
@@ -36,7 +37,6 @@ _FLOAT16_LEAD = 0.005
 _CACHED = (0, 1, 16, 22, 36)
 # Of those that differ from Llama by their config, in float32: of the standard deviation of the logits, and a lead that
 # sums in another order leave.
-_COMPUTED_FAMILIES = [name for name, family in FAMILIES.items() if not any("expert" in key for key in family.settings)]
 _FAMILY_TOLERANCE, _FAMILY_LEAD, _FAMILY_VOCAB = 1e-4, 1e-3, 97
 SETTINGS = replace(
     TINY_SETTINGS,
@@ -269,11 +269,30 @@ def test_greedy_ids_in_two_bytes_are_those_in_four(attention: str, dtype: str, t
         _check(load_cuda_runner(tmp_path, settings), "wide", lag=1, chunk_len=16, num_out=_SURE_OUT)
 
 
-@pytest.mark.parametrize("name", _COMPUTED_FAMILIES)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_captured_ids_of_other_families_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = family_model(name)
-    settings = replace(SETTINGS, page_size=16)
-    runner = load_cuda_runner(family_folder(model, tmp_path), settings)
+    runner = load_cuda_runner(family_folder(model, tmp_path), replace(SETTINGS, page_size=16))
+    _check_logits_and_ids(runner, model, name)
+
+
+@pytest.mark.parametrize("architecture", FALLBACK_MODELS)
+@pytest.mark.parametrize("cuda_graphs", [True, False])
+def test_models_without_a_family_give_the_logits_and_ids_of_transformers(
+    architecture: str, cuda_graphs: bool, tmp_path: Path
+) -> None:
+    """Dense ones are captured too: their modules never wait for the device."""
+    model = fallback_model(architecture, **FALLBACK_MODELS[architecture])
+    model.save_pretrained(tmp_path)
+    settings = replace(SETTINGS, page_size=16, cuda_graphs=cuda_graphs, model_impl="transformers")
+    runner = load_cuda_runner(tmp_path, settings)
+    assert isinstance(runner, DeviceRunner)
+    is_captured = bool(runner._graphs.sizes)
+    assert is_captured == cuda_graphs or "Olmoe" in architecture
+    _check_logits_and_ids(runner, model, architecture)
+
+
+def _check_logits_and_ids(runner: ModelRunner, model: PreTrainedModel, name: str) -> None:
     assert isinstance(runner, DeviceRunner)
     ids = np.random.default_rng(1).integers(0, _FAMILY_VOCAB, 60).astype(np.int32)
     with torch.inference_mode():

@@ -9,8 +9,10 @@ from support.device_settings import TINY_SETTINGS
 from support.drafting import check_same_outputs, drafter_of, drive_long, outputs_of
 from support.plan_driver import OPTIONS, logprob_tolerance
 
+from radixmesh.daemons.runtime.sampling import Sampling
 from radixmesh.daemons.worker.cuda.load import load_cuda_runner
 from radixmesh.daemons.worker.cuda.step import verify_steps
+from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +44,28 @@ def test_drafts_change_no_output(monkeypatch, cuda_graphs, page_size, least_chun
             check_same_outputs(got, want, num_out=NUM_OUT, atol=logprob_tolerance(MODEL))
             counts = np.concatenate([result.counts for result in got.results])
             assert counts.max() == max_drafts + 1, "no row had all of its drafts accepted"
+
+
+REPEATING = [
+    Sampling(temperature=0.0, logit_bias=((40, 80.0),)),
+    Sampling(temperature=1.0, seed=3, logit_bias=((40, 80.0), (41, 80.0)), num_top_logprobs=2),
+]
+
+
+@pytest.mark.parametrize(("page_size", "max_drafts", "lag"), [(1, 4, 2), (16, 8, 1), (1, 1, 0)])
+def test_ngrams_of_the_device_change_no_output(page_size, max_drafts, lag):
+    """One output repeats a token, one is a random sequence of two; the others are as they come. In captured steps."""
+    runner = load_cuda_runner(MODEL, replace(SETTINGS, page_size=page_size))
+    options = [*REPEATING, *OPTIONS]
+    steps = {"chunk_len": 7, "num_steps": NUM_OUT, "num_out": NUM_OUT, "options": options}
+    want = drive_long(runner, lag=1, **steps)
+    runner.verify(NgramDrafter(), max_drafts=max_drafts)
+    runner.clear()
+    got = drive_long(runner, lag=lag, **steps)
+    check_same_outputs(got, want, num_out=NUM_OUT, atol=logprob_tolerance(MODEL))
+    assert np.concatenate([result.counts for result in got.results]).max() == max_drafts + 1
+    accepted = sum(int(result.accepted.sum()) for result in got.results)
+    assert 0 < accepted < sum(int(result.drafted.sum()) for result in got.results)
 
 
 def test_deterministic_mode_gives_the_same_bits():

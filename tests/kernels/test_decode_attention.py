@@ -1,6 +1,7 @@
 """Paged decode against its definition, under Triton's interpreter on a CPU and on the GPU where there is one."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,16 +31,23 @@ def _check(
     config=None,
     calls=1,
     softcap=None,
+    has_sinks=False,
+    attention_chunk=None,
+    is_batch_invariant=False,
 ):
     pool = PagedPool.random(lengths, kv_heads, dim, page_size, dtype)
     q = torch.randn(len(lengths), heads, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
-    workspace = DecodeWorkspace(len(lengths) + 3, heads, kv_heads, dim, DEVICE, dtype, (None, 5), config)
+    workspace = DecodeWorkspace(
+        len(lengths) + 3, heads, kv_heads, dim, DEVICE, dtype, (None, 5), config, is_batch_invariant, (8, 24)
+    )
     plan_decode(pool.lengths, workspace)
     inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, pool.lengths, page_size, 0.3, window)
-    want = paged_decode_reference(*inputs, softcap)
+    # Some that hardly count, and some that take nearly all.
+    sinks = torch.linspace(-4, 6, heads).to(DEVICE, dtype) if has_sinks else None
+    want = paged_decode_reference(*inputs, softcap, sinks, attention_chunk)
     tolerance = attention_kernel_tolerance(q, pool.keys, pool.values, scale=0.3, num_keys=max(lengths))
     for _ in range(calls):
-        got = paged_decode(*inputs, workspace, softcap=softcap)
+        got = paged_decode(*inputs, workspace, softcap=softcap, sinks_H=sinks, attention_chunk=attention_chunk)
         torch.testing.assert_close(got.float(), want.float(), **tolerance)
     assert workspace.parts.arrivals.count_nonzero() == 0
     return workspace
@@ -65,6 +73,31 @@ def test_scores_are_capped_before_keys_are_hidden(softcap):
     """Parts of several programs too; a window of 5."""
     _check([5, 130, 0, 17], softcap=softcap, config=_config())
     _check([40, 3], softcap=softcap, window=5)
+
+
+@pytest.mark.parametrize("is_batch_invariant", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_join_the_softmax_once_however_a_row_is_cut(window, is_batch_invariant):
+    sizes = {"has_sinks": True, "window": window, "is_batch_invariant": is_batch_invariant}
+    _check([5, 130, 0, 17], config=_config(programs_per_sm=2), calls=2, **sizes)
+    _check([40, 3], softcap=2.0, **sizes)
+    _check([19, 40], heads=8, kv_heads=4, dim=24, config=_config(heads=2), **sizes)
+
+
+@pytest.mark.parametrize("attention_chunk", [8, 24])
+def test_a_chunk_hides_the_ones_before_it(attention_chunk):
+    """Lengths around the borders of chunks; tokens that are not seen have no tiles."""
+    lengths = [1, 8, 9, 23, 24, 25, 48, 49, 130, 0]
+    workspace = _check(lengths, attention_chunk=attention_chunk, config=_config(), page_size=4)
+    starts = workspace.chunk_plans[attention_chunk].tile_starts[: len(lengths) + 1].tolist()
+    tiles = [end - start for start, end in pairwise(starts)]
+    seen = [length and (length - 1) % attention_chunk + 1 for length in lengths]
+    assert tiles == [max(1, -(-count // 16)) for count in seen]
+
+
+def test_a_chunk_that_the_workspace_was_not_made_for_is_refused():
+    with pytest.raises(ValueError, match="chunks"):
+        _check([3], attention_chunk=7)
 
 
 @pytest.mark.parametrize("page_size", [4, 16])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.device_settings import TINY_SETTINGS
+from support.family_folders import family_model
 from support.llama_folders import random_llama
 from support.model_folders import random_model
 from support.rounding import model_tolerance, typical_model_error
@@ -38,6 +39,8 @@ _MODELS = {
     "mixtral": lambda: random_model("mixtral"),
     "qwen3_moe": lambda: random_model("qwen3_moe"),
     "qwen3_moe_some_layers": lambda: random_model("qwen3_moe_some_layers"),
+    "gpt_oss": lambda: family_model("gpt_oss", vocab_size=131, sliding_window=3),
+    "llama4": lambda: family_model("llama4", vocab_size=131, attention_chunk_size=4, floor_scale=3),
 }
 
 

@@ -26,11 +26,6 @@ _SETTINGS = replace(
     TINY_SETTINGS, page_size=4, num_pages=40, num_slots=2, max_tokens_per_step=_LENGTH, max_total_len=_LENGTH + 4
 )
 _TOLERANCE = 1e-4
-# Refused until kernels have it, by the name of the feature.
-_REFUSED = {
-    "gpt_oss": "biases of experts",
-    "llama4": "experts whose input is scaled",
-}
 
 
 def _logits(folder: Path, ids: np.ndarray, lengths: Sequence[int], **changes: str) -> np.ndarray:
@@ -53,31 +48,28 @@ def _check(model: PreTrainedModel, folder: Path, **changes: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families_are_computed_or_refused_by_the_features_name(name: str, tmp_path: Path) -> None:
+def test_families_are_computed(name: str, tmp_path: Path) -> None:
     model = family_model(name)
-    folder = family_folder(model, tmp_path)
-    refused = _REFUSED.get(name)
-    if refused is None:
-        _check(model, folder)
-        return
-    with pytest.raises(MeshError, match=refused) as caught:
-        load_device_runner(folder, _SETTINGS, HostDevice())
-    assert caught.value.reason_name == "UNSUPPORTED"
+    _check(model, family_folder(model, tmp_path))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tensors of the host need Triton's interpreter")
 @pytest.mark.parametrize("attention", ["triton", "flashinfer"])
-def test_soft_capped_scores_are_computed_by_our_kernels_and_refused_by_flashinfer(
-    attention: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "feature"),
+    [("gemma2", "soft-capped"), ("gpt_oss", "attention sinks"), ("llama4", "chunked attention")],
+)
+def test_scores_and_masks_of_some_families_are_computed_by_our_kernels_and_refused_by_flashinfer(
+    attention: str, name: str, feature: str, tmp_path: Path
 ) -> None:
-    model = family_model("gemma2")
+    model = family_model(name)
     folder = family_folder(model, tmp_path)
     if attention == "triton":
         _check(model, folder, attention_backend=attention)
         return
     # Before weights are read, which would fail.
     (folder / "model.safetensors").unlink()
-    with pytest.raises(MeshError, match="soft-capped") as caught:
+    with pytest.raises(MeshError, match=feature) as caught:
         load_device_runner(folder, replace(_SETTINGS, attention_backend=attention), HostDevice())
     assert caught.value.reason_name == "UNSUPPORTED"
 

@@ -27,6 +27,7 @@ from radixmesh.daemons.runtime.steps.step import Admit, Chunk, Grant, StepPlan
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.plans.executor import StepExecutor
 from radixmesh.daemons.worker.runner import ModelRunner, StepOutput
+from radixmesh.daemons.worker.speculation.drafter import EachRow
 from radixmesh.daemons.worker.step_handle import StepHandle
 
 pytestmark = pytest.mark.skipif(
@@ -245,7 +246,8 @@ def test_slots_are_taken_again_while_steps_with_drafts_of_their_former_requests_
 
     runner = _device_runner(4)
     outputs: dict[int, list[int]] = {}
-    runner.verify(lambda sample, most: outputs.get(len(sample.prompt_ids), [])[len(sample.output_ids) :], max_drafts=3)
+    as_before = EachRow(lambda sample, most: outputs.get(len(sample.prompt_ids), [])[len(sample.output_ids) :])
+    runner.verify(as_before, max_drafts=3)  # type: ignore[attr-defined]
     want = drive_twice(_cpu_runner(4), 0)
     outputs.update((len(PROMPTS[slot]), tokens) for slot, tokens in want.items())
     assert drive_twice(runner, 2) == want and all(len(tokens) == 6 for tokens in want.values())
@@ -254,5 +256,5 @@ def test_slots_are_taken_again_while_steps_with_drafts_of_their_former_requests_
 def test_attention_that_needs_exact_lengths_verifies_nothing(monkeypatch):
     runner = _device_runner(4)
     monkeypatch.setattr(type(runner._attention), "needs_exact_lengths", True)  # type: ignore[attr-defined]
-    runner.verify(lambda sample, most: [5] * most, max_drafts=3)  # type: ignore[attr-defined]
+    runner.verify(EachRow(lambda sample, most: [5] * most), max_drafts=3)  # type: ignore[attr-defined]
     assert runner.max_tokens_per_row == 1

@@ -59,11 +59,11 @@ def test_rows_expand_to_their_drafts_and_advance_by_those_that_sampling_confirms
     got = [part.cpu().numpy() for part in rows]
     # Tokens that confirm about half of the drafts: the next position's own token.
     sampled = np.where(random.random(len(got[0])) < 0.7, np.roll(got[0], -1), 1).astype(np.int32)
-    ring = torch.full((2, num_rows * (num_positions + 1) + 3), -7, dtype=torch.int32, device=device)
+    ring = torch.full((2, num_rows * (num_positions + 2) + 3), -7, dtype=torch.int32, device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)
     accept_drafts(torch.from_numpy(sampled).to(device), on_device["slots"], rows, slots, ring, one)
     ring_1 = ring[1].cpu().numpy()
-    assert (ring[0].cpu().numpy() == -7).all() and (ring_1[num_rows * (num_positions + 1) :] == -7).all()
+    assert (ring[0].cpu().numpy() == -7).all() and (ring_1[num_rows * (num_positions + 2) :] == -7).all()
     assert ring_1[: len(sampled)].tolist() == sampled.tolist()
     last_tokens, lengths = slots.last_tokens.tolist(), slots.lengths.tolist()
     used = set()
@@ -98,10 +98,13 @@ def test_rows_expand_to_their_drafts_and_advance_by_those_that_sampling_confirms
             while count <= len(drafts) and row_sampled[count - 1] == drafts[count - 1]:
                 count += 1
         assert ring_1[num_rows * num_positions + row] == count
+        assert ring_1[num_rows * (num_positions + 1) + row] == (len(drafts) if room > 0 else 0)
         if slot != DUMMY:
             assert lengths[slot] == length + count
             assert last_tokens[slot] == (row_sampled[count - 1] if count else last)
-            assert tokens_SL[slot, length : length + len(drafts)].tolist() == drafts
+            assert tokens_SL[slot, length - 1] == (last if room > 0 else 0)
+            # Of the slot's tokens those that count are what was sampled.
+            assert tokens_SL[slot, length : length + count].tolist() == row_sampled[:count]
             used.add(slot)
     for slot in set(range(NUM_SLOTS + 1)) - used:
         assert lengths[slot] == state["lengths"][slot] and last_tokens[slot] == state["last_tokens"][slot]

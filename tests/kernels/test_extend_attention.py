@@ -23,6 +23,8 @@ def _check(
     dtype=torch.float32,
     config=_SMALL,
     softcap=None,
+    has_sinks=False,
+    attention_chunk=None,
 ):
     """chunks: (new tokens, KV length with them) each. before: rows that come before the first."""
     pool = PagedPool.random([length for _, length in chunks], kv_heads, dim, page_size, dtype)
@@ -30,9 +32,13 @@ def _check(
     num_rows = int(row_starts[-1])
     q = torch.randn(num_rows + 2, heads, dim, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     inputs = (q, pool.keys, pool.values, pool.page_tables, pool.slots, row_starts.to(DEVICE), pool.lengths)
-    want = paged_extend_reference(*inputs, page_size, 0.3, window, softcap)
+    sinks = torch.linspace(-4, 6, heads).to(DEVICE, dtype) if has_sinks else None
+    want = paged_extend_reference(*inputs, page_size, 0.3, window, softcap, sinks, attention_chunk)
     out = torch.zeros_like(q)
-    got = paged_extend(*inputs, page_size, 0.3, window, max(new for new, _ in chunks), out, config, softcap)
+    most_new = max(new for new, _ in chunks)
+    got = paged_extend(
+        *inputs, page_size, 0.3, window, most_new, out, config, softcap, sinks_H=sinks, attention_chunk=attention_chunk
+    )
     most = max(length for _, length in chunks)
     tolerance = attention_kernel_tolerance(q, pool.keys, pool.values, scale=0.3, num_keys=most)
     assert got is out
@@ -67,6 +73,19 @@ def test_a_chunk_ends_and_starts_at_every_place_of_a_block():
 def test_scores_are_capped_before_keys_are_hidden(softcap):
     _check([(7, 50), (3, 3)], softcap=softcap)
     _check([(7, 50)], softcap=softcap, window=5)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_join_the_softmax(window):
+    _check([(7, 50), (3, 3), (24, 0)], has_sinks=True, window=window, before=2)
+    _check([(9, 40)], has_sinks=True, window=window, heads=8, kv_heads=1, softcap=2.0)
+
+
+@pytest.mark.parametrize("attention_chunk", [1, 8, 24, 100])
+def test_a_chunk_of_attention_hides_the_ones_before_it(attention_chunk):
+    """Rows of a block before, at and behind a border."""
+    _check([(30, 50), (3, 4), (1, 40), (8, 8), (24, 0)], attention_chunk=attention_chunk)
+    _check([(40, 40)], attention_chunk=attention_chunk, page_size=4, has_sinks=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -55,7 +55,13 @@ def test_default_configurations_fit(head_dim, heads, pool_dtype):
 def test_kernels_of_latent_attention_compile_and_fit(dtype, heads, rank, rope):
     launches = _compiled("latents", dtype, heads, rank, rope)
     names = {launch["kernel"] for launch in launches}
-    assert names >= {"_mla_rows_kernel", "_head_gemm_kernel", "_mla_split_kernel", "_mla_extend_kernel"}
+    assert names >= {
+        "_mla_rows_kernel",
+        "_head_gemm_kernel",
+        "_mla_split_kernel",
+        "_mla_extend_kernel",
+        "_mla_prompt_kernel",
+    }
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
 
 
@@ -75,6 +81,42 @@ def test_kernels_of_routed_experts_compile_and_fit(dtype, sizes):
     names = {launch["kernel"] for launch in launches}
     assert names >= {"_route_kernel", "_group_rows_kernel", "_gate_up_kernel", "_down_kernel", "_combine_kernel"}
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_kernels_of_fp8_experts_compile_and_fit():
+    launches = _compiled("fp8_experts", 7168, 2048, 256, 8, 1, 512, 4096)  # DeepSeek-V3
+    launches += _compiled("fp8_experts", 128, 64, 8, 2, 1, 64)  # tiny-deepseek
+    assert {launch["kernel"] for launch in launches} >= {"_fp8_gate_up_kernel", "_fp8_down_kernel"}
+    assert all(launch["shared"] <= _PROGRAM_SHARED and launch["stack"] == 0 for launch in launches), launches
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("head_dim", "heads"), [(64, 64), pytest.param(128, 40, marks=pytest.mark.full)])
+def test_kernels_of_gpt_oss_and_llama_4_compile_and_fit(head_dim, heads):
+    launches = _compiled("masks", head_dim, heads)
+    names = {launch["kernel"] for launch in launches}
+    assert names >= {"_split_attention_kernel", "_extend_kernel", "_gate_up_kernel", "_down_kernel", "_route_kernel"}
+    for launch in launches:
+        assert launch["shared"] <= _PROGRAM_SHARED, launch
+        if launch["kernel"] == "_split_attention_kernel":
+            # All programs of a launch are resident at once.
+            assert 4 * (launch["shared"] + _RESERVED) <= _SM_SHARED, launch
+            assert 4 * launch["registers"] * 32 * launch["warps"] <= _SM_REGISTERS, launch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "num_drafts", [4, pytest.param(1, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
+)
+def test_kernels_of_drafts_compile_and_fit(num_drafts):
+    launches = _compiled("drafts", num_drafts)
+    assert {launch["kernel"] for launch in launches} == {"_ngram_kernel", "_expand_kernel", "_accept_kernel"}
+    for launch in launches:
+        # A program a row: many rows are resident at a time, and hardly a register is spilled.
+        assert launch["shared"] <= 8 << 10 and launch["stack"] <= 64, launch
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from radixmesh.daemons.worker.models.softmax_router import route_by_softmax
 from radixmesh.kernels.moe.group_rows import group_rows, num_tiles_at_most
 from radixmesh.kernels.moe.grouped_gemm import (
     ExpertsConfig,
+    ExpertVariant,
     GroupedConfig,
     routed_experts,
     routed_experts_reference,
@@ -154,6 +155,35 @@ def test_a_configuration_changes_nothing_but_time() -> None:
         config = ExpertsConfig(tile_rows=tile_rows, gate_up=block, down=block)
         got = routed_experts(x_TD, routes, w_gate_up, w_down, config=config)
         torch.testing.assert_close(got, want, **kernel_tolerance(torch.float32, 160, float(want.abs().max())))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scales_input", [False, True])
+@pytest.mark.parametrize("limit", [None, 0.7])
+def test_biases_clamps_and_scaled_input(limit: float | None, scales_input: bool, dtype: torch.dtype) -> None:
+    """Biases lie in wider rows, as those of the weights do."""
+    x_TD, routes, w_gate_up, w_down = _operands(21, 5, 3, 96, 48, dtype)
+    biases = torch.randn(5, 2 * 48 + 96).to(dtype)
+    variant = ExpertVariant(
+        b_gate_up_E2F=biases[:, : 2 * 48],
+        b_down_ED=biases[:, 2 * 48 :],
+        swiglu_limit=limit,
+        swiglu_alpha=1.702,
+        scales_input=scales_input,
+    )
+    want = routed_experts_reference(x_TD, routes, w_gate_up, w_down, variant=variant)
+    got = routed_experts(x_TD, routes, w_gate_up, w_down, variant=variant)
+    error = 2 * (typical_chain_error(4, dtype) + typical_chain_error(96 + 48, torch.float32))
+    assert float((got.float() - want.float()).norm() / want.float().norm()) < error
+    plain = routed_experts_reference(x_TD, routes, w_gate_up, w_down)
+    assert float((plain.float() - want.float()).norm() / want.float().norm()) > 0.3
+
+
+def test_sigmoid_routing_tells_large_logits_apart() -> None:
+    """Their sigmoids are all 1 in float32."""
+    rule = RouterRule(num_picks=2, is_sigmoid=True)
+    routes = route(torch.tensor([[20.0, 40.0, 30.0, -5.0]]), rule)
+    assert routes.expert_ids_TA.tolist() == [[1, 2]]
 
 
 def test_no_rows_are_no_work() -> None:

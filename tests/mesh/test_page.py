@@ -51,6 +51,7 @@ async def test_chat_answers_retries_and_shows_errors(pictures: Path) -> None:
         await page.size(*WIDE, dark=True)
         await page.screenshot(pictures / "chat-dark.png")
         assert await page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(16, 20, 19)"
+        await _fits_a_phone(page, pictures)
         # An error of the router is shown in its words.
         await _set(page, "temperature", -1)
         await page.press("r", "KeyR", alt=True)
@@ -63,6 +64,22 @@ async def test_chat_answers_retries_and_shows_errors(pictures: Path) -> None:
         await page.screenshot(pictures / "docs.png")
         problems = [text for text in page.problems if "400" not in text]
         assert problems == [] and mesh.bugs == []
+
+
+async def _fits_a_phone(page: Page, pictures: Path) -> None:
+    """The composer stays in sight and the newest words above it; nothing is wider than the window."""
+    await page.size(420, 640, dark=True)
+    for _ in range(2):
+        await _ask(page, "A" * 400)
+        await page.until(
+            "document.querySelector('.growing') === null && !document.querySelector('#retry-button').disabled"
+        )
+    await page.screenshot(pictures / "chat-narrow.png")
+    assert await page.evaluate("document.documentElement.scrollWidth") == 420
+    bottom = "document.querySelector('{}').getBoundingClientRect().bottom"
+    composer, foot = bottom.format("#composer"), bottom.format(".message:last-child .foot")
+    assert await page.evaluate(f"{foot} <= {composer} && {composer} <= 640")
+    await page.size(*WIDE, dark=True)
 
 
 async def test_the_live_view_under_load_and_a_killed_worker(pictures: Path) -> None:
@@ -107,6 +124,7 @@ async def _watch(page: Page, mesh: Mesh, pictures: Path) -> None:
         "[...document.querySelectorAll('.events .good')].some((e) => e.innerText.includes('again, after'))"
     )
     await page.until("!document.querySelector('.daemon.bad') && document.querySelectorAll('.slots .busy').length > 10")
+    await page.until("document.querySelectorAll('.run').length > 20")
     await page.screenshot(pictures / "mesh-worker-back.png")
     await page.size(420, 860)
     await page.screenshot(pictures / "mesh-narrow.png")

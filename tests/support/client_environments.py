@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -26,6 +27,12 @@ class PythonEnvironment:
         _install([uv, "venv", "-q", "--python", sys.executable, str(folder / "venv")], folder)
         _install([uv, "pip", "install", "-q", "--python", str(self.bin / "python"), *packages], folder)
 
+    def version(self, package: str) -> str:
+        """The installed version of a package, which may be named with extras."""
+        code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+        command = [str(self.bin / "python"), "-c", code, package.partition("[")[0]]
+        return run_client(command, self.bin).strip()
+
 
 class NodeEnvironment:
     """A folder with packages of npm."""
@@ -37,6 +44,10 @@ class NodeEnvironment:
         self.node, self.folder = node, folder
         (folder / "package.json").write_text('{"private": true, "type": "module"}')
         _install([npm, "install", "--silent", "--no-audit", "--no-fund", *packages], folder)
+
+    def version(self, package: str) -> str:
+        """The installed version of a package."""
+        return str(json.loads((self.folder / "node_modules" / package / "package.json").read_text())["version"])
 
 
 def run_client(command: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None) -> str:

@@ -87,10 +87,49 @@ def _attention_launches(head_dim: int, heads: int, pool_dtype: torch.dtype = tor
         extend_attention.paged_extend(q, pool, pool, tables, ints, torch.zeros(5).int(), ints, 1, 0.1, None, chunk_len)
 
 
+def _mask_launches(head_dim: int, heads: int) -> None:
+    """Attention with sinks, windows and chunks, and experts with biases and clamps: GPT-OSS and Llama 4."""
+    from radixmesh.kernels.attention import decode_attention, extend_attention
+    from radixmesh.kernels.moe import grouped_gemm, route
+
+    rows, kv_heads, bf16 = 4, 8, torch.bfloat16
+    q, sinks = torch.zeros(rows, heads, head_dim, dtype=bf16), torch.zeros(heads, dtype=bf16)
+    pool = torch.zeros(8, kv_heads, head_dim, dtype=bf16)
+    tables, ints = torch.zeros(rows, 8, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+    for window, chunk, of_heads in ((128, None, sinks), (None, None, sinks), (None, 8192, None)):
+        chunks = () if chunk is None else (chunk,)
+        plans = decode_attention.DecodeWorkspace(
+            rows, heads, kv_heads, head_dim, "cpu", bf16, (window,), attention_chunks=chunks
+        )
+        decode_attention.plan_decode(ints, plans, use_pdl=True)
+        masks = {"sinks_H": of_heads, "attention_chunk": chunk}
+        paged = (q, pool, pool, tables, ints)
+        decode_attention.paged_decode(*paged, ints, 16, 0.1, window, plans, use_pdl=True, **masks)
+        for chunk_len in (2, 64, 4096):
+            starts = torch.zeros(rows + 1).int()
+            extend_attention.paged_extend(*paged, starts, ints, 16, 0.1, window, chunk_len, **masks)
+    num_experts, hidden, mlp = 32, 2880, 2880
+    weights = torch.zeros(num_experts, 2 * mlp, hidden, dtype=bf16), torch.zeros(num_experts, hidden, mlp, dtype=bf16)
+    biases = torch.zeros(num_experts, 2 * mlp, dtype=bf16), torch.zeros(num_experts, hidden, dtype=bf16)
+    gpt_oss = grouped_gemm.ExpertVariant(*biases, swiglu_limit=7.0, swiglu_alpha=1.702)
+    for variant in (gpt_oss, grouped_gemm.ExpertVariant(scales_input=True)):
+        for num_rows in (1, 64, 256, 4096):
+            x_TD = torch.zeros(num_rows, hidden, dtype=bf16)
+            rule = route.RouterRule(num_picks=4, is_sigmoid=variant.scales_input)
+            routes = route.route(torch.zeros(num_rows, num_experts, dtype=bf16), rule)
+            grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD, variant=variant)
+
+
 def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> None:
     """Everything around attention over latents; plain and value dims of a head are 2 `rope`."""
     from radixmesh.kernels import mla_rows
-    from radixmesh.kernels.attention import decode_attention, mla_decode, mla_extend, shared_prefix_attention
+    from radixmesh.kernels.attention import (
+        decode_attention,
+        mla_decode,
+        mla_extend,
+        mla_prompt,
+        shared_prefix_attention,
+    )
     from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 
     rows, plain = 4, 2 * rope
@@ -117,7 +156,11 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
     if shared is not None:
         shared_prefix_attention.plan_shared_decode(ints, shared)
         mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
-    mla_extend.mla_extend(q, pool, tables, ints, torch.zeros(rows + 1).int(), ints, 1, 0.1, out)
+    starts = torch.zeros(rows + 1).int()
+    mla_extend.mla_extend(q, pool, tables, ints, starts, ints, 1, 0.1, out)
+    tokens = mla_prompt.chunk_tokens(tables, ints[:1], ints[:1] + 3, 1, 3)
+    values = q_THY.new_empty(rows, heads, plain)
+    mla_prompt.mla_prompt(q_THY, pool, tokens, expand, starts[:2], ints[:1] + 3, 0.1, values)
 
 
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:
@@ -132,6 +175,20 @@ def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int
         route.route(logits_TE, groups, torch.zeros(num_experts))
         routes = route.route(logits_TE.to(dtype), route.RouterRule(num_picks=6))
         grouped_gemm.routed_experts(x_TD, routes, *weights, residual_TD=x_TD, out=x_TD)
+
+
+def _fp8_expert_launches(hidden: int, mlp: int, num_experts: int, num_picks: int, rows: list[int]) -> None:
+    """FP8 experts of steps of so many rows."""
+    from radixmesh.kernels.moe import fp8_grouped_gemm, route
+    from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
+
+    with torch.device("meta"):
+        experts = QuantizedExperts.empty(num_experts, hidden, mlp, torch.device("meta"))
+        for num_rows in rows:
+            x_TD = torch.zeros(num_rows, hidden, dtype=torch.bfloat16)
+            ids_TA, weights_TA = (torch.zeros(num_rows, num_picks, dtype=dtype) for dtype in (torch.int32, torch.float))
+            routes = route.Routes(ids_TA, weights_TA)
+            fp8_grouped_gemm.fp8_routed_experts(x_TD, routes, experts, residual_TD=x_TD, out=x_TD, use_pdl=True)
 
 
 def _runner_launches(folder: Path) -> None:
@@ -155,9 +212,27 @@ def _runner_launches(folder: Path) -> None:
         load_device_runner(folder, settings, ReplayingDevice()).warm_up()
 
 
+def _draft_launches(num_drafts: int) -> None:
+    """Drafts of a step: proposed on the device, expanded, accepted."""
+    from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
+    from radixmesh.kernels.sampling.drafts import DraftInputs, DraftRows, SlotLengths, accept_drafts, expand_drafts
+
+    rows, slots = 16, 32
+    ints = torch.zeros(rows, dtype=torch.int32)
+    tables = torch.zeros(slots + 1, 64, dtype=torch.int32)
+    inputs = DraftInputs(
+        ints, ints, ints, ints, ints, ints, torch.zeros(num_drafts, rows).int(), tables[:8, :2], ints[:1]
+    )
+    state = SlotLengths(tables[:, 0].contiguous(), tables[:, 0].contiguous(), tables, tables)
+    NgramDrafter().on_device().propose(inputs, state)
+    drafted = DraftRows.allocate(rows, num_drafts + 1, torch.device("cpu"))
+    expand_drafts(inputs, state, drafted)
+    accept_drafts(drafted.tokens, ints, drafted, state, torch.zeros(2, rows * (num_drafts + 3)).int(), ints[:1])
+
+
 def main() -> None:
-    """Arguments: runner FOLDER; attention HEAD_DIM HEADS [POOL_DTYPE]; latents DTYPE HEADS RANK ROPE; or experts DTYPE
-    HIDDEN MLP EXPERTS ROWS ..."""
+    """Arguments: runner FOLDER; drafts NUM; attention HEAD_DIM HEADS [POOL_DTYPE]; masks HEAD_DIM HEADS; latents DTYPE
+    HEADS RANK ROPE; experts DTYPE HIDDEN MLP EXPERTS ROWS ...; or fp8_experts HIDDEN MLP EXPERTS PICKS ROWS ..."""
     found: list[dict] = []
     seen: set[str] = set()
 
@@ -171,10 +246,17 @@ def main() -> None:
     what, *rest = sys.argv[1:]
     if what == "runner":
         _runner_launches(Path(rest[0]))
+    elif what == "drafts":
+        _draft_launches(int(rest[0]))
     elif what == "attention":
         _attention_launches(int(rest[0]), int(rest[1]), *(getattr(torch, name) for name in rest[2:]))
+    elif what == "masks":
+        _mask_launches(int(rest[0]), int(rest[1]))
     elif what == "latents":
         _latent_launches(getattr(torch, rest[0]), *map(int, rest[1:]))
+    elif what == "fp8_experts":
+        hidden, mlp, num_experts, num_picks, *rows = map(int, rest)
+        _fp8_expert_launches(hidden, mlp, num_experts, num_picks, rows)
     else:
         sizes = [int(text) for text in rest[1:]]
         _expert_launches(getattr(torch, rest[0]), sizes[0], sizes[1], sizes[2], sizes[3:])

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from radixmesh.daemons.runtime.sampling import Sampling
-from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.runner import ModelRunner, SampleInput
+from radixmesh.daemons.worker.speculation.drafter import Drafter, EachRow
 from support.plan_driver import OPTIONS, PROMPTS, PlanDriver
 
 Outputs = Mapping[tuple[tuple[int, ...], Sampling], Sequence[int]]
@@ -24,7 +26,19 @@ def drafter_of(outputs: Outputs, *, seed: int, share: float) -> Drafter:
         following = output[len(sample.output_ids) :][: rng.randrange(most // 2, most + 1)]
         return [token if rng.random() < share else rng.randrange(2, 200) for token in following]
 
-    return draft
+    return EachRow(draft)
+
+
+def sample_of(prompt_ids: Sequence[int], output_ids: Sequence[int], guide: object = None) -> SampleInput:
+    """A greedy request's next token."""
+    prompt, output = np.asarray(prompt_ids, np.int32), np.asarray(output_ids, np.int32)
+    return SampleInput(
+        sampling=Sampling(temperature=0.0),
+        prompt_ids=prompt,
+        output_ids=output,
+        position=len(prompt) + len(output),
+        guide=guide,  # type: ignore[arg-type]
+    )
 
 
 def outputs_of(driver: PlanDriver, options: Sequence[Sampling] = OPTIONS) -> Outputs:

@@ -13,18 +13,24 @@ from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
+from support.fallback_models import FALLBACK_MODELS, fallback_model
 from support.family_folders import FAMILIES, family_model
 from support.model_contract import NUM_PAGES, PAGE_SIZE, ModelCase, PartCase
 from support.model_folders import random_model
 
 # Fused parts, general ones, and FP8 in both.
 CASES = (("qwen3", "none"), ("qwen3", "fp8"), ("llama", "fp8-block"), ("gemma3", "none"), ("glm4", "fp8"))
+# Those without parts of ours.
+FALLBACK_CASES = (("CohereForCausalLM", "none"), ("OlmoeForCausalLM", "none"))
 # FP8 has 3 bits behind the leading one, in weights and rows.
 _FP8_TOLERANCE, _TOLERANCE = 0.2, 1e-4
 
 
 def model_case(name: str, quantization: str, folder: Path, device: torch.device, kernels: Kernels) -> ModelCase:
-    oracle = family_model(name) if name in FAMILIES else random_model(name)
+    if name in FALLBACK_MODELS:
+        oracle = fallback_model(name, **FALLBACK_MODELS[name])
+    else:
+        oracle = family_model(name) if name in FAMILIES else random_model(name)
     oracle.save_pretrained(folder)
     placement = Placement(device=device, dtype=torch.float32, group=LocalGroup(), is_out_first=True)
     loaded = load_model(folder, placement, load_format="auto", quantization=quantization)

@@ -32,10 +32,12 @@ def _folder(path: Path, architecture: str = "LlamaForCausalLM", *files: str) -> 
     return path
 
 
-def test_a_folder_is_taken_as_it_is() -> None:
+def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
     assert find_model_folder(str(TINY), revision=None, say=pytest.fail) == TINY
-    assert served_name(str(TINY), TINY) == "tiny-llama"
-    assert served_name("org/name", Path("/cache/snapshots/0123")) == "org/name"
+    assert served_name(str(TINY)) == served_name(f"{TINY}/") == "tiny-llama"
+    (tmp_path / "mine").symlink_to(TINY)
+    assert served_name(str(tmp_path / "mine")) == "mine"
+    assert served_name("org/name") == "org/name"
 
 
 @pytest.mark.parametrize("named", ["/no/such/folder", "./nowhere", "justaname", "a/b/c"])
@@ -55,23 +57,36 @@ def test_the_tiny_model_can_be_served() -> None:
 
 def test_an_unknown_family_names_the_nearest(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "m", "Qwen4ForCausalLM")
-    with pytest.raises(ModelCheckError, match=r"Qwen4ForCausalLM is not supported.*nearest that is: Qwen3ForCausalLM"):
+    words = r"Qwen4ForCausalLM is not supported.*transformers \d.*a newer one may.*nearest that is: Qwen3ForCausalLM"
+    with pytest.raises(ModelCheckError, match=words):
         check_model(folder)
 
 
-def test_a_model_that_transformers_alone_knows_is_served_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_nothing_is_near_to_a_family_because_of_the_names_common_end(tmp_path: Path) -> None:
+    with pytest.raises(ModelCheckError) as raised:
+        check_model(_folder(tmp_path / "m", "FooForCausalLM"))
+    assert "nearest" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("architecture", "backend"), [("CohereForCausalLM", "cuda"), ("BertModel", "cpu")])
+def test_models_go_to_the_gpu_but_for_encoders(
+    architecture: str,
+    backend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = _folder(tmp_path / "m", "CohereForCausalLM", "tokenizer.json", "model.safetensors")
-    assert check_model(folder).is_cpu_only and not check_model(TINY).is_cpu_only
+    """A model that transformers alone knows is served like any other."""
+    folder = _folder(tmp_path / "m", architecture, "tokenizer.json", "model.safetensors")
+    assert check_model(folder).is_cpu_only == (backend == "cpu")
     for name in ("FOLDER", "WORKER", "ROUTER", "PORT", "GRPC_PORT"):
         monkeypatch.setenv(f"RADIXMESH_SERVE_{name}", "")
     monkeypatch.setattr(serve, "count_gpus", lambda: 1)
     monkeypatch.setattr(serve.up, "run", lambda *args, **kwargs: 0)
     assert serve.run([str(folder), "--dtype", "float32"]) == 0
-    assert "--backend cpu" in os.environ["RADIXMESH_SERVE_WORKER"]
-    assert serve.run([str(folder), "--gpu", "cuda"]) == 2
-    assert "runs on a CPU only" in capsys.readouterr().out
+    assert f"--backend {backend}" in os.environ["RADIXMESH_SERVE_WORKER"]
+    assert serve.run([str(folder), "--gpu", "cuda"]) == (2 if backend == "cpu" else 0)
+    assert ("runs on a CPU only" in capsys.readouterr().out) == (backend == "cpu")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:

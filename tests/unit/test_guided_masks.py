@@ -9,14 +9,22 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.grammars import allowed_ids, as_bools
+from support.grammars import AnyText, AnyTextBackend, allowed_ids, as_bools
 from support.regex_oracle import Bytes, NaiveMatcher, OneOf, Or, Repeat, Then, Tree, as_ebnf, as_regex
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
-from radixmesh.daemons.runtime.guided.backend import BACKENDS, GrammarBackend, GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.backend import (
+    BACKENDS,
+    CompiledGrammar,
+    GrammarBackend,
+    GuidedVocabulary,
+    MaskWords,
+    load_backend,
+)
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.shared_calls import run_together
 
 # Single bytes, pieces that cross the borders of letters and of characters, ids that stand for nothing, two ends.
 LETTERS = 'ab0- "{é'
@@ -147,3 +155,76 @@ def test_a_forced_text_of_gigabytes_takes_the_time_of_its_first_tokens() -> None
         assert guide.push(guide.forced_ids(9))
         guide.run()
         assert guide.is_ready and len(guide.forced_ids(9)) == 5
+
+
+def _guide(grammar: CompiledGrammar, name: str) -> Guide:
+    guide = Guide(
+        lambda: (grammar.matcher(), backend(name).tokens),
+        VOCABULARY.vocab_size,
+        position=1,
+        output_ids=np.zeros(0, np.int32),
+    )
+    guide.run()
+    return guide
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_outputs_that_share_calls_have_the_masks_that_each_has_alone(name: str) -> None:
+    """Some end, some get a token that their grammar forbids, some get two tokens at once."""
+    sources = [GrammarSource(GrammarForm.REGEX, text) for text in ("(ab|a0|b){1,6}", "[ab]{2}é*", "a{3}")]
+    grammars = [backend(name).load(backend(name).compile(source)) for source in sources]
+    rng, num = random.Random(1), 24
+    together = [_guide(grammars[index % 3], name) for index in range(num)]
+    alone = [_guide(grammars[index % 3], name) for index in range(num)]
+    num_over = num_failed = 0
+    for _ in range(8):
+        for one, other in zip(together, alone, strict=True):
+            tokens: list[int] = []
+            if one.error is None:
+                allowed = one.allowed()
+                ids = [ord("a")] if allowed is None else np.flatnonzero(allowed).tolist()
+                tokens = [ord("{") if rng.random() < 0.05 else rng.choice(ids)]
+                if rng.random() < 0.2 and allowed is not None and other.allowed(tokens) is not None:
+                    tokens.append(rng.choice(np.flatnonzero(other.allowed(tokens)).tolist()))
+            assert one.push(tokens) and other.push(tokens)
+            other.run()
+        for start in range(0, num, 8):
+            assert not run_together(together[start : start + 8])
+        for one, other in zip(together, alone, strict=True):
+            assert one.is_ready == other.is_ready and str(one.error) == str(other.error)
+            if one.is_ready:
+                mask, expected = one.allowed(), other.allowed()
+                assert (mask is None) == (expected is None) and (mask is None or (mask == expected).all())
+        num_over = sum(guide.is_ready and guide.allowed() is None for guide in together)
+        num_failed = sum(guide.error is not None for guide in together)
+    assert num_over and num_failed and num_over + num_failed > num // 2
+
+
+class BrokenLater(AnyText):
+    """Its library fails at the second mask."""
+
+    num_fills = 0
+
+    def fill(self, words: MaskWords) -> None:
+        self.num_fills += 1
+        if self.num_fills > 1:
+            raise RuntimeError("no memory")
+        words[:] = -1
+
+
+def test_a_mask_that_a_library_fails_at_ends_its_own_output_alone() -> None:
+    guides = [
+        Guide(
+            lambda grammar=grammar: (grammar.matcher(), AnyTextBackend.tokens),
+            64,
+            position=1,
+            output_ids=np.zeros(0, np.int32),
+        )  # type: ignore[misc]
+        for grammar in (AnyText(), BrokenLater(), AnyText())
+    ]
+    for guide in guides:
+        guide.run()
+        assert guide.is_ready and guide.push([1])
+    assert not run_together(guides)
+    assert [guide.is_ready for guide in guides] == [True, False, True]
+    assert guides[1].error is not None and "no memory" in guides[1].error.message

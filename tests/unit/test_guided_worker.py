@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.plans import Steps, admit, chunk, grant
 
-from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GrammarMatcher, GuidedVocabulary, load_backend
 from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
 from radixmesh.daemons.runtime.model_folder.vocabulary import Vocabulary
 from radixmesh.daemons.runtime.sampling import Sampling
@@ -27,6 +27,7 @@ from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.plans.blob_store import BlobStore
 from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.speculation.drafter import EachRow
 
 pytest.importorskip("xgrammar")
 MODEL = Path(__file__).parents[2] / "compose/models/tiny-llama"
@@ -149,7 +150,7 @@ def test_drafts_change_no_token(guided: Guided) -> None:
         right = plain[known : known + most]
         return [int(t) if rng.random() < 0.7 else int(rng.integers(0, 200)) for t in right]
 
-    guided.runner.verify(draft, max_drafts=3)
+    guided.runner.verify(EachRow(draft), max_drafts=3)
     try:
         drafted, is_over = guided.write(guided.steps(), SOURCES["schema"], Sampling(temperature=1.0, seed=ENDS))
     finally:
@@ -177,7 +178,7 @@ def test_forced_texts_are_jumped_over_and_change_no_token(guided: Guided, temper
     steps = guided.steps()
     for seed in range(3):
         plain.append(guided.write(steps, source, Sampling(temperature=temperature, seed=seed)))
-    guided.runner.verify(jump_forward, max_drafts=7)
+    guided.runner.verify(EachRow(jump_forward), max_drafts=7)
     try:
         steps = guided.steps()
         for seed in range(3):
@@ -249,7 +250,7 @@ def start(guided: Guided, steps: Steps, sources: Sequence[GrammarSource]) -> lis
 def test_a_draft_that_leaves_no_token_ends_its_output_alone(guided: Guided) -> None:
     dead = GrammarSource(GrammarForm.EBNF, 'root ::= "abcdefgh" dead\ndead ::= dead "x"')
     alive = GrammarSource(GrammarForm.REGEX, "abcdefghijklmnop")
-    guided.runner.verify(jump_forward, max_drafts=7)
+    guided.runner.verify(EachRow(jump_forward), max_drafts=7)
     try:
         steps = guided.steps()
         texts: list[list[int]] = [[token] for token in start(guided, steps, [dead, alive])]
@@ -278,7 +279,14 @@ def test_a_matcher_that_takes_no_allowed_token_ends_its_output_alone(
     start(guided, steps, [source, source])
     broken = steps.executor.table.occupant(0).guide
     assert broken is not None and broken.wait(30.0)
-    monkeypatch.setattr(broken._matcher, "accept", lambda token: False)
+    matcher, accept_all = broken._matcher, broken._matcher.accept_all
+
+    def refuse(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
+        accepted = accept_all(matchers, tokens)
+        return [one is not matcher and is_accepted for one, is_accepted in zip(matchers, accepted, strict=True)]
+
+    monkeypatch.setattr(matcher, "accept", lambda token: False)
+    monkeypatch.setattr(type(matcher), "accept_all", staticmethod(refuse))
     results = [steps.run(decodes=[0, 1]) for _ in range(3)]
     assert [result.counts.tolist() for result in results] == [[1, 1], [0, 1], [0, 1]]
     errors = [error for result in results for error in result.slot_errors]

@@ -19,6 +19,7 @@ from radixmesh.daemons.worker.cpu.runner import CpuRunner
 from radixmesh.daemons.worker.guided.guide import Guide
 from radixmesh.daemons.worker.guided.guides import jump_forward
 from radixmesh.daemons.worker.guided.mask_filler import MaskFiller
+from radixmesh.daemons.worker.speculation.drafter import EachRow
 
 GREEDY = Sampling(temperature=0.0)
 SLOW, QUICK = (GrammarSource(GrammarForm.REGEX, text) for text in ("slow", "quick"))
@@ -84,7 +85,7 @@ def test_a_late_mask_holds_up_its_own_output_alone(gate: Gate, max_drafts: int) 
     runner = load_cpu_runner(MODEL, num_pages=512, threads=1)
     assert isinstance(runner, CpuRunner)
     if max_drafts:
-        runner.verify(jump_forward, max_drafts=max_drafts)
+        runner.verify(EachRow(jump_forward), max_drafts=max_drafts)
     gate.opened.set()
     run = _run(runner, gate)
     while not run.tokens[0]:

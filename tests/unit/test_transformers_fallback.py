@@ -9,45 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support.fallback_models import FALLBACK_MODELS, fallback_model
 from support.segments import Stream, generate, scattered_pages
-from transformers import PreTrainedModel
 
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-
-_SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-# LayerNorm and a scale of logits; experts; parallel blocks; windows; a family that exists, by force.
-_MODELS = {
-    "CohereForCausalLM": {"logit_scale": 0.4},
-    "OlmoeForCausalLM": {"num_experts": 4, "num_experts_per_tok": 2},
-    "PhiForCausalLM": {"partial_rotary_factor": 0.5},
-    "Starcoder2ForCausalLM": {"sliding_window": 13},
-    "LlamaForCausalLM": {},
-}
-
-
-def _model(architecture: str, **settings: object) -> PreTrainedModel:
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model_class = getattr(transformers, architecture)
-    model: PreTrainedModel = model_class(model_class.config_class(**{**_SIZES, **settings})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
-    return model
 
 
 def _runner(folder: Path, **settings: object) -> CpuRunner:
@@ -56,9 +23,9 @@ def _runner(folder: Path, **settings: object) -> CpuRunner:
     return runner
 
 
-@pytest.mark.parametrize("architecture", _MODELS)
+@pytest.mark.parametrize("architecture", FALLBACK_MODELS)
 def test_a_model_without_a_family_gives_the_tokens_of_transformers(architecture: str, tmp_path: Path) -> None:
-    model = _model(architecture, **_MODELS[architecture])
+    model = fallback_model(architecture, **FALLBACK_MODELS[architecture])
     model.save_pretrained(tmp_path)
     runner = _runner(tmp_path, model_impl="transformers" if architecture == "LlamaForCausalLM" else "auto")
     assert not runner.is_deterministic
@@ -97,7 +64,7 @@ def test_models_that_cannot_run_are_refused_with_the_reason(
     if settings is None:
         (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     else:
-        _model(architecture, **settings).save_pretrained(tmp_path)
+        fallback_model(architecture, **settings).save_pretrained(tmp_path)
     with pytest.raises(MeshError, match=reason) as caught:
         _runner(tmp_path)
     assert caught.value.reason_name == "UNSUPPORTED" and "LlamaForCausalLM" in caught.value.message
@@ -113,7 +80,7 @@ def test_models_that_cannot_run_are_refused_with_the_reason(
 def test_a_state_beside_keys_and_values_or_another_mask_is_found_when_loading(
     architecture: str, settings: dict[str, object], tmp_path: Path
 ) -> None:
-    _model(architecture, **settings).save_pretrained(tmp_path)
+    fallback_model(architecture, **settings).save_pretrained(tmp_path)
     with pytest.raises(MeshError) as caught:
         _runner(tmp_path, model_impl="transformers")
     assert caught.value.reason_name == "UNSUPPORTED"
@@ -122,7 +89,7 @@ def test_a_state_beside_keys_and_values_or_another_mask_is_found_when_loading(
 def test_rows_that_mix_outside_of_attention_are_found_when_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _model("CohereForCausalLM").save_pretrained(tmp_path)
+    fallback_model("CohereForCausalLM").save_pretrained(tmp_path)
     mlp = transformers.models.cohere.modeling_cohere.CohereMLP
     alone = mlp.forward
     # A short convolution, as some layers of newer models have.
@@ -133,7 +100,7 @@ def test_rows_that_mix_outside_of_attention_are_found_when_loading(
 
 
 def test_the_flag_forbids_it(tmp_path: Path) -> None:
-    _model("CohereForCausalLM").save_pretrained(tmp_path)
+    fallback_model("CohereForCausalLM").save_pretrained(tmp_path)
     with pytest.raises(MeshError, match=r"known: .*LlamaForCausalLM") as caught:
         _runner(tmp_path, model_impl="radixmesh")
     assert caught.value.reason_name == "UNSUPPORTED"
@@ -144,7 +111,7 @@ def test_the_flag_forbids_it(tmp_path: Path) -> None:
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    _model("CohereForCausalLM").save_pretrained(tmp_path)
+    fallback_model("CohereForCausalLM").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})

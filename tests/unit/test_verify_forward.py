@@ -14,8 +14,8 @@ from radixmesh.daemons.runtime.sampling import Sampling, Stop
 from radixmesh.daemons.scheduler.results.outputs import Outputs
 from radixmesh.daemons.worker.cpu import load_cpu_runner
 from radixmesh.daemons.worker.cpu.runner import CpuRunner
-from radixmesh.daemons.worker.drafts import Drafter
 from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.daemons.worker.speculation.drafter import Drafter, EachRow
 
 MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
 
@@ -83,7 +83,7 @@ def _drafter(tokens: dict[int, list[int]], seed: int, share: float) -> Drafter:
         following = rng.choice(matching)[len(so_far) : len(so_far) + rng.randrange(most + 1)]
         return [token if rng.random() < share else rng.randrange(2, 200) for token in following]
 
-    return draft
+    return EachRow(draft)
 
 
 @pytest.fixture(scope="module")

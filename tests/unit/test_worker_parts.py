@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from radixmesh.daemons.worker.simulated.clock import RealClock, VirtualClock
 from radixmesh.daemons.worker.simulated.faults import Fault, FaultInjector, FaultKind
 from radixmesh.daemons.worker.simulated.latency import LatencyModel, StepShape
 from radixmesh.daemons.worker.simulated.token_source import Alphabet, simulated_continuation
+from radixmesh.daemons.worker.speculation.settings import Speculation, SpeculativeAlgorithm
 from radixmesh.daemons.worker.step_handle import DeviceEvent, StepHandle
 from radixmesh.daemons.worker.step_queue import StepQueue
 from radixmesh.worker.v1 import worker_pb2
@@ -409,3 +411,44 @@ def test_a_trace_that_was_not_written_has_no_path(tmp_path, num_steps):
 def test_wrong_settings_say_so(changes):
     with pytest.raises(ValueError, match=r"."):
         WorkerSettings(**({"backend": Backend.SIMULATED} | changes))
+
+
+_NGRAM = {"backend": Backend.CPU, "model": Path("m"), "speculative_algorithm": SpeculativeAlgorithm.NGRAM}
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_drafts"),
+    [
+        ({}, 4),
+        ({"speculative_num_steps": 7}, 7),
+        ({"speculative_num_draft_tokens": 3}, 2),
+        ({"speculative_num_steps": 2, "speculative_num_draft_tokens": 3}, 2),
+        ({"backend": Backend.CUDA, "dp_size": 1}, 4),
+    ],
+)
+def test_flags_of_speculation_give_the_length_of_drafts(changes, max_drafts):
+    assert WorkerSettings(**(_NGRAM | changes)).speculation == Speculation(
+        algorithm=SpeculativeAlgorithm.NGRAM, max_drafts=max_drafts
+    )
+    assert WorkerSettings(backend=Backend.CPU, model=Path("m")).speculation is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            {"speculative_algorithm": SpeculativeAlgorithm.OFF, "speculative_num_steps": 2},
+            "need --speculative-algorithm",
+        ),
+        ({"speculative_num_steps": 3, "speculative_num_draft_tokens": 8}, "leave one of them out"),
+        ({"speculative_num_steps": 0}, r"in \[1, 63\]"),
+        ({"speculative_num_steps": 64}, r"in \[1, 63\]"),
+        ({"backend": Backend.SIMULATED}, "--simulated-max-tokens-per-row"),
+        ({"tp_size": 2}, "use replicas or --dp-size"),
+        ({"ep_size": 2, "dp_size": 2}, "use replicas or --dp-size"),
+        ({"backend": Backend.CUDA, "attention_backend": "flashinfer"}, "--attention-backend triton"),
+    ],
+)
+def test_speculation_that_does_not_combine_says_what_does(changes, text):
+    with pytest.raises(ValueError, match=text):
+        WorkerSettings(**(_NGRAM | changes))

@@ -116,6 +116,17 @@ class GrammarMatcher(ABC):
     def is_over(self) -> bool:
         """An EOS id was accepted: nothing follows."""
 
+    @staticmethod
+    def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
+        """accept() of several matchers of one backend, none of which is over."""
+        return [matcher.accept(token) for matcher, token in zip(matchers, tokens, strict=True)]
+
+    @staticmethod
+    def fill_all(matchers: Sequence[GrammarMatcher], rows: npt.NDArray[np.int32]) -> None:
+        """fill() of several matchers of one backend, none of which is over, into int32 [matchers, words]."""
+        for matcher, words in zip(matchers, rows, strict=True):
+            matcher.fill(words)
+
 
 class CompiledGrammar(ABC):
     """Shared by all outputs that follow it."""

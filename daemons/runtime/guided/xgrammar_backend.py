@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import xgrammar
 
 from radixmesh.daemons.runtime.errors import MeshError
@@ -119,6 +122,22 @@ class _Matcher(GrammarMatcher):
     @property
     def is_over(self) -> bool:
         return bool(self._matcher.is_terminated())
+
+    # One call releases the interpreter's lock once; a call a matcher hands it to another thread each time.
+    @staticmethod
+    def accept_all(matchers: Sequence[GrammarMatcher], tokens: Sequence[int]) -> list[bool]:
+        return xgrammar.BatchGrammarMatcher.batch_accept_token(_inner(matchers), list(tokens))
+
+    @staticmethod
+    def fill_all(matchers: Sequence[GrammarMatcher], rows: npt.NDArray[np.int32]) -> None:
+        _BATCH.batch_fill_next_token_bitmask(_inner(matchers), rows)
+
+
+_BATCH = xgrammar.BatchGrammarMatcher(max_threads=1)
+
+
+def _inner(matchers: Sequence[GrammarMatcher]) -> list[xgrammar.GrammarMatcher]:
+    return [matcher._matcher for matcher in matchers if isinstance(matcher, _Matcher)]
 
 
 def _behind_thought(source: GrammarSource) -> str:

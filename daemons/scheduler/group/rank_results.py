@@ -106,6 +106,7 @@ def _without_rows(result: StepResult, failed: _BoolArray) -> StepResult:
         counts=counts,
         ids=result.ids[np.repeat(~failed, result.counts)],
         no_token_reasons=np.where(failed, NoToken.SLOT_ERROR, reasons).astype(np.int32),
+        accepted=np.where(failed, 0, result.accepted).astype(np.int32) if len(result.accepted) else result.accepted,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from radixmesh.common.v1.common_pb2 import ErrorReason
-from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import NoToken, StepResult
 from radixmesh.daemons.scheduler.group.rank_results import summed_loads
@@ -51,6 +51,8 @@ def joined(results: Sequence[StepResult], step: PlannedStep, slots_per_rank: int
         counts=_joined([r.counts[:n] for r, n in rows] + [r.counts[n:] for r, n in rows]),
         ids=_joined([r.ids[:n] for r, n in both] + [r.ids[n:] for r, n in both]),
         no_token_reasons=_reasons(results, num_decodes),
+        drafted=_beside_counts(results, "drafted", num_decodes),
+        accepted=_beside_counts(results, "accepted", num_decodes),
         logprobs=_of_slots(results, "logprobs", slots_per_rank),
         prompt_logprobs=_of_slots(results, "prompt_logprobs", slots_per_rank),
         vectors=_of_slots(results, "vectors", slots_per_rank),
@@ -83,6 +85,18 @@ def _reasons(results: Sequence[StepResult], num_decodes: Sequence[int]) -> IntAr
     ]
     rows = list(zip(each, num_decodes, strict=True))
     return _joined([reasons[:n] for reasons, n in rows] + [reasons[n:] for reasons, n in rows])
+
+
+def _beside_counts(results: Sequence[StepResult], name: str, num_decodes: Sequence[int]) -> IntArray:
+    """The numbers of all ranks; a rank that sent none has 0 in every row."""
+    if not any(len(getattr(result, name)) for result in results):
+        return empty_ints()
+    each = [
+        getattr(result, name) if len(getattr(result, name)) else np.zeros(len(result.counts), np.int32)
+        for result in results
+    ]
+    rows = list(zip(each, num_decodes, strict=True))
+    return _joined([numbers[:n] for numbers, n in rows] + [numbers[n:] for numbers, n in rows])
 
 
 def _of_slots(results: Sequence[StepResult], name: str, slots_per_rank: int):  # type: ignore[no-untyped-def]

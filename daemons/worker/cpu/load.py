@@ -34,6 +34,7 @@ from radixmesh.daemons.worker.models.expert_checkpoint import read_experts
 from radixmesh.daemons.worker.models.model import BuiltModel, Placement
 from radixmesh.daemons.worker.models.registry import model_families
 from radixmesh.daemons.worker.models.sharding import Share
+from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
 from radixmesh.daemons.worker.tiles import RowTiles
 from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales
 
@@ -141,12 +142,11 @@ def load_model(folder: Path, placement: Placement, model_impl: str = "auto", *, 
     started = time.monotonic()
     config = ConfigReader.open(folder)
     architecture = config.strings("architectures")[0]
-    families = model_families()
-    if model_impl == "transformers" or (model_impl == "auto" and architecture not in families.names):
-        return _load_by_transformers(folder, placement, families.names)
+    if is_chosen(architecture, model_impl):
+        return _load_by_transformers(folder, placement)
     quantization = read_quantization(config)
     with torch.inference_mode():
-        built = families.create(architecture).build(config, placement)
+        built = model_families().create(architecture).build(config, placement)
         if has_fp8_kv and {plane.name for plane in built.model.kv_layout.planes} != {"keys", "values"}:
             raise latents_in_fp8()
         num_bytes = load_tensors(folder, built.targets, quantization)
@@ -191,7 +191,7 @@ def _check_can_shard(folder: Path, model_impl: str) -> None:
     what = ""
     if architecture in ENCODER_ARCHITECTURES:
         what = f"the encoder {architecture}"
-    elif model_impl == "transformers" or (model_impl == "auto" and architecture not in model_families().names):
+    elif is_chosen(architecture, model_impl):
         what = f"{architecture}, computed by modules of transformers,"
     if what:
         raise MeshError(
@@ -205,16 +205,10 @@ def _architecture(folder: Path) -> str:
     return ConfigReader.open(folder).strings("architectures")[0]
 
 
-def _load_by_transformers(folder: Path, placement: Placement, known: tuple[str, ...]) -> BuiltModel:
+def _load_by_transformers(folder: Path, placement: Placement) -> BuiltModel:
     from radixmesh.daemons.worker.models.transformers_fallback.loading import load_transformers_model
 
-    try:
-        model = load_transformers_model(folder, placement)
-    except MeshError as error:
-        if error.reason != common_pb2.ERROR_REASON_UNSUPPORTED:
-            raise
-        families = f"{error.message}; families of this engine: {', '.join(known)}"
-        raise MeshError(error.reason, families, dict(error.metadata)) from error
+    model = load_transformers_model(folder, placement)
     return BuiltModel(model, TensorTargets(tensors={}, is_ignored=lambda name: True))
 
 

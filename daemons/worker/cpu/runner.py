@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from radixmesh.daemons.runtime.arrays import FloatArray, IntArray
-from radixmesh.daemons.runtime.steps.step import DispatchMode, Task, TokenLogprobs
+from radixmesh.daemons.runtime.steps.step import Admit, DispatchMode, Task, TokenLogprobs
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionBackend, AttentionBatch, AttentionSegment, SlotArray
 from radixmesh.daemons.worker.cpu.determinism import common_tiles
 from radixmesh.daemons.worker.cpu.idle_batch import idle_batch
 from radixmesh.daemons.worker.cpu.pooling import HiddenPool
-from radixmesh.daemons.worker.drafts import Drafter
+from radixmesh.daemons.worker.cpu.sample_rows import input_after, masked_rows, sample_rows
 from radixmesh.daemons.worker.expert_dispatch import ExpertDispatch, LocalDispatch
 from radixmesh.daemons.worker.group import Group, LocalGroup
-from radixmesh.daemons.worker.guided.guide import mask_row
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.experts import EXPERT_PROBE
 from radixmesh.daemons.worker.models.model import Model, ModelBatch
 from radixmesh.daemons.worker.runner import DecodeRows, ModelRunner, SampleInput, Segment, SegmentOutput, StepOutput
 from radixmesh.daemons.worker.sampling.logprobs import token_logprobs
-from radixmesh.daemons.worker.sampling.penalties import is_adjusted
-from radixmesh.daemons.worker.sampling.sampler import sample_tokens
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.drafter import Drafter, DraftRow, drafts_of
 from radixmesh.daemons.worker.tiles import RowTiles
 
 # Rows of logits that prompt logprobs hold at a time: a long chunk over a large vocabulary would take gigabytes.
@@ -67,18 +66,21 @@ class CpuRunner(ModelRunner):
         self._hidden_pool = hidden_pool
         self._num_threads = num_threads
         self._drafter: Drafter | None = None
+        self._lengths: DraftLengths | None = None
+        self._most_drafts = 0
         self.takes_grammars = True
         if self._group.size > 1:
             # All ranks compute the same rows: none may leave one out alone.
             self.mask_wait_s = None
 
-    def verify(self, drafter: Drafter, *, max_drafts: int) -> None:
+    def verify(self, drafter: Drafter, *, max_drafts: int, lengths: DraftLengths | None = None) -> None:
         """From now on decodes compute up to `max_drafts` proposed tokens beside their last one, in one forward, and
         yield the proposals that sampling confirms and the token after them: the tokens of a runner without proposals.
 
-        To be called before an executor is made of the runner.
+        To be called before an executor is made of the runner. lengths: says which steps draft; None: all do. What a
+        grammar forces is drafted in any case.
         """
-        self._drafter = drafter
+        self._drafter, self._lengths = drafter, lengths
         self.max_tokens_per_row = 1 + max_drafts
 
     @torch.inference_mode()
@@ -90,12 +92,19 @@ class CpuRunner(ModelRunner):
             functions = [probe.function for probe in probes if not (is_placed and probe.name == EXPERT_PROBE)]
             self._tiles = common_tiles(self._own_tiles, functions, self._group)
 
+    def admitted(self, admit: Admit) -> None:
+        if self._lengths is not None:
+            self._lengths.admitted(admit.slot)
+
     def set_dispatch_mode(self, dispatch: DispatchMode, max_tokens_per_rank: int) -> None:
         self._experts.set_dispatch_mode(dispatch, max_tokens_per_rank)
 
     def step(self, rows: DecodeRows, segments: Sequence[Segment], ready_ns: int) -> StepOutput:
         before = self._experts.num_pairs
         output = super().step(rows, segments, ready_ns)
+        if self._lengths is not None and segments and all(segment.max_tokens is not None for segment in segments):
+            counts = np.array([len(got.tokens) for got in output.segments], np.int32)
+            self._lengths.observe(_slots(segments), counts, self._most_drafts, output.end_ns - output.start_ns)
         if self._experts.size == 1:
             return output
         loads = self.expert_moves.take_loads() if self.expert_moves is not None else None
@@ -112,7 +121,8 @@ class CpuRunner(ModelRunner):
             # Experts of this rank compute the rows of others.
             self._model.forward(idle_batch(self._tiles, self.pool))
             return []
-        segments = [self._with_drafts(segment) for segment in segments]
+        if self._drafter is not None:
+            segments = self._with_drafts(self._drafter, segments)
         hidden_TD = self._model.forward(self.batch_of(segments))
         tokens, logprobs = self._sample(segments, hidden_TD)
         vectors = {**self._pool_hidden(segments, hidden_TD), **self._score(segments, hidden_TD)}
@@ -125,6 +135,7 @@ class CpuRunner(ModelRunner):
                 SegmentOutput(
                     token=tokens[index][0] if index in tokens else None,
                     more_tokens=tuple(tokens[index][1:]) if index in tokens else (),
+                    num_drafts=0 if segment.max_tokens is None else len(segment.ids) - 1,
                     logprobs=logprobs.get(index),
                     prompt_logprobs=prompt_logprobs,
                     vector=vectors.get(index),
@@ -171,13 +182,22 @@ class CpuRunner(ModelRunner):
             tiles=self._tiles,
         )
 
-    def _with_drafts(self, segment: Segment) -> Segment:
-        """A decode with the tokens that are proposed to follow its last one."""
-        if self._drafter is None or segment.max_tokens is None or segment.sample is None:
-            return segment
-        most = min(segment.max_tokens, self.max_tokens_per_row) - 1
-        drafts = np.array(list(self._drafter(segment.sample, most))[:most] if most else [], np.int32)
-        return replace(segment, ids=np.concatenate((segment.ids, drafts)))
+    def _with_drafts(self, drafter: Drafter, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Decodes with the tokens that are proposed to follow their last one, and all other segments."""
+        rows: dict[int, DraftRow] = {}
+        decodes = [segment for segment in segments if segment.max_tokens is not None]
+        self._most_drafts = self.max_tokens_per_row - 1
+        if self._lengths is not None and decodes:
+            self._most_drafts = self._lengths.choose(_slots(decodes))
+        for index, segment in enumerate(segments):
+            if segment.max_tokens is not None and segment.sample is not None:
+                most = min(segment.max_tokens, self.max_tokens_per_row) - 1
+                if most > 0 and (self._most_drafts or segment.sample.guide is not None):
+                    rows[index] = DraftRow(sample=segment.sample, most=most)
+        drafted = list(segments)
+        for index, ids in zip(rows, drafts_of(drafter, list(rows.values()), self.vocab_size), strict=True):
+            drafted[index] = replace(segments[index], ids=np.concatenate((segments[index].ids, ids)))
+        return drafted
 
     def _sample(
         self, segments: Sequence[Segment], hidden_TD: torch.Tensor
@@ -197,14 +217,14 @@ class CpuRunner(ModelRunner):
                 continue
             drafts = segment.ids[1:] if segment.max_tokens is not None else segment.ids[:0]
             rows_of[index] = range(len(inputs), len(inputs) + 1 + len(drafts))
-            inputs += [_after(segment.sample, drafts[:number]) for number in range(1 + len(drafts))]
+            inputs += [input_after(segment.sample, drafts[:number]) for number in range(1 + len(drafts))]
             num_drafts += range(1 + len(drafts))
             chosen += range(int(ends[index]) - 1 - len(drafts), int(ends[index]))
         if not inputs:
             return {}, {}
         rows = self._logits(hidden_TD, np.array(chosen, np.int64))
-        masked, adjusted, single_rows, stuck_rows = _masked(rows, inputs, num_drafts)
-        sampled = _sample_rows(masked, adjusted, single_rows)
+        masked, adjusted, single_rows, stuck_rows = masked_rows(rows, inputs, num_drafts)
+        sampled = sample_rows(masked, adjusted, single_rows)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, TokenLogprobs] = {}
         for index, of_segment in rows_of.items():
@@ -275,60 +295,8 @@ class CpuRunner(ModelRunner):
         return logits[: len(rows)]
 
 
-def _after(sample: SampleInput, drafts: IntArray) -> SampleInput:
-    """The input of the position behind some drafts."""
-    if not len(drafts):
-        return sample
-    output_ids = np.concatenate((sample.output_ids, drafts))
-    return replace(sample, position=sample.position + len(drafts), output_ids=output_ids)
-
-
-def _masked(
-    rows: FloatArray, inputs: Sequence[SampleInput], num_drafts: Sequence[int]
-) -> tuple[FloatArray, Sequence[SampleInput], Set[int], Set[int]]:
-    """Rows and inputs as they are sampled: of outputs that follow a grammar, what it forbids cannot be. And the rows in
-    which one token is left, and those in which none is.
-
-    num_drafts: how many of an input's last output ids are drafts. Logprobs are those of the rows as they were.
-    """
-    if all(sample.guide is None for sample in inputs):
-        return rows, inputs, frozenset(), frozenset()
-    masked, adjusted, single_rows, stuck_rows = rows.copy(), list(inputs), set(), set()
-    for index, (sample, number) in enumerate(zip(inputs, num_drafts, strict=True)):
-        drafts = sample.output_ids[len(sample.output_ids) - number :].tolist()
-        allowed = None if sample.guide is None else sample.guide.allowed(drafts)
-        if allowed is None:
-            continue
-        if not allowed.any():
-            stuck_rows.add(index)
-            continue
-        masked[index], keeps_suppression = mask_row(rows[index], allowed, sample.suppressed_ids)
-        if not keeps_suppression:
-            adjusted[index] = replace(sample, suppressed_ids=sample.suppressed_ids[:0])
-        if np.count_nonzero(allowed) == 1:
-            single_rows.add(index)
-    return masked, adjusted, single_rows, stuck_rows
-
-
-def _sample_rows(rows: FloatArray, inputs: Sequence[SampleInput], single_rows: Set[int] = frozenset()) -> list[int]:
-    """A token of each row of logits. single_rows: those in which a mask has left one token."""
-    # NaN would win an argmax; those rows go through the sampler.
-    tokens: list[int] = rows.argmax(axis=1).tolist()
-    is_plain = np.isfinite(rows.max(axis=1)).tolist()
-    by_sampler = [
-        row
-        for row, sample in enumerate(inputs)
-        # A mask of one token leaves nothing to sample.
-        if row not in single_rows
-        and not (
-            is_plain[row] and sample.sampling.is_greedy and not is_adjusted(sample.sampling, sample.suppressed_ids)
-        )
-    ]
-    if by_sampler:
-        sampled = sample_tokens(rows[by_sampler], [inputs[row] for row in by_sampler])
-        for row, token in zip(by_sampler, sampled, strict=True):
-            tokens[row] = token
-    return tokens
+def _slots(segments: Sequence[Segment]) -> IntArray:
+    return np.array([segment.slot for segment in segments], np.int32)
 
 
 def _padded_to(rows: SlotArray, length: int) -> SlotArray:

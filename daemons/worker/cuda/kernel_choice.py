@@ -48,12 +48,13 @@ def check_kernels(settings: DeviceSettings) -> None:
 def _plain_ops(settings: DeviceSettings, model: LoadedModel, graph_rows: Sequence[int], device: torch.device) -> Ops:
     name = _kernels_name(settings, device)
     gemm: GemmBackend = TorchGemm()
+    matrices = model.tunable_matrices()
     # FP8 matrices have a tuner of their own.
-    is_tuned = settings.tune_gemm and not settings.deterministic and model.quantization == "none"
+    is_tuned = bool(matrices) and settings.tune_gemm and not settings.deterministic and model.quantization == "none"
     if is_tuned and graph_rows and name != "torch" and device.type == "cuda":
         with torch.inference_mode():
             sizes = [size for size in graph_rows if size > 1]
-            gemm = tuned_gemm(model.tunable_matrices(), model.dtype, sizes, device, use_pdl=settings.use_pdl)
+            gemm = tuned_gemm(matrices, model.dtype, sizes, device, use_pdl=settings.use_pdl)
     if name == "torch":
         return TorchOps()
     if name == "compiled":
@@ -78,7 +79,7 @@ def _fp8_ops(settings: DeviceSettings, model: LoadedModel, plain: Ops, device: t
             is_deterministic=settings.deterministic,
             is_tuned=settings.tune_gemm,
         )
-    return TritonFp8Ops(plain, gemm, use_pdl=use_pdl)
+    return TritonFp8Ops(plain, gemm, use_pdl=use_pdl, is_deterministic=settings.deterministic)
 
 
 def _compiled_ops(settings: DeviceSettings, model: LoadedModel, gemm: GemmBackend, device: torch.device) -> Ops:

@@ -12,6 +12,7 @@ import torch
 from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
+from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader
 from radixmesh.daemons.worker.checkpoint.kv_scales import read_kv_scales
 from radixmesh.daemons.worker.cuda.attention.choice import AttentionChoice, choose_attention
 from radixmesh.daemons.worker.cuda.device import CudaDevice, Device
@@ -26,6 +27,7 @@ from radixmesh.daemons.worker.cuda.weights.loading import load_model
 from radixmesh.daemons.worker.group import LocalGroup
 from radixmesh.daemons.worker.kv_pool import KvPool
 from radixmesh.daemons.worker.models.model import Placement
+from radixmesh.daemons.worker.models.transformers_fallback import is_chosen
 from radixmesh.kernels.hopper import has_gdc
 from radixmesh.kernels.kv_fp8 import KV_FP8, KvScales
 
@@ -61,6 +63,7 @@ class DeviceSettings:
     kv_dtype: str = "auto"
     quantization: str = "auto"
     embed_pooling: str = "mean"
+    model_impl: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +114,7 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
     attention = choose_attention(settings, dtype, _dtype("kv_dtype", settings.kv_dtype, _KV_DTYPES), where)
     check_kernels(settings)
     _check_rows(settings)
+    _check_deterministic(folder, settings)
     placement = Placement(
         device=where, dtype=dtype, group=LocalGroup(), is_out_first=True, max_total_len=settings.max_total_len
     )
@@ -121,11 +125,12 @@ def load_on_device(folder: Path, settings: DeviceSettings, device: Device) -> Mo
             load_format=settings.load_format,
             quantization=settings.quantization,
             attention=attention,
+            model_impl=settings.model_impl,
         )
     if model.latent_rank is not None:
         attention = attention.of_latents(model.latent_rank)
     kv_scales = _kv_scales(folder, settings, model, where) if attention.kv_dtype == KV_FP8 else None
-    has_graphs = settings.cuda_graphs
+    has_graphs = settings.cuda_graphs and model.can_capture
     length = min(model.max_total_len, settings.max_total_len or model.max_total_len)
     _check_tables(settings, length)
     limits = RunnerLimits(
@@ -152,7 +157,9 @@ def create_runner(loaded: ModelOnDevice) -> DeviceRunner:
     warm-up. Raises MeshError INVALID_ARGUMENT or UNSUPPORTED."""
     settings, model, limits, attention = loaded.settings, loaded.model, loaded.limits, loaded.attention
     where = loaded.device.torch_device
-    create_attention = attention.creator(settings, model.attention_shape, model.windows)
+    create_attention = attention.creator(
+        settings, model.attention_shape, model.windows, model.attention_chunks, has_sinks=model.has_sinks
+    )
     layout = attention.layout(model.kv_layout)
     num_pages = _num_pages(loaded, layout.bytes_per_token(attention.kv_dtype))
     with torch.inference_mode(), fitting("KV pages and work space", "--mem-fraction or --num-pages"):
@@ -202,6 +209,17 @@ def _check_rows(settings: DeviceSettings) -> None:
     for field in ("num_slots", "max_tokens_per_step"):
         if getattr(settings, field) > _MAX_ROWS:
             raise _invalid(field, f"is {getattr(settings, field)}: a GPU takes at most {_MAX_ROWS}")
+
+
+def _check_deterministic(folder: Path, settings: DeviceSettings) -> None:
+    architecture = ConfigReader.open(folder).strings("architectures")[0]
+    if settings.deterministic and is_chosen(architecture, settings.model_impl):
+        raise MeshError(
+            ErrorReason.ERROR_REASON_UNSUPPORTED,
+            f"{architecture} is computed by transformers' modules, whose rows may depend on their batch: leave "
+            "--deterministic out",
+            {"feature": "deterministic"},
+        )
 
 
 def _check_tables(settings: DeviceSettings, max_total_len: int) -> None:

@@ -19,7 +19,13 @@ from radixmesh.kernels.mla_rows import (
     mla_rows,
     mla_rows_reference,
 )
-from radixmesh.kernels.moe.grouped_gemm import default_config, routed_experts, routed_experts_reference
+from radixmesh.kernels.moe.grouped_gemm import (
+    SWIGLU,
+    ExpertVariant,
+    default_config,
+    routed_experts,
+    routed_experts_reference,
+)
 from radixmesh.kernels.moe.route import RouterRule, Routes, route, route_reference
 from radixmesh.kernels.moe.router_logits import router_logits, router_logits_reference
 from radixmesh.kernels.rms_norm import rms_norm, rms_norm_reference
@@ -117,9 +123,10 @@ class Ops(ABC):
         routes: Routes,
         w_gate_up_E2FD: torch.Tensor,
         w_down_EDF: torch.Tensor,
+        variant: ExpertVariant = SWIGLU,
     ) -> None:
         """Adds the weighted sum of what each row's experts make of x to the residual in place."""
-        residual_TD.copy_(routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD))
+        residual_TD.copy_(routed_experts_reference(x_TD, routes, w_gate_up_E2FD, w_down_EDF, residual_TD, variant))
         self.gemm.changed()
 
     def linear_fused(
@@ -228,6 +235,7 @@ class TritonOps(Ops):
         routes: Routes,
         w_gate_up_E2FD: torch.Tensor,
         w_down_EDF: torch.Tensor,
+        variant: ExpertVariant = SWIGLU,
     ) -> None:
         routed_experts(
             x_TD,
@@ -237,6 +245,7 @@ class TritonOps(Ops):
             residual_TD=residual_TD,
             out=residual_TD,
             config=self._experts_config,
+            variant=variant,
         )
         self.gemm.changed()
 

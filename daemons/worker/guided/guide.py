@@ -89,7 +89,14 @@ class Guide:
         self._is_closed = False
         self._idle = threading.Event()
         self.is_slow = False
+        self.is_suspect = False
+        """A call that filled its last mask beside others' was slow: its next one is timed alone."""
         self.error: MeshError | None = None
+
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return len(self._sink.words)
 
     @property
     def is_ready(self) -> bool:
@@ -133,20 +140,11 @@ class Guide:
                         self.is_slow = True
                         return True
                     self._advance(tokens)
-                except MeshError as error:
-                    self.error = error
-                except Exception as error:  # A library's own: the output ends, the worker does not.
-                    self.error = invalid_grammar(f"the grammar cannot be followed any further: {error}", "")
-            self.is_slow = time.perf_counter() - began > SLOW_S
-            with self._lock:
-                if self._pending and not self._is_closed:
-                    continue
-                self._is_busy = False
-                is_closed = self._is_closed
-                self._idle.set()
-            if is_closed:
-                self._sink.release()
-            return False
+                except Exception as error:
+                    self._fail(error)
+            self.is_slow, self.is_suspect = time.perf_counter() - began > SLOW_S, False
+            if self._has_rested():
+                return False
 
     def forced_ids(self, most: int) -> Sequence[int]:
         """Tokens of the text that must follow, at most so many; () where the grammar has a choice.
@@ -165,6 +163,57 @@ class Guide:
             return self._masks[len(drafts)]
         return self._filled(drafts)
 
+    def take_one(self) -> tuple[GrammarMatcher, int] | None:
+        """The matcher and the token that it is to go over, for `run_together`; None where `run` has to be called."""
+        with self._lock:
+            if (
+                self._matcher is None
+                or len(self._pending) != 1
+                or self._num_replayed < len(self._output_ids)
+                or self._is_closed
+                or self.error is not None
+                or self.is_slow
+                or self.is_suspect
+                or self._matcher.is_over
+            ):
+                return None
+            return self._matcher, self._pending.pop()
+
+    def finish_one(self, words: MaskWords | None, error: Exception | None, *, is_suspect: bool) -> bool:
+        """Behind take_one(): the matcher went over the token. words: the mask behind it; None: the output is over.
+
+        True if more tokens came meanwhile, and run() has to be called."""
+        self._position += 1
+        self.is_suspect = is_suspect
+        try:
+            if error is not None:
+                raise error
+            if words is not None:
+                self._sink.words[:] = words
+            self._publish(is_over=words is None)
+        except Exception as failure:
+            self._fail(failure)
+        return not self._has_rested()
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the output; a library's own error does not end the worker."""
+        if isinstance(error, MeshError):
+            self.error = error
+        else:
+            self.error = invalid_grammar(f"the grammar cannot be followed any further: {error}", "")
+
+    def _has_rested(self) -> bool:
+        """No token has come since; nobody runs it from now on."""
+        with self._lock:
+            if self._pending and not self._is_closed:
+                return False
+            self._is_busy = False
+            is_closed = self._is_closed
+            self._idle.set()
+        if is_closed:
+            self._sink.release()
+        return True
+
     def _advance(self, tokens: Sequence[int]) -> None:
         assert self._matcher is not None
         for token in tokens:
@@ -173,17 +222,23 @@ class Guide:
             # met a bound of its own, or broken logits.
             if not self._matcher.accept(token) and not self._matcher.is_over:
                 raise stuck()
+        is_over = self._matcher.is_over
+        if not is_over:
+            self._matcher.fill(self._sink.words)
+        self._publish(is_over=is_over)
+
+    def _publish(self, *, is_over: bool) -> None:
+        """The sink's words are the mask of the next token, unless the output is over."""
+        assert self._matcher is not None
         self._forced, self._masks = (), []
-        if self._matcher.is_over:
+        if is_over:
             self._sink.words[:] = -1
             self._masks = [None]
-        else:
-            self._matcher.fill(self._sink.words)
-            if not self._sink.words.any():
-                raise stuck()
-            if isinstance(self._sink, HostSink):
-                self._masks = [_bits(self._sink.words, self._vocab_size)]
-                self._draft(self._matcher)
+        elif not self._sink.words.any():
+            raise stuck()
+        elif isinstance(self._sink, HostSink):
+            self._masks = [_bits(self._sink.words, self._vocab_size)]
+            self._draft(self._matcher)
         self._sink.publish(self._position)
 
     def _is_at_the_end(self) -> bool:

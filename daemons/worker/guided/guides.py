@@ -88,5 +88,6 @@ class SlotGuides:
 
 
 def jump_forward(sample: SampleInput, most: int) -> Sequence[int]:
-    """A drafter (`drafts.py`): tokens of the text that an output's grammar forces, nothing for any other output."""
+    """Drafts for `EachRow` (speculation/drafter.py): tokens of the text that an output's grammar forces, none for any
+    other output."""
     return () if sample.guide is None else sample.guide.forced_ids(most)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 
 from radixmesh.daemons.worker.guided.guide import Guide
+from radixmesh.daemons.worker.guided.shared_calls import run_together
 
-_GROUP = 4  # Outputs that a thread takes at a time.
+_GROUP = 8  # Outputs that a thread takes at a time: one whose mask is suddenly slow holds up the others, once.
 _MAX_THREADS = 8
 _SLOW_THREADS = 2
 _SLOW_NICE = 15
@@ -64,6 +65,5 @@ def _work(queue: SimpleQueue[Sequence[Guide]], slow: SimpleQueue[Sequence[Guide]
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _SLOW_NICE)
     while True:
-        for guide in queue.get():
-            if guide.run():
-                slow.put([guide])
+        for guide in run_together(queue.get()):
+            slow.put([guide])

@@ -69,7 +69,7 @@ class ResultBuilder:
         if output.expert_rows is not None:
             loads = empty_ints() if output.expert_loads is None else output.expert_loads
             result = replace(result, expert_rows=(output.expert_rows,), expert_loads=loads)
-        result = _with_reasons(result, late_indexes(batch, output))
+        result = _with_drafts(_with_reasons(result, late_indexes(batch, output)), batch, output)
         return _without_slots(result, batch, self._failed_slots) if self._failed_slots else result
 
     def _result(
@@ -107,6 +107,23 @@ def _with_reasons(result: StepResult, late: Sequence[int]) -> StepResult:
     return replace(result, no_token_reasons=reasons)
 
 
+def _with_drafts(result: StepResult, batch: ForwardBatch, output: StepOutput) -> StepResult:
+    """The same, with the number of drafts that each row computed, and of those among its tokens."""
+    if output.num_drafts is None and not any(got.num_drafts for got in output.segments):
+        return result
+    drafted = np.zeros(batch.num_results, np.int32)
+    if output.num_drafts is not None:
+        drafted[batch.row_indexes] = output.num_drafts
+    for row, got in zip(batch.segment_rows, output.segments, strict=True):
+        if got.num_drafts:
+            drafted[row.index] = got.num_drafts
+    if not drafted.any():
+        return result
+    # A row's last token is sampled, all before it were drafts.
+    accepted = np.where(drafted > 0, np.maximum(result.counts - 1, 0), 0).astype(np.int32)
+    return replace(result, drafted=drafted, accepted=accepted)
+
+
 def _reasons(result: StepResult) -> IntArray:
     if len(result.no_token_reasons):
         return result.no_token_reasons.copy()
@@ -125,6 +142,7 @@ def _without_slots(result: StepResult, batch: ForwardBatch, slots: tuple[int, ..
         counts=np.where(is_failed, 0, result.counts).astype(np.int32),
         ids=result.ids[np.repeat(~is_failed, result.counts)],
         no_token_reasons=np.where(is_failed, NoToken.SLOT_ERROR, _reasons(result)).astype(np.int32),
+        accepted=np.where(is_failed, 0, result.accepted).astype(np.int32) if len(result.accepted) else result.accepted,
         logprobs=tuple(entry for entry in result.logprobs if entry.slot not in slots),
         prompt_logprobs=tuple(entry for entry in result.prompt_logprobs if entry.slot not in slots),
         vectors=tuple(entry for entry in result.vectors if entry.slot not in slots),

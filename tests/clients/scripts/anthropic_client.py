@@ -1,4 +1,4 @@
-"""The Anthropic SDK: whole and streamed messages, blocks, schemas, counted tokens, and errors by its own types."""
+"""The Anthropic SDK: messages whole and streamed, blocks, schemas, tools, counted tokens, errors by its own types."""
 
 import json
 import sys
@@ -27,6 +27,7 @@ counted = client.messages.count_tokens(model=MODEL, messages=messages)
 assert counted.input_tokens == whole.usage.input_tokens + whole.usage.cache_read_input_tokens
 stopped = client.messages.create(messages=messages, stop_sequences=[text[2:4]], **options)
 assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == text[2:4]
+print("checked text streams")
 schema = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
 schema["additionalProperties"] = False
 shape = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
@@ -34,6 +35,22 @@ shaped = client.messages.create(
     messages=messages, **{**options, "max_tokens": 400, "extra_body": {**shape, "temperature": 0}}
 )
 assert json.loads(shaped.content[0].text)["side"] in ("left", "right"), shaped
+print("checked structured")
+tool = {"name": "turn", "description": "Turns.", "input_schema": schema}
+calling = {**options, "max_tokens": 400, "tools": [tool]}
+calling["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+called = client.messages.create(messages=messages, **calling)
+(use,) = [block for block in called.content if block.type == "tool_use"]
+assert called.stop_reason == "tool_use" and use.name == "turn" and use.input["side"] in ("left", "right"), called
+with client.messages.stream(messages=messages, **calling) as stream:
+    pieces = "".join(event.partial_json for event in stream if event.type == "input_json")
+    (streamed,) = stream.get_final_message().content
+assert streamed.input == use.input == json.loads(pieces), (streamed, use, pieces)
+result = {"type": "tool_result", "tool_use_id": use.id, "content": "turned"}
+history = [*messages, {"role": "assistant", "content": called.content}, {"role": "user", "content": [result]}]
+calling["tool_choice"] = {"type": "tool", "name": "turn", "disable_parallel_tool_use": True}
+assert client.messages.create(messages=history, **calling).content[0].input["side"] in ("left", "right")
+print("checked tools")
 for wanted, fields in (
     (anthropic.NotFoundError, {"model": "nobody"}),
     (anthropic.BadRequestError, {"extra_body": {"temperature": -1}}),
@@ -44,4 +61,4 @@ for wanted, fields in (
         print(wanted.__name__, error.message[:100])
     else:
         raise AssertionError(f"no {wanted.__name__}")
-print("done")
+print("checked errors")

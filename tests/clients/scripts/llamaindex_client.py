@@ -19,6 +19,7 @@ assert "".join(part.delta or "" for part in chat.stream_chat(messages)) == whole
 text = OpenAILike(**options, is_chat_model=False, context_window=2048)
 assert text.complete("The Tyger").text
 assert "".join(part.delta or "" for part in text.stream_complete("The Tyger")) == text.complete("The Tyger").text
+print("checked text streams")
 
 
 class Turn(BaseModel):
@@ -39,4 +40,6 @@ tool = FunctionTool.from_defaults(turn)
 answer = calling.chat_with_tools([tool], user_msg="Where?", tool_required=True, allow_parallel_tool_calls=False)
 (call,) = calling.get_tool_calls_from_response(answer)
 assert call.tool_name == "turn" and call.tool_kwargs["side"] in ("left", "right"), call
+print("checked tools")
 assert isinstance(calling.structured_predict(Turn, PromptTemplate("Where?")), Turn)
+print("checked structured")

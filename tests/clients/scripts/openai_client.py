@@ -19,6 +19,7 @@ assert len(scored.choices[0].logprobs.content[0].top_logprobs) == 2
 assert client.completions.create(model=MODEL, prompt=["a", "b"], n=2, max_tokens=4).choices[3].index == 3
 vector = client.embeddings.create(model=MODEL, input="The Tyger", dimensions=16)
 assert len(vector.data[0].embedding) == 16
+print("checked text streams embeddings")
 assert client.models.retrieve(MODEL).id == MODEL and [model.id for model in client.models.list()] == [MODEL]
 answer = client.responses.create(model=MODEL, input="Who are you?", temperature=0)
 with client.responses.stream(model=MODEL, input="Who are you?", temperature=0) as stream:
@@ -41,6 +42,7 @@ parsed = client.chat.completions.parse(
 assert parsed.choices[0].message.parsed.side in SIDES
 shaped = client.responses.parse(model=MODEL, input="Where?", text_format=Turn, temperature=0, max_output_tokens=400)
 assert shaped.output_parsed.side in SIDES
+print("checked structured")
 tool = openai.pydantic_function_tool(Turn)
 asked = {"model": MODEL, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "temperature": 0}
 answered = client.chat.completions.create(messages=messages, **asked).choices[0]
@@ -49,6 +51,9 @@ assert answered.finish_reason == "tool_calls" and json.loads(call.function.argum
 with client.chat.completions.stream(messages=messages, **asked) as stream:
     events = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
 assert [event.parsed_arguments.side in SIDES for event in events] == [True]
+history = [*messages, answered.message, {"role": "tool", "tool_call_id": call.id, "content": "turned"}]
+assert client.chat.completions.create(messages=history, **asked).choices[0].message.tool_calls
+print("checked tools")
 raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=2, user="me")
 assert raw.headers["x-request-id"] and "user" in raw.headers["x-radixmesh-ignored-fields"]
 for wanted, more in (
@@ -62,3 +67,4 @@ for wanted, more in (
         print(type(error).__name__, error.code, error.param)
     else:
         raise AssertionError(f"no {wanted.__name__}")
+print("checked errors")

@@ -1,5 +1,6 @@
-"""A gRPC client from reflection alone: finds the service, builds its messages, streams an answer and lists models."""
+"""A gRPC client from reflection alone: finds the service and its messages, streams answers, one by a schema."""
 
+import json
 import sys
 
 import grpc
@@ -34,10 +35,17 @@ with grpc.insecure_channel(ADDRESS, options=[("grpc.enable_http_proxy", 0)]) as 
         finished += message.finished
     (end,) = finished
     assert text and num_ids == end.num_output == end.usage.output_tokens, (text, num_ids, end)
+    print("checked text streams")
+    schema = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}}, "required": ["side"]}
+    grammar = {"json_schema": json.dumps({**schema, "additionalProperties": False})}
+    shaped = call("Generate", text="Where?", grammar=grammar, stop={"max_tokens": 400})
+    answer = json.loads("".join(delta.text for message in shaped for delta in message.deltas))
+    assert answer["side"] in ("left", "right"), answer
+    print("checked structured")
     try:
         list(call("Generate", text="x", model="nobody"))
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.NOT_FOUND
     else:
         raise AssertionError("an unknown model was served")
-    print(num_ids, "tokens:", text)
+    print("checked errors")

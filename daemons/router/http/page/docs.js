@@ -27,8 +27,9 @@ function fields(schema) {
 function words(type) {
   if (type.anyOf) return type.anyOf.filter((each) => each.type !== "null").map(words).join(" or ");
   if (type.enum) return type.enum.map((value) => JSON.stringify(value)).join(", ");
-  const limits = [["≥", type.minimum], ["≤", type.maximum], ["characters ≤", type.maxLength]].filter(([, value]) => value !== undefined);
-  return [type.type ?? "any JSON: docs/http.md", ...limits.map(([sign, value]) => `${sign} ${value}`)].join(" ");
+  const range = type.minimum === undefined ? "" : `, ${type.minimum} to ${type.maximum}`;
+  const length = type.maxLength === undefined ? "" : `, at most ${type.maxLength} characters`;
+  return `${type.type ?? "any JSON: docs/http.md"}${range}${length}`;
 }
 
 function curl(path, schema) {

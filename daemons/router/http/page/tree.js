@@ -1,6 +1,7 @@
 // Prefix trees as pictures: a block is a run of tokens, what continues it stands to its right. Widths are logarithms of
 // lengths, so that a long system prompt leaves room for what differs behind it.
 
+import { getKey } from "./api.js";
 import { compact, el, svg } from "./dom.js";
 
 const [ROW, GAP, MIN_WIDTH] = [17, 2, 6];
@@ -10,7 +11,7 @@ const seen = new Map();
 export function showTrees(place, note, mesh) {
   note.textContent = mesh.trees.map((tree) => `${compact(tree.num_tokens)} tokens in ${compact(tree.num_nodes)} runs`).join(" · ");
   if (!mesh.trees.length) {
-    place.replaceChildren(el("p", "note", "No scheduler reports its cache now, or this key is a tenant's."));
+    place.replaceChildren(el("p", "note", reason(mesh)));
     return;
   }
   const pictures = mesh.trees.map((tree) => {
@@ -19,6 +20,12 @@ export function showTrees(place, note, mesh) {
     return el("figure", "tree", title, draw(tree, place.clientWidth || 700));
   });
   place.replaceChildren(...pictures);
+}
+
+function reason(mesh) {
+  if (getKey()) return "No scheduler reports its cache now, or this key is a tenant's.";
+  const isAway = mesh.schedulers.some((peer) => peer.group === "connecting" || peer.group === "adopting");
+  return isAway ? "The cache went with its worker. It fills again once the worker is back." : "No scheduler has reported its cache yet.";
 }
 
 function draw(tree, width) {

@@ -71,12 +71,21 @@ class StepAttention(ABC):
 
     @abstractmethod
     def attend(
-        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+        self,
+        query_THd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> torch.Tensor:
         """[T, H, d] in the dtype of the query. The step's own keys and values are in the pool. Over latents the values
         are the first numbers of the keys, and the result is as long as they are.
 
-        window: a token sees itself and the `window - 1` before it; None = all. Rows of padding hold finite numbers.
+        window: a token sees itself and the `window - 1` before it; None = all. sinks_H: a score of each head that joins
+        its softmax and has no value. attention_chunk: sequences are cut at multiples of it, and a token sees those of
+        its own chunk alone; not with a window. Rows of padding hold finite numbers.
         """
 
 

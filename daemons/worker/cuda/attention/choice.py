@@ -54,6 +54,13 @@ class AttentionChoice:
         if self.name == "flashinfer":
             raise self._lacks(architecture, "soft-capped scores")
 
+    def check_masks(self, architecture: str, *, has_sinks: bool, attention_chunks: Sequence[int]) -> None:
+        """Raises MeshError UNSUPPORTED where it cannot serve a model with attention sinks, or one whose layers attend
+        within chunks of a sequence."""
+        for feature, is_there in (("attention sinks", has_sinks), ("chunked attention", bool(attention_chunks))):
+            if is_there and self.name == "flashinfer":
+                raise self._lacks(architecture, feature)
+
     def _lacks(self, architecture: str, feature: str) -> MeshError:
         message = (
             f"{architecture} needs kernels of {feature}, which --attention-backend {self.name} does not have here: "
@@ -79,14 +86,20 @@ class AttentionChoice:
         return _flashinfer_bytes(settings, self._stored_shape(shape), windows, self, device)
 
     def creator(
-        self, settings: DeviceSettings, shape: AttentionShape, windows: Sequence[int | None]
+        self,
+        settings: DeviceSettings,
+        shape: AttentionShape,
+        windows: Sequence[int | None],
+        attention_chunks: Sequence[int] = (),
+        *,
+        has_sinks: bool = False,
     ) -> AttentionCreator:
-        """Makes it when the page tables are there. shape, windows: the model's."""
+        """Makes it when the page tables are there. All but the settings: the model's."""
         stored_shape = self._stored_shape(shape)
         is_plain = stored_shape == shape and self.query_dtype == self.dtype
 
         def create(page_tables: torch.Tensor) -> DeviceAttention:
-            inner = self._create(settings, stored_shape, windows, page_tables)
+            inner = self._create(settings, stored_shape, windows, page_tables, attention_chunks, has_sinks=has_sinks)
             return inner if is_plain else PoolAttention(inner, self.query_dtype)
 
         return create
@@ -97,6 +110,9 @@ class AttentionChoice:
         shape: AttentionShape,
         windows: Sequence[int | None],
         page_tables: torch.Tensor,
+        attention_chunks: Sequence[int],
+        *,
+        has_sinks: bool,
     ) -> DeviceAttention:
         if self.name == "torch":
             from radixmesh.daemons.worker.cuda.attention.torch_attention import TorchAttention
@@ -116,6 +132,8 @@ class AttentionChoice:
             max_rows=max(settings.num_slots, settings.max_tokens_per_step if settings.deterministic else 0),
             is_deterministic=settings.deterministic,
             use_pdl=settings.use_pdl and page_tables.is_cuda,
+            attention_chunks=attention_chunks,
+            has_sinks=has_sinks,
         )
 
     def _stored_shape(self, shape: AttentionShape) -> AttentionShape:

@@ -28,12 +28,14 @@ from radixmesh.kernels.attention.shared_prefix_attention import SharedPrefixWork
 
 
 class PagedInputs(NamedTuple):
-    """A layer's queries [T, H, d], and its pool: keys [S, K, d], values [S, K, v]; window as of `attend`."""
+    """A layer's queries [T, H, d], and its pool: keys [S, K, d], values [S, K, v]; the others as of `attend`."""
 
     query: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     window: int | None
+    sinks: torch.Tensor | None = None
+    attention_chunk: int | None = None
 
 
 class PagedKernels(ABC):
@@ -44,7 +46,12 @@ class PagedKernels(ABC):
 
     @abstractmethod
     def workspace(
-        self, max_rows: int, windows: Sequence[int | None], *, is_batch_invariant: bool
+        self,
+        max_rows: int,
+        windows: Sequence[int | None],
+        *,
+        is_batch_invariant: bool,
+        attention_chunks: Sequence[int] = (),
     ) -> DecodeWorkspace: ...
 
     @abstractmethod
@@ -75,7 +82,14 @@ class PagedKernels(ABC):
 class KeyValueKernels(PagedKernels):
     """Multi-head and grouped-query attention."""
 
-    def workspace(self, max_rows: int, windows: Sequence[int | None], *, is_batch_invariant: bool) -> DecodeWorkspace:
+    def workspace(
+        self,
+        max_rows: int,
+        windows: Sequence[int | None],
+        *,
+        is_batch_invariant: bool,
+        attention_chunks: Sequence[int] = (),
+    ) -> DecodeWorkspace:
         shape = self.shape
         return DecodeWorkspace(
             max_rows,
@@ -86,6 +100,7 @@ class KeyValueKernels(PagedKernels):
             self.dtype,
             tuple(dict.fromkeys(windows)),
             is_batch_invariant=is_batch_invariant,
+            attention_chunks=tuple(dict.fromkeys(attention_chunks)),
         )
 
     def shared_workspace(self, max_rows: int) -> SharedPrefixWorkspace | None:
@@ -110,6 +125,8 @@ class KeyValueKernels(PagedKernels):
             workspace,
             out=out,
             softcap=self.shape.softcap,
+            sinks_H=inputs.sinks,
+            attention_chunk=inputs.attention_chunk,
             use_pdl=use_pdl,
         )
 
@@ -152,6 +169,8 @@ class KeyValueKernels(PagedKernels):
             step.max_chunk_len,
             out=out,
             softcap=self.shape.softcap,
+            sinks_H=inputs.sinks,
+            attention_chunk=inputs.attention_chunk,
         )
 
 
@@ -164,8 +183,15 @@ class LatentKernels(PagedKernels):
         super().__init__(shape, page_size, dtype, device)
         self._rank = rank
 
-    def workspace(self, max_rows: int, windows: Sequence[int | None], *, is_batch_invariant: bool) -> DecodeWorkspace:
-        assert set(windows) == {None}, windows
+    def workspace(
+        self,
+        max_rows: int,
+        windows: Sequence[int | None],
+        *,
+        is_batch_invariant: bool,
+        attention_chunks: Sequence[int] = (),
+    ) -> DecodeWorkspace:
+        assert set(windows) == {None} and not attention_chunks, (windows, attention_chunks)
         return mla_decode_workspace(
             max_rows,
             self.shape.num_heads,

@@ -45,7 +45,14 @@ class _PoolStep(StepAttention):
         self._inner = inner
 
     def attend(
-        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+        self,
+        query_THd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> torch.Tensor:
         head_dim, stored_dim = query_THd.shape[2], keys_SKd.stride(1)
         if values_SKd.shape[2] < head_dim:
@@ -56,7 +63,14 @@ class _PoolStep(StepAttention):
         else:
             query = query_THd.new_zeros(*query_THd.shape[:2], stored_dim, dtype=self._query_dtype)
             query[..., :head_dim] = query_THd
-        out = self._inner.attend(query, _stored(keys_SKd), _stored(values_SKd), window)
+        out = self._inner.attend(
+            query,
+            _stored(keys_SKd),
+            _stored(values_SKd),
+            window,
+            sinks_H=sinks_H,
+            attention_chunk=attention_chunk,
+        )
         return out[..., :head_dim].to(query_THd.dtype)
 
 

@@ -39,15 +39,22 @@ class _TorchStep(StepAttention):
                 self._sequences.append((starts[index], starts[index + 1] - starts[index], slot, kv_len))
 
     def attend(
-        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+        self,
+        query_THd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> torch.Tensor:
         out_THv = query_THd.new_zeros(*query_THd.shape[:2], values_SKd.shape[2])
         shape, size = self._attention.shape, self._attention.page_size
         for first, num_rows, slot, kv_len in self._sequences:
             positions = torch.arange(kv_len, device=query_THd.device)
-            places = self._step.page_tables[slot, positions // size].long() * size + positions % size
-            keys_LHd = take_rows(keys_SKd, places).repeat_interleave(shape.group_size, dim=1)
-            values_LHd = take_rows(values_SKd, places).repeat_interleave(shape.group_size, dim=1)
+            kv_indices = self._step.page_tables[slot, positions // size].long() * size + positions % size
+            keys_LHd = take_rows(keys_SKd, kv_indices).repeat_interleave(shape.group_size, dim=1)
+            values_LHd = take_rows(values_SKd, kv_indices).repeat_interleave(shape.group_size, dim=1)
             query = query_THd[first : first + num_rows].float()
             scores_HTL = torch.einsum("thd,lhd->htl", query, keys_LHd) * shape.scale
             if shape.softcap is not None:
@@ -56,7 +63,11 @@ class _TorchStep(StepAttention):
             is_seen = positions[None, :] <= own
             if window is not None:
                 is_seen &= positions[None, :] > own - window
+            if attention_chunk is not None:
+                is_seen &= positions[None, :] >= own // attention_chunk * attention_chunk
             scores_HTL = scores_HTL.masked_fill(~is_seen, float("-inf"))
-            out = torch.einsum("htl,lhd->thd", scores_HTL.softmax(dim=-1), values_LHd)
+            if sinks_H is not None:
+                scores_HTL = torch.cat((scores_HTL, sinks_H.float()[:, None, None].expand(-1, num_rows, 1)), dim=-1)
+            out = torch.einsum("htl,lhd->thd", scores_HTL.softmax(dim=-1)[..., :kv_len], values_LHd)
             out_THv[first : first + num_rows] = out.to(query_THd.dtype)
         return out_THv

@@ -19,7 +19,8 @@ SHARED = "shared"
 
 
 class TritonAttention(DeviceAttention):
-    """windows: those of the model's layers. is_deterministic: chunks are computed row by row, as decodes are."""
+    """windows, attention_chunks: those of the model's layers; has_sinks: some have them. is_deterministic: chunks of
+    prompts are computed row by row, as decodes are."""
 
     captures_chunks = True
     has_triton_alone = True
@@ -32,6 +33,8 @@ class TritonAttention(DeviceAttention):
         max_rows: int,
         is_deterministic: bool,
         use_pdl: bool,
+        attention_chunks: Sequence[int] = (),
+        has_sinks: bool = False,
     ) -> None:
         """use_pdl: attention begins while RoPE ends, and its plan is made beside the kernel that begins a step
         (Hopper and later)."""
@@ -39,11 +42,17 @@ class TritonAttention(DeviceAttention):
         self.is_batch_invariant = is_deterministic
         self.kernels = kernels
         self._max_rows = max_rows
-        self._create_workspace = partial(kernels.workspace, windows=windows, is_batch_invariant=is_deterministic)
+        self._create_workspace = partial(
+            kernels.workspace,
+            windows=windows,
+            is_batch_invariant=is_deterministic,
+            attention_chunks=attention_chunks,
+        )
         self.workspace = self._create_workspace(max_rows)
         self._captured: list[DecodeWorkspace] = []
-        # A window may end within the prefix; and a row's bits would depend on who shares it.
-        can_share = not is_deterministic and set(windows) == {None}
+        # A window or a chunk may end within the prefix, the prefix would have the sinks and the rows would too, and a
+        # row's bits would depend on who shares it.
+        can_share = not (is_deterministic or attention_chunks or has_sinks) and set(windows) == {None}
         self.shared = kernels.shared_workspace(max_rows) if can_share else None
         self._watch = PrefixWatch(kernels.page_size)
 
@@ -87,12 +96,19 @@ class _TritonStep(StepAttention):
         self._is_shared = is_shared
 
     def attend(
-        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+        self,
+        query_THd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> torch.Tensor:
         step, attention = self._step, self._attention
         kernels, num_decodes = attention.kernels, step.num_decodes
         out_THv = query_THd.new_empty(*query_THd.shape[:2], values_SKd.shape[2])
-        inputs = PagedInputs(query_THd, keys_SKd, values_SKd, window)
+        inputs = PagedInputs(query_THd, keys_SKd, values_SKd, window, sinks_H, attention_chunk)
         if num_decodes:
             of_decodes = inputs._replace(query=query_THd[:num_decodes])
             out, use_pdl = out_THv[:num_decodes], attention.use_pdl

@@ -84,8 +84,16 @@ class _FlashInferStep(StepAttention):
         self._is_shared = is_shared
 
     def attend(
-        self, query_THd: torch.Tensor, keys_SKd: torch.Tensor, values_SKd: torch.Tensor, window: int | None
+        self,
+        query_THd: torch.Tensor,
+        keys_SKd: torch.Tensor,
+        values_SKd: torch.Tensor,
+        window: int | None,
+        *,
+        sinks_H: torch.Tensor | None = None,
+        attention_chunk: int | None = None,
     ) -> torch.Tensor:
+        assert sinks_H is None and attention_chunk is None, "refused when the model was loaded"
         out_THd = torch.empty(query_THd.shape, dtype=query_THd.dtype, device=query_THd.device)
         count, kernels = self._step.num_decodes, self._backend.kernels
         if count and self._is_shared:

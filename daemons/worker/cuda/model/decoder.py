@@ -16,10 +16,17 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.steps.step import Task
 from radixmesh.daemons.worker.cuda.attention.backend import StepAttention
+from radixmesh.daemons.worker.cuda.experts import PlainExperts
 from radixmesh.daemons.worker.cuda.fp8.weights import LayerMatrices, Matrix, QuantizedLayers
 from radixmesh.daemons.worker.cuda.gemm.backend import GemmEpilogue
 from radixmesh.daemons.worker.cuda.linear import Norm, PlainLinear, Residual
-from radixmesh.daemons.worker.cuda.model.attention import Attention, GroupedQueryAttention, PoolScales
+from radixmesh.daemons.worker.cuda.model.attention import (
+    Attention,
+    GroupedQueryAttention,
+    PoolScales,
+    head_norms,
+    query_temperatures,
+)
 from radixmesh.daemons.worker.cuda.model.device_model import (
     DeviceModel,
     Kernels,
@@ -35,7 +42,13 @@ from radixmesh.daemons.worker.cuda.model.general import (
 )
 from radixmesh.daemons.worker.cuda.model.mlp import GatedMlp, Mlp
 from radixmesh.daemons.worker.cuda.model.rope_order import angle_table, head_order, reorder, reordered, row_order
-from radixmesh.daemons.worker.cuda.model.routed_mlp import RoutedMlp, SharedExpert, missing_of_experts, rule_of
+from radixmesh.daemons.worker.cuda.model.routed_mlp import (
+    RoutedMlp,
+    SharedExpert,
+    missing_of_experts,
+    rule_of,
+    variant_of,
+)
 from radixmesh.daemons.worker.cuda.weights.fold import fold_norm
 from radixmesh.daemons.worker.models.activations import ACTIVATIONS
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, HeadNorm, NormKind
@@ -43,7 +56,7 @@ from radixmesh.daemons.worker.models.decoder.model import DecoderModel
 from radixmesh.daemons.worker.models.decoder.norms import create_norm
 from radixmesh.daemons.worker.models.decoder.weights import DecoderLayer, MlpWeights, RoutedWeights
 from radixmesh.daemons.worker.models.kv_layout import KvPlanes
-from radixmesh.kernels.rope_kv import HeadNorms, HeadShape, KvTarget, RopeAngles
+from radixmesh.kernels.rope_kv import HeadShape, KvTarget, RopeAngles
 
 
 class LoadedDecoder(LoadedModel):
@@ -65,7 +78,8 @@ class LoadedDecoder(LoadedModel):
         self.kv_layout, self.attention_shape = model.kv_layout, model.attention_shape
         if any(head_order(config.head_dim, config.rope_of(layer)) is not None for layer in range(config.num_layers)):
             self.kv_layout = self.kv_layout.in_form("keys", "~rope-order")
-        self.windows = config.windows
+        self.windows, self.has_sinks = config.windows, config.has_sinks
+        self.attention_chunks = tuple({chunk: None for chunk in config.chunks or () if chunk is not None})
         self.quantization = "none" if quantized is None else str(quantized.form)
         self.num_plain = None if quantized is None else quantized.num_plain
         self.matrices = [_matrices(layer) for layer in weights.layers] if quantized is None else list(quantized.layers)
@@ -207,10 +221,8 @@ def check_decoder(config: DecoderConfig, *, is_quantized: bool) -> None:
     missing = {
         **missing_of_experts(config, is_quantized=is_quantized),
         "routed experts between other norms": config.experts is not None and needs_general_attention(config),
-        "norms of heads after RoPE": config.head_norm is HeadNorm.AFTER_ROPE,
-        "chunked attention": config.chunks is not None,
-        "query temperatures": config.query_temperature is not None,
-        "attention sinks": config.has_sinks,
+        "sinks, chunks or temperatures between other norms": needs_general_attention(config)
+        and (config.has_sinks or config.chunks is not None or config.query_temperature is not None),
         "FP8 weights that lie [in, out]": is_quantized and config.names.is_in_first,
         "FP8 queries, keys and values by head": is_quantized and config.names.is_qkv_by_head,
     }
@@ -239,13 +251,16 @@ def _create_attention(
             qkv=qkv,
             o=o,
             heads=heads,
-            head_norms=HeadNorms(weights.q_norm_d, weights.k_norm_d, eps),
+            head_norms=head_norms(config, index, weights),
             angles=angles,
             keys_SKd=keys_SKd,
             values_SKd=values_SKd,
             window=config.windows[index],
             ops=kernels.plain,
             scales=scales,
+            sinks_H=weights.sinks_H,
+            attention_chunk=None if config.chunks is None else config.chunks[index],
+            temperatures_P11=query_temperatures(config, index, angles),
         )
     return GeneralAttention(
         norm=create_norm(config, weights.norm_D, weights.norm_bias_D),
@@ -306,10 +321,15 @@ def _create_routed_mlp(
         eps=config.norm_eps,
         w_router_ED=weights.w_router_DE.t(),
         rule=rule_of(config.experts),
-        w_gate_up_E2FD=weights.experts.w_gate_up_EDF2.transpose(1, 2),
-        w_down_EDF=weights.experts.w_down_EFD.transpose(1, 2),
+        experts=PlainExperts(
+            kernels.plain,
+            weights.experts.w_gate_up_EDF2.transpose(1, 2),
+            weights.experts.w_down_EFD.transpose(1, 2),
+            variant_of(config.experts, weights.experts),
+        ),
         shared=shared,
         ops=kernels.plain,
+        b_logits_E=weights.b_router_E,
     )
 
 

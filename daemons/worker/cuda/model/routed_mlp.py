@@ -1,6 +1,6 @@
 """Routed experts in the place of a layer's MLP, from the residual to the residual.
 
-Legend: T rows, D hidden size, E experts, F mlp size of an expert. Weights are [out, in].
+Legend: T rows, D hidden size, E experts. Weights are [out, in].
 """
 
 from __future__ import annotations
@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from radixmesh.daemons.worker.cuda.experts import Experts
 from radixmesh.daemons.worker.cuda.linear import Linear, Residual
 from radixmesh.daemons.worker.cuda.model.mlp import Mlp
 from radixmesh.daemons.worker.cuda.ops import Ops
 from radixmesh.daemons.worker.models.decoder.config import DecoderConfig, ExpertsConfig, RouterKind
+from radixmesh.daemons.worker.models.experts import ExpertWeights
+from radixmesh.kernels.moe.grouped_gemm import ExpertVariant
 from radixmesh.kernels.moe.route import RouterRule
 
 
@@ -31,17 +34,18 @@ class RoutedMlp(Mlp):
     """A row's experts are picked, grouped and computed on the device: captured in graphs as any other part.
 
     w_router_ED: in float32 beside rows of another dtype the logits are float32. b_router_E: added for the choice alone.
+    b_logits_E: added to the logits.
     """
 
     norm_D: torch.Tensor
     eps: float
     w_router_ED: torch.Tensor
     rule: RouterRule
-    w_gate_up_E2FD: torch.Tensor
-    w_down_EDF: torch.Tensor
+    experts: Experts
     shared: SharedExpert | None
     ops: Ops
     b_router_E: torch.Tensor | None = None
+    b_logits_E: torch.Tensor | None = None
 
     def run(self, residual: Residual, source_TD: torch.Tensor | None = None) -> None:
         assert source_TD is None, "no family has experts beside its attention"
@@ -49,17 +53,19 @@ class RoutedMlp(Mlp):
         normed_TD = ops.rms_norm(rows_TD, self.norm_D, self.eps)
         is_exact = self.w_router_ED.dtype != normed_TD.dtype
         logits_TE = (ops.router_logits if is_exact else ops.linear)(normed_TD, self.w_router_ED)
+        if self.b_logits_E is not None:
+            logits_TE += self.b_logits_E
         routes = ops.route(logits_TE, self.rule, self.b_router_E)
         if self.shared is not None:
             self._add_shared(self.shared, residual, normed_TD)
-        ops.add_experts(rows_TD, normed_TD, routes, self.w_gate_up_E2FD, self.w_down_EDF)
+        self.experts.add_to(rows_TD, normed_TD, routes)
 
     def _add_shared(self, shared: SharedExpert, residual: Residual, normed_TD: torch.Tensor) -> None:
-        gated_TF = self.ops.silu_mul(shared.gate_up.multiplied(normed_TD), self.eps)
+        gate_up = shared.gate_up.multiplied(normed_TD)
         if shared.w_gate_1D is None:
-            shared.down.add_to(residual, gated_TF)
+            shared.down.add_gated_to(residual, gate_up, self.eps)
             return
-        result_TD = shared.down.multiplied(gated_TF).out_TN
+        result_TD = shared.down.multiplied(self.ops.silu_mul(gate_up, self.eps)).out_TN
         result_TD *= torch.sigmoid(self.ops.linear(normed_TD, shared.w_gate_1D))
         rows_TD = residual.rows()
         rows_TD += result_TD
@@ -68,7 +74,19 @@ class RoutedMlp(Mlp):
 def rule_of(experts: ExpertsConfig) -> RouterRule:
     """A softmax over the picks alone is the softmax over all experts, divided by the sum of the picks."""
     is_normalised = experts.is_normalised or experts.router is RouterKind.PICKED_SOFTMAX
-    return RouterRule(num_picks=experts.num_picks, is_normalised=is_normalised)
+    is_sigmoid = experts.router is RouterKind.SIGMOID
+    return RouterRule(num_picks=experts.num_picks, is_normalised=is_normalised, is_sigmoid=is_sigmoid)
+
+
+def variant_of(experts: ExpertsConfig, weights: ExpertWeights) -> ExpertVariant:
+    """Maths of the experts as the kernels take them."""
+    return ExpertVariant(
+        b_gate_up_E2F=weights.b_gate_up_EF2,
+        b_down_ED=weights.b_down_ED,
+        swiglu_limit=experts.swiglu_limit,
+        swiglu_alpha=experts.swiglu_alpha,
+        scales_input=experts.router is RouterKind.SIGMOID,
+    )
 
 
 def missing_of_experts(config: DecoderConfig, *, is_quantized: bool) -> dict[str, bool]:
@@ -78,8 +96,7 @@ def missing_of_experts(config: DecoderConfig, *, is_quantized: bool) -> dict[str
         return {}
     return {
         "FP8 weights of routed experts": is_quantized,
-        "biases of experts": experts.has_bias,
-        "clamped experts": experts.swiglu_limit is not None,
-        "experts whose input is scaled": experts.router is RouterKind.SIGMOID,
+        "FP8 experts with biases, clamps or scaled input": is_quantized
+        and (experts.has_bias or experts.swiglu_limit is not None or experts.router is RouterKind.SIGMOID),
         "experts with biases beside them": config.has_mlp_bias,
     }

@@ -42,7 +42,10 @@ class SlotSampler:
         max_total_len: int,
         device: torch.device,
         masks: SlotMasks | None = None,
+        keeps_tokens: bool = False,
     ) -> None:
+        """keeps_tokens: tokens_SL has those of all slots, not only of slots with penalties: drafters look there."""
+        self._keeps_tokens = keeps_tokens
         self._device, self._masks = device, masks
         self._needs = np.zeros(num_slots + 1, np.uint8)
         self._has_options = np.zeros(num_slots + 1, np.bool_)
@@ -62,7 +65,7 @@ class SlotSampler:
 
     @property
     def tokens_SL(self) -> torch.Tensor:
-        """Prompt and output of slots with penalties, int32 [slots + 1, max_total_len]."""
+        """Prompt and output of slots with penalties, or with keeps_tokens of all, int32 [slots + 1, max_total_len]."""
         return self._params.tokens_SL
 
     def tokens_of(
@@ -118,6 +121,9 @@ class SlotSampler:
             self._masks.send()
         if not self._admitted:
             return
+        if self._keeps_tokens:
+            for admit in self._admitted.values():
+                self._send_tokens(admit)
         # A slot that needs nothing must not keep what another request asked for: its neighbours may need noise.
         slots_with_options = self._needs.astype(np.bool_) | self._has_options
         admits, self._admitted = [a for a in self._admitted.values() if slots_with_options[a.slot]], {}
@@ -236,14 +242,18 @@ class SlotSampler:
 
     def _send_lists(self, admit: Admit) -> None:
         params, slot = self._params, admit.slot
-        ids = np.concatenate((admit.prompt_ids, admit.output_ids)).astype(np.int32, copy=False)
-        params.tokens_SL[slot, : len(ids)] = self._on_device(ids)
+        if not self._keeps_tokens:
+            self._send_tokens(admit)
         if admit.sampling.logit_bias:
             bias_ids, biases = zip(*admit.sampling.logit_bias, strict=True)
             params.bias_ids_SB[slot, : len(bias_ids)] = self._on_device(np.array(bias_ids, np.int32))
             params.bias_values_SB[slot, : len(biases)] = self._on_device(np.array(biases, np.float32))
         if len(admit.suppressed_ids):
             params.suppressed_ids_SU[slot, : len(admit.suppressed_ids)] = self._on_device(admit.suppressed_ids)
+
+    def _send_tokens(self, admit: Admit) -> None:
+        ids = np.concatenate((admit.prompt_ids, admit.output_ids)).astype(np.int32, copy=False)
+        self._params.tokens_SL[admit.slot, : len(ids)] = self._on_device(ids)
 
     def _on_device(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(values))

@@ -13,3 +13,10 @@ def is_causal_model(architecture: str) -> bool:
     except ModuleNotFoundError:
         return False
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def is_chosen(architecture: str, model_impl: str) -> bool:
+    """True if transformers' modules are to compute a model. model_impl: as the worker's flag."""
+    from radixmesh.daemons.worker.models.registry import model_families
+
+    return model_impl == "transformers" or (model_impl == "auto" and architecture not in model_families().names)

@@ -1,12 +1,13 @@
-"""The attention function that modules of transformers call: it writes keys and values to the pool and attends over it.
+"""The attention function that modules of transformers call: it hands rows to whoever writes them to a pool and attends.
 
-Legend: T rows, H heads, K kv heads, d head_dim of keys, v of values, S tokens of the pool.
+Legend: T rows, H heads, K kv heads, d head_dim of keys, v of values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -14,8 +15,6 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from radixmesh.daemons.worker.cpu.attention.backend import AttentionShape
-from radixmesh.daemons.worker.models.cached_attention import attend_cached
-from radixmesh.daemons.worker.models.model import ModelBatch
 
 # Names of attention functions. That of the running one has no mask function, so that no mask is made.
 PAGED, RECORDING = "radixmesh_paged", "radixmesh_recording"
@@ -29,13 +28,29 @@ class AttentionLayer:
     shape: AttentionShape
     value_dim: int
     window: int | None
+    has_sinks: bool = False
+
+
+class Rows(NamedTuple):
+    """A layer's queries [T, H, d] (contiguous), keys and values [T, K, d], values with zeros behind the first v, and
+    sinks [H] or None."""
+
+    q_THd: torch.Tensor
+    k_TKd: torch.Tensor
+    v_TKd: torch.Tensor
+    sinks_H: torch.Tensor | None
+
+
+Attend = Callable[[int, AttentionLayer, Rows], torch.Tensor]
+"""Writes the keys and values of a layer's rows, by its index, and attends: [T, H, d]."""
 
 
 @dataclass(slots=True)
 class AttentionStep:
-    """The state that all attention modules of a model share: the running step, and each layer by its index."""
+    """The state that all attention modules of a model share: the running step's attention, and each layer by its
+    index."""
 
-    batch: ModelBatch | None = None
+    attend: Attend | None = None
     layers: dict[int, AttentionLayer] = field(default_factory=dict)
 
 
@@ -44,7 +59,7 @@ class UnusableAttentionError(Exception):
 
 
 def install(model: nn.Module, step: AttentionStep) -> None:
-    """Gives all modules of `model` the step by which the attention function finds its batch."""
+    """Gives all modules of `model` the step by which the attention function finds the running one's attention."""
     AttentionInterface.register(PAGED, _attend)
     AttentionInterface.register(RECORDING, _record)
     AttentionMaskInterface.register(RECORDING, _describe_mask)
@@ -63,11 +78,11 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, d], key [1, K, T, d], value [1, K, T, v] -> [1, T, H, v]."""
     step, index = _step(module), _index(module)
-    batch, layer = step.batch, step.layers[index]
-    assert batch is not None and attention_mask is None
+    attend, layer = step.attend, step.layers[index]
+    assert attend is not None and attention_mask is None
     q_THd, k_TKd, v_TKv = (x[0].transpose(0, 1) for x in (query, key, value))
     v_TKd = functional.pad(v_TKv, (0, layer.shape.head_dim - layer.value_dim))
-    o_THd = attend_cached(batch, index, q_THd.contiguous(), k_TKd, v_TKd, window=layer.window, sinks_H=s_aux)
+    o_THd = attend(index, layer, Rows(q_THd.contiguous(), k_TKd, v_TKd, s_aux))
     return o_THd[None, :, :, : layer.value_dim], None
 
 
@@ -80,6 +95,7 @@ def _record(
     scaling: float | None = None,
     softcap: float | None = None,
     position_bias: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, None]:
     """Notes the shape of a layer's attention, and returns zeros, which nobody reads."""
@@ -102,6 +118,7 @@ def _record(
         ),
         value_dim=value.shape[-1],
         window=int(attention_mask) or None,
+        has_sinks=s_aux is not None,
     )
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 

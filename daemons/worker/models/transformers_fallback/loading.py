@@ -13,12 +13,13 @@ from radixmesh.common.v1 import common_pb2
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.telemetry.logs import get_logger
 from radixmesh.daemons.worker.checkpoint.config_reader import ConfigReader, bad_checkpoint
-from radixmesh.daemons.worker.models.model import Model, Placement
+from radixmesh.daemons.worker.models.model import Model, ModelBatch, Placement
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from radixmesh.daemons.worker.models.transformers_fallback.attention import AttentionLayer
+    from radixmesh.daemons.worker.models.transformers_fallback.model import TransformersModel
 
 _log = get_logger(__name__)
 
@@ -27,12 +28,24 @@ _LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_le
 _CHECKED = 12
 _CHUNKS = (5, 4, 3)
 # Largest difference of two computations of it, in standard deviations of the logits.
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
-def load_transformers_model(folder: Path, placement: Placement) -> Model:
+def load_transformers_model(folder: Path, placement: Placement) -> TransformersModel:
     """Raises MeshError UNSUPPORTED for a model that cannot run so, or where transformers is not installed, and
     BAD_CHECKPOINT for a folder that it cannot load. Never runs code of the folder."""
+    from radixmesh.daemons.worker.models.registry import model_families
+
+    try:
+        return _load(folder, placement)
+    except MeshError as error:
+        if error.reason != common_pb2.ERROR_REASON_UNSUPPORTED:
+            raise
+        families = f"{error.message}; families of this engine: {', '.join(model_families().names)}"
+        raise MeshError(error.reason, families, dict(error.metadata)) from error
+
+
+def _load(folder: Path, placement: Placement) -> TransformersModel:
     reader = ConfigReader.open(folder)
     architecture = reader.strings("architectures")[0]
     try:
@@ -63,7 +76,9 @@ def load_transformers_model(folder: Path, placement: Placement) -> Model:
         raise bad_checkpoint(folder, f"lacks tensor {missing[0]!r} and {len(missing) - 1} more", missing[0])
     _check_rope(model.config, architecture, max_total_len)
     try:
-        loaded = _adopt(model.eval(), placement, max_total_len)
+        loaded = _adopt(model.eval().to(placement.device), placement, max_total_len)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         # Modules of any kind may fail in any way under an attention that they do not know.
         raise _unsupported(architecture, str(error) or type(error).__name__) from error
@@ -108,24 +123,30 @@ def _check_rope(config: PreTrainedConfig, architecture: str, max_total_len: int)
         raise _unsupported(architecture, "longrope depends on the batch: set --max-total-len to the original length")
 
 
-def _adopt(model: PreTrainedModel, placement: Placement, max_total_len: int) -> Model:
+def _adopt(model: PreTrainedModel, placement: Placement, max_total_len: int) -> TransformersModel:
     """The model with our attention. Raises any error, and ValueError where its results are not those it had before."""
     from radixmesh.daemons.worker.models.transformers_fallback.attention import PAGED, RECORDING, AttentionStep, install
     from radixmesh.daemons.worker.models.transformers_fallback.model import TransformersModel
 
     if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
         raise ValueError("its layers take no position_ids")
-    ids = torch.arange(_CHECKED) % next(model.get_input_embeddings().parameters()).shape[0]
+    ids = torch.arange(_CHECKED, device=placement.device) % next(model.get_input_embeddings().parameters()).shape[0]
     with torch.inference_mode():
         expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
         step = AttentionStep()
         install(model, step)
         model.set_attn_implementation(RECORDING)
-        positions = torch.arange(_CHECKED)[None]
-        model.base_model(input_ids=ids[None], position_ids=positions, use_cache=False)
+        positions = torch.arange(_CHECKED, device=placement.device)[None]
+        hidden = model.base_model(input_ids=ids[None], position_ids=positions, use_cache=False).last_hidden_state
         model.set_attn_implementation(PAGED)
         _check_layers(step.layers)
-        loaded = TransformersModel(model, step, vocab_size=expected.shape[-1], max_total_len=max_total_len)
+        loaded = TransformersModel(
+            model,
+            step,
+            vocab_size=expected.shape[-1],
+            hidden_size=hidden.shape[-1],
+            max_total_len=max_total_len,
+        )
         actual = _logits_in_chunks(loaded, ids, placement)
     difference = float((actual - expected).abs().max() / expected.std())
     if not difference <= _TOLERANCE[placement.dtype]:
@@ -149,7 +170,6 @@ def _logits_in_chunks(model: Model, ids: torch.Tensor, placement: Placement) -> 
     from radixmesh.daemons.worker.cpu.attention.backend import AttentionBatch, AttentionPlacement, AttentionSegment
     from radixmesh.daemons.worker.cpu.attention.naive import NaiveAttention
     from radixmesh.daemons.worker.kv_pool import KvPool
-    from radixmesh.daemons.worker.models.model import ModelBatch
     from radixmesh.daemons.worker.tiles import RowTiles
 
     pool = KvPool(model.kv_layout, num_pages=2 * _CHECKED, page_size=1, dtype=placement.dtype, device=placement.device)
@@ -166,9 +186,9 @@ def _logits_in_chunks(model: Model, ids: torch.Tensor, placement: Placement) -> 
         hidden = model.forward(
             ModelBatch(
                 ids_T=torch.cat((ids.flip(0)[start:end], ids[start:end])),
-                positions_T=torch.arange(start, end).repeat(2),
+                positions_T=torch.arange(start, end, device=placement.device).repeat(2),
                 num_rows=2 * length,
-                kv_slots_N=slots[:, start:end].flatten(),
+                kv_slots_N=slots[:, start:end].flatten().to(placement.device),
                 kv=pool,
                 attention=attention.begin(batch),
                 tiles=tiles,

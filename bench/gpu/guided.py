@@ -1,0 +1,305 @@
+"""Guided rows beside free ones through a scheduler and a worker as processes, ids in, ids out, all of fixed lengths.
+
+    python bench/gpu/guided.py > bench/results/h200-guided.json
+    python bench/gpu/guided.py --backend cpu --model compose/models/tiny-llama --rows 16 --tokens 48 --jump-forward 8
+
+free: no row follows a grammar; guided: all do; mixed: --among of them do, and others_of_free compares the speed of the
+rest with the same rows of the free run. The schema's array cannot end within a row's length. Every guided output is
+held against the grammar afterwards. tokens_a_step_and_row: below that of the free run, rows were left out of steps
+because their masks came late. masks: compilation, cache and fills in this process, one thread. jump_forward: one
+stream whose schema is mostly keys, without and with drafts of forced text; the CPU worker alone has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from gpu.guided_vocabulary import write_vocabulary
+from gpu.mesh import device_steps, free_port, gpu_name, short_line
+from gpu.shapes import write_shape
+from guided_masks import measured, percentiles
+from hop_ladder.bulk_stream import BulkStream
+from hop_ladder.processes import Processes, cpu_s
+from support.conformance.real_schemas import tool_schemas
+from support.conformance.vocabularies import vocabulary_of
+
+from radixmesh.daemons.runtime.arrays import IntArray
+from radixmesh.daemons.runtime.guided.backend import GrammarBackend, GuidedVocabulary, load_backend
+from radixmesh.daemons.runtime.guided.source import GrammarForm, GrammarSource
+from radixmesh.daemons.tokenizer.grammar.compiler import GrammarCompiler, GrammarLimits
+
+_START_S = 240.0
+_PERSON = {
+    "name": {"type": "string"},
+    "city": {"enum": ["Paris", "Rome", "Oslo"]},
+    "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "is_known": {"type": "boolean"},
+}
+_KEYS = {
+    f"{what}_of_the_customer_in_this_order": {"enum": ["yes", "no"]}
+    for what in ("registration", "confirmation", "cancellation", "classification", "authorisation", "notification")
+}
+
+
+def array_of(properties: Mapping[str, object], num_tokens: int) -> str:
+    """A schema of so many objects that no text of `num_tokens` tokens is complete."""
+    item = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return json.dumps({"type": "array", "items": item, "minItems": num_tokens})
+
+
+async def measure(args: argparse.Namespace) -> dict[str, object]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = args.model or write_shape(args.shape, folder)
+        if args.model is None:
+            write_vocabulary(model, json.loads((model / "config.json").read_text())["vocab_size"])
+        vocabulary = vocabulary_of(model)
+        backend = load_backend("xgrammar", vocabulary)
+        result = await _through_mesh(args, folder, model, backend, vocabulary)
+        result["masks"] = await _masks(args, model, vocabulary)
+        if args.backend == "cpu" and args.jump_forward:
+            result["jump_forward"] = await _jump_forward(args, folder, model, backend)
+    machine = f"{gpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "grammar": backend.format}
+    of = {"shape": model.name, "vocabulary": vocabulary.vocab_size, "rows": args.rows, "tokens": args.tokens}
+    return {"command": " ".join(["python", *sys.argv]), "machine": machine, "versions": versions, **of, **result}
+
+
+async def _through_mesh(
+    args: argparse.Namespace, folder: Path, model: Path, backend: GrammarBackend, vocabulary: GuidedVocabulary
+) -> dict[str, object]:
+    artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_PERSON, args.tokens)))
+    results: dict[str, object] = {}
+    async with _Daemons(folder / "mesh", args, model, jump_forward_tokens=0) as mesh:
+        # The first grammar makes the worker import its library, seconds.
+        for grammar in (artefact, b""):
+            await mesh.run(args, {"warm-up": (args.rows, grammar)}, num_tokens=8)
+        for temperature in args.temperatures:
+            split = {"few": (args.among, b""), "others": (args.rows - args.among, b"")}
+            cases = {
+                "free": split,
+                "guided": {"few": (args.rows, artefact)},
+                "mixed": {**split, "few": (args.among, artefact)},
+            }
+            rows: dict[str, list[dict[str, object]]] = {name: [] for name in cases}
+            for _ in range(args.runs):  # In turns: what else the machine does falls on all of them.
+                for name, parts in cases.items():
+                    rows[name].append(await mesh.run(args, parts, temperature=temperature))
+            best = {name: max(of_case, key=_speed) for name, of_case in rows.items()}
+            for name, of_case in rows.items():
+                best[name]["runs"] = [row["out_tok_s"] for row in of_case]
+            results[f"temperature {temperature:g}"] = {
+                **best,
+                "guided_of_free": round(_speed(best["guided"]) / _speed(best["free"]), 4),
+                "others_of_free": round(_others(rows["mixed"]) / _others(rows["free"]), 4),
+            }
+            print(json.dumps(results), file=sys.stderr, flush=True)
+        checked = _check(backend, artefact, mesh.guided_outputs)
+        late = [line for line in mesh.log("worker").splitlines() if "kernel_compiled_late" in line]
+    return {
+        "start_s": round(mesh.start_s, 2),
+        "late_compiles": [short_line(json.loads(line)) for line in late],
+        **results,
+        "outputs_checked": checked,
+    }
+
+
+class _Daemons:
+    """A worker and a scheduler. An async context manager."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace, model: Path, *, jump_forward_tokens: int) -> None:
+        folder.mkdir()
+        self._folder = folder
+        self._processes = Processes(folder, "unix", start_s=_START_S)
+        self._metrics = f"127.0.0.1:{free_port()}"
+        self._flags: dict[str, object] = {
+            "backend": args.backend,
+            "model": model,
+            "num_slots": max(args.rows, 16),
+            "metrics_listen": self._metrics,
+            "log-level": "info",
+        }
+        if args.backend == "cuda":
+            self._flags |= {"load_format": "dummy", "max_tokens_per_step": 8192, "max_total_len": 8192}
+        else:
+            self._flags |= {"jump_forward_tokens": jump_forward_tokens, "cpu_threads": 1}
+        self._flags |= dict(text.split("=", 1) for text in args.worker)
+        self._num_runs = 0
+        self.guided_outputs: list[list[int]] = []
+        self.start_s = 0.0
+
+    async def __aenter__(self) -> _Daemons:
+        processes = await self._processes.__aenter__()
+        started = time.monotonic()
+        try:
+            await processes.start("worker", "worker", self._flags)
+            self.start_s = time.monotonic() - started
+            await processes.start("scheduler", "scheduler", {"workers": processes.address("worker")})
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._processes.__aexit__(None, None, None)
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text()
+
+    async def run(
+        self,
+        args: argparse.Namespace,
+        parts: Mapping[str, tuple[int, bytes]],
+        *,
+        temperature: float = 1.0,
+        num_tokens: int = 0,
+    ) -> dict[str, object]:
+        """Rows of `parts` (how many, by which grammar) all at once, each of `num_tokens`, 0 = those of args."""
+        self._num_runs += 1
+        num_tokens = num_tokens or args.tokens
+        rng = np.random.default_rng(self._num_runs)
+        address = self._processes.address("scheduler")
+        async with AsyncExitStack() as stack:
+            streams = {
+                name: await stack.enter_async_context(
+                    BulkStream(
+                        address,
+                        f"{name}-{self._num_runs}",
+                        str(self._num_runs),
+                        temperature=temperature,
+                        keeps_outputs=bool(grammar),
+                    )
+                )
+                for name, (_, grammar) in parts.items()
+            }
+            await asyncio.sleep(0.3)
+            cpu_before = cpu_s(self._processes.pid("worker"))
+            busy, steps = await device_steps(self._metrics)
+            start = time.monotonic()
+            for name, (num_rows, grammar) in parts.items():
+                await streams[name].submit(_prompts(rng, num_rows, args.prompt), num_tokens, grammar=grammar)
+            for name, (num_rows, _) in parts.items():
+                await streams[name].until(num_finished=num_rows, timeout_s=args.timeout_s)
+            after_busy, after_steps = await device_steps(self._metrics)
+            cores = (cpu_s(self._processes.pid("worker")) - cpu_before) / (time.monotonic() - start)
+        wall = max(stream.last_token_at for stream in streams.values()) - start
+        total = sum(num_rows for num_rows, _ in parts.values()) * num_tokens
+        assert sum(stream.num_tokens for stream in streams.values()) == total
+        for name, (_, grammar) in parts.items():
+            if grammar:
+                self.guided_outputs += streams[name].outputs().values()
+        num_steps = int(after_steps - steps)
+        row: dict[str, object] = {
+            "out_tok_s": round(total / wall, 1),
+            "seconds": round(wall, 3),
+            "steps": num_steps,
+            "tokens_a_step_and_row": round(total / num_steps / sum(num for num, _ in parts.values()), 4),
+            "device_idle": round(1.0 - (after_busy - busy) / wall, 4),
+            "ms_per_step": round(wall / num_steps * 1e3, 3),
+            "worker_cores": round(cores, 2),
+        }
+        if "others" in streams:
+            num_others = parts["others"][0] * num_tokens
+            row["others_tok_s"] = round(num_others / (streams["others"].last_token_at - start), 1)
+        return row
+
+
+async def _masks(args: argparse.Namespace, model: Path, vocabulary: GuidedVocabulary) -> dict[str, object]:
+    """Of tool definitions: compilation and fills, and how long a second compilation by the tokenizer's cache takes."""
+    tools = list(tool_schemas().values())[: 5 * args.tools : 5]
+    compiler = GrammarCompiler(model, "xgrammar", GrammarLimits(timeout_s=60.0))
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    try:
+        for _ in range(2):
+            for schema in tools:
+                since_s = time.perf_counter()
+                source = GrammarSource(GrammarForm.JSON_SCHEMA, json.dumps(schema))
+                artefact = await compiler.compile(source)
+                seconds[artefact.is_cached].append(time.perf_counter() - since_s)
+    finally:
+        compiler.close()
+    return {
+        **measured("xgrammar", vocabulary, tools),
+        "by_process_ms_p50_p99": percentiles(seconds[False][1:], 1e3),  # The first starts the process.
+        "cache_hits": len(seconds[True]),
+        "cached_us_p50_p99": percentiles(seconds[True], 1e6),
+    }
+
+
+async def _jump_forward(
+    args: argparse.Namespace, folder: Path, model: Path, backend: GrammarBackend
+) -> dict[str, object]:
+    artefact = backend.compile(GrammarSource(GrammarForm.JSON_SCHEMA, array_of(_KEYS, args.tokens)))
+    results: dict[str, object] = {}
+    for drafts in (0, args.jump_forward):
+        async with _Daemons(folder / f"jump-{drafts}", args, model, jump_forward_tokens=drafts) as mesh:
+            await mesh.run(args, {"warm-up": (1, artefact)}, num_tokens=8)
+            rows = [await mesh.run(args, {"one": (1, artefact)}, num_tokens=2 * args.tokens) for _ in range(args.runs)]
+            _check(backend, artefact, mesh.guided_outputs)
+            best = max(rows, key=_speed)
+            results[f"drafts {drafts}"] = {**best, "runs": [row["out_tok_s"] for row in rows]}
+    speeds = [_speed(dict(row)) for row in results.values() if isinstance(row, dict)]
+    return {**results, "ratio": round(speeds[1] / speeds[0], 3)}
+
+
+def _check(backend: GrammarBackend, artefact: bytes, outputs: Sequence[Sequence[int]]) -> int:
+    """The number of outputs; each token of all of them is one that the grammar takes."""
+    grammar = backend.load(artefact)
+    for output in outputs:
+        matcher = grammar.matcher()
+        for index, token in enumerate(output):
+            assert matcher.accept(token), f"token {index} ({token}) of {list(output)} does not follow the grammar"
+    return len(outputs)
+
+
+def _prompts(rng: np.random.Generator, num: int, length: int) -> list[IntArray]:
+    """Of ids that any vocabulary has."""
+    return [rng.integers(10, 700, length).astype(np.int32) for _ in range(num)]
+
+
+def _speed(row: Mapping[str, object]) -> float:
+    return float(str(row["out_tok_s"]))
+
+
+def _others(rows: Sequence[Mapping[str, object]]) -> float:
+    return max(float(str(row["others_tok_s"])) for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--shape", default="llama-3.2-3b")
+    parser.add_argument("--model", type=Path, default=None, help="a folder with weights and vocabulary, for the CPU")
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--among", type=int, default=None, help="guided rows of the mixed run; a quarter")
+    parser.add_argument("--tokens", type=int, default=256, help="length of every output")
+    parser.add_argument("--prompt", type=int, default=128, help="length of every prompt")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tools", type=int, default=20, help="tool definitions that masks are measured with")
+    parser.add_argument("--jump-forward", type=int, default=0, metavar="DRAFTS", help="CPU: most forced tokens a step")
+    parser.add_argument("--timeout-s", type=float, default=100.0)
+    parser.add_argument("--worker", nargs="*", default=[], metavar="FLAG=VALUE", help="flags of the worker")
+    args = parser.parse_args()
+    args.among = args.rows // 4 if args.among is None else args.among
+    print(json.dumps(asyncio.run(measure(args)), indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The seam between a layer and the weights of its routed experts: a form of the weights is a kind of `Experts`.
+
+Legend: T rows, D hidden size, E experts, F mlp size of an expert. Weights are [out, in].
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from radixmesh.daemons.worker.cuda.fp8.ops import Fp8Ops
+from radixmesh.daemons.worker.cuda.ops import Ops
+from radixmesh.kernels.moe.grouped_gemm import SWIGLU, ExpertVariant
+from radixmesh.kernels.moe.quantized_experts import QuantizedExperts
+from radixmesh.kernels.moe.route import Routes
+
+
+class Experts(ABC):
+    """All experts of a layer on the device. Work goes to the current stream and may be captured."""
+
+    @abstractmethod
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        """Adds the weighted sum of what each row's experts make of x to the residual in place."""
+
+
+class PlainExperts(Experts):
+    """Weights in the dtype of the rows; gate's rows are the first F of an expert's gate_up."""
+
+    def __init__(
+        self, ops: Ops, w_gate_up_E2FD: torch.Tensor, w_down_EDF: torch.Tensor, variant: ExpertVariant = SWIGLU
+    ) -> None:
+        self._ops, self._w_gate_up_E2FD, self._w_down_EDF = ops, w_gate_up_E2FD, w_down_EDF
+        self._variant = variant
+
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        self._ops.add_experts(residual_TD, x_TD, routes, self._w_gate_up_E2FD, self._w_down_EDF, self._variant)
+
+
+class Fp8Experts(Experts):
+    """Weights in FP8 with a scale a block of 128 x 128; rows are quantised as they come."""
+
+    def __init__(self, ops: Fp8Ops, weights: QuantizedExperts) -> None:
+        self._ops, self._weights = ops, weights
+
+    def add_to(self, residual_TD: torch.Tensor, x_TD: torch.Tensor, routes: Routes) -> None:
+        self._ops.add_experts(residual_TD, x_TD, routes, self._weights)

@@ -1,0 +1,95 @@
+"""The seam of drafters, which propose tokens that a step verifies beside the last token of a row.
+
+    host      propose()            rows whose tokens the host knows: the CPU worker, and windows of drafts of a GPU
+    device    DeviceDrafter        in the step itself, from the tokens that the device has (cuda/step/device_drafter.py)
+
+A drafter changes no output: the target samples each position with its own noise, and a draft counts only where it is
+the token that was sampled. So a drafter may guess, but what it costs is bounded: propose() runs in the device's step,
+waits for nothing, and its time and memory do not grow with the length of a request.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from radixmesh.daemons.runtime.arrays import IntArray, empty_ints
+from radixmesh.daemons.worker.runner import SampleInput
+
+if TYPE_CHECKING:
+    from radixmesh.daemons.worker.cuda.step.device_drafter import DeviceDrafter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRow:
+    """A decode that drafts are wanted for: the tokens that it has, and how many may follow them, `most` >= 1."""
+
+    sample: SampleInput
+    most: int
+
+
+class Drafter(ABC):
+    """Proposes continuations of rows. Used by one thread."""
+
+    @abstractmethod
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        """For each row at most `most` ids, int32, that may follow its prompt and output; none where it has no guess.
+
+        A row's proposal depends on that row alone: never on another request's tokens, which may be another tenant's.
+        """
+
+    def on_device(self) -> DeviceDrafter | None:
+        """The same proposals, made on a GPU inside a step. None: the host proposes, some steps behind the device."""
+        return None
+
+
+class EachRow(Drafter):
+    """A drafter from a function of one row: the input of sampling its next token, and the most drafts."""
+
+    def __init__(self, draft: Callable[[SampleInput, int], Sequence[int]]) -> None:
+        self._draft = draft
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        return [np.array(list(self._draft(row.sample, row.most))[: row.most], np.int32) for row in rows]
+
+
+class ByGrammar(Drafter):
+    """Rows that follow a grammar are drafted by `guided`, up to max_guided ids; others by `free`, up to max_free."""
+
+    def __init__(self, guided: Drafter, max_guided: int, free: Drafter, max_free: int) -> None:
+        self._guided, self._max_guided = guided, max_guided
+        self._free, self._max_free = free, max_free
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        has_guide = [row.sample.guide is not None for row in rows]
+        guided = iter(self._guided.propose(_shortened(rows, has_guide, True, self._max_guided)))
+        free = iter(self._free.propose(_shortened(rows, has_guide, False, self._max_free)))
+        return [next(guided) if is_guided else next(free) for is_guided in has_guide]
+
+
+class NoDrafts(Drafter):
+    """Proposes nothing."""
+
+    def propose(self, rows: Sequence[DraftRow]) -> Sequence[IntArray]:
+        return [empty_ints()] * len(rows)
+
+
+def _shortened(rows: Sequence[DraftRow], has_guide: Sequence[bool], wanted: bool, most: int) -> list[DraftRow]:
+    chosen = (row for row, is_guided in zip(rows, has_guide, strict=True) if is_guided is wanted)
+    return [replace(row, most=min(row.most, most)) for row in chosen]
+
+
+def drafts_of(drafter: Drafter, rows: Sequence[DraftRow], vocab_size: int) -> list[IntArray]:
+    """Proposals of a drafter, each cut before its first id outside the vocabulary: that has no embedding."""
+    proposals = drafter.propose(rows)
+    assert len(proposals) == len(rows), f"{type(drafter).__name__} drafted for {len(proposals)} of {len(rows)} rows"
+    return [_in_vocabulary(ids[: row.most], vocab_size) for row, ids in zip(rows, proposals, strict=True)]
+
+
+def _in_vocabulary(ids: IntArray, vocab_size: int) -> IntArray:
+    is_token = (ids >= 0) & (ids < vocab_size)
+    return ids if is_token.all() else ids[: int(np.argmin(is_token))]

@@ -1,0 +1,111 @@
+"""The contract of drafters, which every one of them passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.drafting import drafter_of, sample_of
+
+from radixmesh.daemons.worker.guided.guides import jump_forward
+from radixmesh.daemons.worker.runner import SampleInput
+from radixmesh.daemons.worker.speculation.drafter import (
+    ByGrammar,
+    Drafter,
+    DraftRow,
+    EachRow,
+    NoDrafts,
+    drafts_of,
+)
+from radixmesh.daemons.worker.speculation.registry import drafters
+
+VOCAB_SIZE = 50
+SAMPLE = sample_of([1, 2, 3, 1, 2, 3, 1, 2], [3, 1, 2])
+
+
+class _Forced:
+    """A guide whose grammar forces ids."""
+
+    def forced_ids(self, most: int) -> list[int]:
+        return [7, 8, 9][:most]
+
+
+def _forgetful() -> Drafter:
+    known = {(tuple(SAMPLE.prompt_ids.tolist()), SAMPLE.sampling): [3, 1, 2, 3, 1, 2]}
+    return drafter_of(known, seed=1, share=1.0)
+
+
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    **{name: (lambda name=name: drafters().create(name)) for name in drafters().names},
+    "none": NoDrafts,
+    "forced": lambda: EachRow(jump_forward),
+    "by_grammar": lambda: ByGrammar(EachRow(jump_forward), 2, drafters().create("ngram"), 3),
+    "of_tests": _forgetful,
+}
+
+
+def _rows() -> list[DraftRow]:
+    samples: list[SampleInput] = [
+        sample_of([4], []),
+        SAMPLE,
+        sample_of([6, 6, 6], [6]),
+        sample_of([9, 8], [7, 6, 5], guide=_Forced()),
+        sample_of(list(range(40)), []),
+    ]
+    known = [sample for sample in samples if sample is SAMPLE]
+    return [DraftRow(sample=sample, most=most) for sample in known for most in (1, 2, 6)] + [
+        DraftRow(sample=sample, most=most) for sample in samples if sample is not SAMPLE for most in (1, 4, 9)
+    ]
+
+
+def _usable(name: str) -> list[DraftRow]:
+    rows = _rows()
+    # That of tests knows one request.
+    return [row for row in rows if row.sample is SAMPLE] if name == "of_tests" else rows
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_a_drafter_proposes_ids_within_the_bounds_of_each_row(name):
+    rows = _usable(name)
+    proposals = DRAFTERS[name]().propose(rows)
+    assert len(proposals) == len(rows)
+    for row, ids in zip(rows, proposals, strict=True):
+        assert ids.dtype == np.int32 and ids.ndim == 1 and len(ids) <= row.most
+        assert all(0 <= token < VOCAB_SIZE for token in ids.tolist())
+    assert not len(DRAFTERS[name]().propose([]))
+
+
+@pytest.mark.parametrize("name", sorted(set(DRAFTERS) - {"of_tests"}))
+def test_a_proposal_depends_on_its_own_row_alone(name):
+    """Another row's tokens may be another tenant's; and a proposal that looked at them would tell of them."""
+    rows = _rows()
+    together = DRAFTERS[name]().propose(rows)
+    drafter = DRAFTERS[name]()
+    for row, ids in reversed(list(zip(rows, together, strict=True))):
+        assert drafter.propose([row])[0].tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_a_proposal_changes_nothing_that_it_was_given(name):
+    rows = _usable(name)
+    before = [(row.sample.prompt_ids.copy(), row.sample.output_ids.copy()) for row in rows]
+    for ids in DRAFTERS[name]().propose(rows):
+        ids[:] = 0
+    for row, (prompt_ids, output_ids) in zip(rows, before, strict=True):
+        np.testing.assert_array_equal(row.sample.prompt_ids, prompt_ids)
+        np.testing.assert_array_equal(row.sample.output_ids, output_ids)
+
+
+def test_rows_with_a_grammar_are_drafted_by_it_alone():
+    drafter = DRAFTERS["by_grammar"]()
+    guided = DraftRow(sample=sample_of([1, 2, 3], [1, 2], guide=_Forced()), most=9)
+    free = DraftRow(sample=sample_of([1, 2, 3], [1, 2]), most=9)
+    assert [ids.tolist() for ids in drafter.propose([free, guided, free])] == [[3, 1, 2], [7, 8], [3, 1, 2]]
+
+
+def test_drafts_end_before_an_id_outside_the_vocabulary():
+    """It has no embedding: a drafter with another vocabulary must not have a step read beyond the table."""
+    drafter = EachRow(lambda sample, most: [3, 49, 50, 4, -1][:most])
+    rows = [DraftRow(sample=SAMPLE, most=most) for most in (1, 2, 5)]
+    assert [ids.tolist() for ids in drafts_of(drafter, rows, VOCAB_SIZE)] == [[3], [3, 49], [3, 49]]

@@ -1,0 +1,66 @@
+"""Steps of the GPU's runner that draft on the device, on the host: the same tokens as without, several of them each."""
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.device_settings import TINY_SETTINGS
+from support.drafting import check_same_outputs, drive_long
+from support.plan_driver import OPTIONS, logprob_tolerance
+
+from radixmesh.daemons.runtime.sampling import Sampling
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.runner import ModelRunner
+from radixmesh.daemons.worker.speculation.adaptive import DraftLengths
+from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1",
+    reason="the runner on the host samples under Triton's interpreter; tests/gpu/test_verify_on_gpu.py is for the GPU",
+)
+
+MODEL = Path(__file__).parents[2] / "compose" / "models" / "tiny-llama"
+# One output repeats a token, the other one is a random sequence of two: of its drafts some are right.
+REPEATING = [
+    Sampling(temperature=0.0, logit_bias=((40, 80.0),)),
+    Sampling(temperature=1.0, seed=3, logit_bias=((40, 80.0), (41, 80.0)), num_top_logprobs=2),
+]
+
+
+def _device_runner(page_size: int) -> ModelRunner:
+    from radixmesh.daemons.worker.cuda.device import HostDevice
+    from radixmesh.daemons.worker.cuda.load import load_device_runner
+
+    return load_device_runner(MODEL, replace(TINY_SETTINGS, page_size=page_size, num_pages=512), HostDevice())
+
+
+def _cpu_runner(page_size: int) -> ModelRunner:
+    return load_cpu_runner(MODEL, page_size=page_size, num_pages=512, threads=1, max_total_len=128)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "max_drafts", "lag", "options"),
+    [
+        (4, 3, 2, REPEATING),
+        pytest.param(1, 1, 0, [*REPEATING, *OPTIONS], marks=pytest.mark.full),
+        pytest.param(16, 8, 1, [*REPEATING, *OPTIONS], marks=pytest.mark.full),
+    ],
+)
+def test_drafts_of_the_device_change_no_output(monkeypatch, page_size, max_drafts, lag, options):
+    """Every third step drafts nothing, as where drafts do not pay for a while."""
+    turn = itertools.count()
+    monkeypatch.setattr(DraftLengths, "choose", lambda lengths, slots: 0 if next(turn) % 3 == 2 else max_drafts)
+    num_out = 7 if len(options) == len(REPEATING) else 20
+    steps = {"chunk_len": 64, "num_steps": num_out, "num_out": num_out, "options": options}
+    want = drive_long(_cpu_runner(page_size), lag=0, **steps)
+    runner = _device_runner(page_size)
+    runner.verify(NgramDrafter(), max_drafts=max_drafts, lengths=DraftLengths(TINY_SETTINGS.num_slots, max_drafts))  # type: ignore[attr-defined]
+    got = drive_long(runner, lag=lag, **steps)
+    check_same_outputs(got, want, num_out=num_out, atol=logprob_tolerance(MODEL))
+    assert 1 < np.concatenate([result.counts for result in got.results]).max() <= max_drafts + 1
+    accepted = sum(int(result.accepted.sum()) for result in got.results)
+    assert 0 < accepted < sum(int(result.drafted.sum()) for result in got.results)

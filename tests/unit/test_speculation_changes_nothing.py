@@ -1,0 +1,196 @@
+"""Drafts of the CPU worker under a planner: outputs are to the bit those without, whatever else happens on the way.
+
+Prompts repeat themselves, so that n-grams are found, and share prefixes, so that pages of rows that draft are others'
+prefixes. Memory holds few of the requests: rows that draft are retracted and resumed, their pages evicted.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from support.planner_world import World, joined
+
+from radixmesh.daemons.runtime.sampling import Sampling, Stop, output_seed
+from radixmesh.daemons.scheduler.results.outputs import Outputs
+from radixmesh.daemons.worker.cpu import load_cpu_runner
+from radixmesh.daemons.worker.cpu.runner import CpuRunner
+from radixmesh.daemons.worker.plans.executor import StepExecutor
+from radixmesh.daemons.worker.speculation.ngram import NgramDrafter
+
+MODELS = Path(__file__).parents[2] / "compose" / "models"
+NUM_SLOTS, STEP_TOKENS = 4, 48
+# Outputs of few tokens repeat themselves, but not for long. 1 is an EOS.
+FEW = ((40, 60.0), (41, 59.0), (42, 60.0), (1, 58.0))
+
+
+class Run(NamedTuple):
+    """tokens and end of each request, bits of the logprobs of each of its positions; drafted, accepted: tokens."""
+
+    outputs: dict[int, tuple[list[int], object, list[bytes]]]
+    num_steps: int
+    drafted: int
+    accepted: int
+    num_retractions: int
+
+
+class _Script:
+    """Requests, and what disturbs them: turns at which scheduler and worker lose their stream, or the worker dies."""
+
+    def __init__(self, model: str, page_size: int, num_tokens: int, max_drafts: int) -> None:
+        self._runner_of = lambda: _runner(model, page_size, num_tokens, max_drafts)
+        self.world = World(
+            runner=self._runner_of(),
+            num_slots=NUM_SLOTS,
+            chunk_tokens=12,
+            max_tokens_per_step=STEP_TOKENS,
+            decode_reserve_tokens=1,
+            ahead=1,
+        )
+        self._logprobs: dict[int, list[bytes]] = {}
+        self.drafted = self.accepted = self.num_retractions = 0
+        self._take, self.world.take = self.world.take, self._noting  # type: ignore[method-assign]
+
+    def run(self, depth: int, epochs: tuple[int, ...], deaths: tuple[int, ...]) -> Run:
+        world = self.world
+        _submit_all(world)
+        for turn in range(4000):
+            while world.planner.num_in_flight <= depth and world.plan():
+                pass
+            if turn in deaths:
+                world.plans.clear()
+                executor = StepExecutor(self._runner_of(), num_slots=NUM_SLOTS, max_tokens_per_step=STEP_TOKENS)
+                world.executor = executor
+            if turn in (*epochs, *deaths):
+                world.begin_epoch()
+                continue
+            if not world.execute() and not world.results:
+                break
+            if world.results:
+                self.drafted += int(world.results[-1].drafted.sum())
+                self.accepted += int(world.results[-1].accepted.sum())
+            world.process()
+        world.check_clean()
+        _check_records(world)
+        outputs = {}
+        for (_, handle), record in world.records.items():
+            assert record.finished is not None and record.finished.error is None
+            # Requests tell of all drafts, also of those behind their end.
+            assert record.finished.accepted_tokens <= min(record.finished.drafted_tokens, len(record.tokens))
+            outputs[handle] = record.tokens, record.finished.reason, self._logprobs.get(handle, [])
+        return Run(outputs, len(world.log), self.drafted, self.accepted, world.planner.counters.num_retracted)
+
+    def _noting(self, outputs: Outputs) -> None:
+        for part in outputs.rows:
+            for row, given in part.logprobs.items():
+                bits = np.concatenate([given.own[:, None], given.top_ids, given.top], axis=1)
+                self._logprobs.setdefault(int(part.handles[row]), []).extend(line.tobytes() for line in bits)
+        self._take(outputs)
+
+
+def _runner(model: str, page_size: int, num_tokens: int, max_drafts: int) -> CpuRunner:
+    runner = load_cpu_runner(
+        MODELS / model, page_size=page_size, num_pages=num_tokens // page_size, threads=1, max_total_len=96
+    )
+    assert isinstance(runner, CpuRunner) and runner.is_deterministic
+    if max_drafts:
+        runner.verify(NgramDrafter(), max_drafts=max_drafts)
+    return runner
+
+
+def _submit_all(world: World) -> None:
+    """Greedy, sampled (two outputs of one prompt each), penalised, with logprobs, minimum, stop ids and ends."""
+    shared = [50, 51, 52, 53, 54, 55] * 3
+    for number in range(4):
+        prompt = [*shared[: 6 + 4 * number], 60 + number, *shared[:5]]
+        for index in range(2):
+            sampling = Sampling(
+                temperature=(0.0, 1.0)[index],
+                seed=output_seed(number, index),
+                top_k=(0, 20)[number % 2],
+                repetition_penalty=(1.0, 1.02)[number // 2],
+                logit_bias=FEW if number < 3 else (),
+                num_top_logprobs=2 if number % 2 else None,
+            )
+            stop = Stop(max_tokens=22, min_tokens=(0, 3)[index], stop_ids=((), (42,))[number % 2])
+            world.submit(prompt, sampling=sampling, stop=stop)
+
+
+def _check_records(world: World) -> None:
+    """Page records tell what was computed for a request's own tokens, never a draft that was not confirmed."""
+    texts = [[*record.submission.prompt_ids.tolist(), *record.tokens] for record in world.records.values()]
+    records = joined(world.executor.snapshot()[0])
+    ends = np.cumsum(records.filled)
+    ids = [records.ids[end - num : end].tolist() for end, num in zip(ends, records.filled, strict=True)]
+    num_checked = 0
+    for page, own in enumerate(ids):
+        chain, at = list(own), page
+        while records.previous_pages[at] >= 0:
+            before = int(records.previous_pages[at])
+            if records.generations[before] != records.previous_generations[at]:
+                break  # Granted again since: the chain is no prefix of anything.
+            chain, at = ids[before] + chain, before
+        else:
+            assert not own or any(text[: len(chain)] == chain for text in texts), (page, chain)
+            num_checked += bool(own)
+    assert num_checked
+
+
+def _run(
+    model: str,
+    page_size: int,
+    max_drafts: int,
+    *,
+    depth: int = 1,
+    num_tokens: int = 80,
+    epochs: tuple[int, ...] = (),
+    deaths: tuple[int, ...] = (),
+) -> Run:
+    return _Script(model, page_size, num_tokens, max_drafts).run(depth, epochs, deaths)
+
+
+@cache
+def _plain(model: str) -> Run:
+    run = _run(model, 1, 0, num_tokens=4096)
+    lengths = {len(tokens) for tokens, _, _ in run.outputs.values()}
+    assert max(lengths) == 22 and len(lengths) > 2, "some end early, some do not"
+    return run
+
+
+@pytest.mark.parametrize(
+    ("model", "page_size", "max_drafts", "depth"),
+    [
+        ("tiny-llama", 1, 4, 2),
+        ("tiny-llama", 16, 2, 1),
+        pytest.param("tiny-llama", 4, 8, 0, marks=pytest.mark.full),
+        ("tiny-deepseek", 16, 4, 2),
+        *(
+            pytest.param(model, page_size, max_drafts, depth, marks=pytest.mark.full)
+            for model in ("tiny-llama", "tiny-deepseek")
+            for page_size in (1, 16)
+            for max_drafts in range(1, 9)
+            for depth in range(3)
+        ),
+    ],
+)
+def test_outputs_are_those_without_drafts(model: str, page_size: int, max_drafts: int, depth: int) -> None:
+    plain = _plain(model)
+    run = _run(model, page_size, max_drafts, depth=depth)
+    assert run.outputs == plain.outputs
+    assert 0 < run.accepted < run.drafted
+    assert run.num_retractions > 0 or depth == 0, "nothing was retracted"
+
+
+@pytest.mark.parametrize(
+    ("epochs", "deaths"),
+    [((5, 6, 14), ()), ((), (7, 12)), pytest.param((), tuple(range(3, 60, 7)), marks=pytest.mark.full)],
+)
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.full), 2])
+def test_lost_streams_and_workers_change_nothing(epochs: tuple[int, ...], deaths: tuple[int, ...], depth: int) -> None:
+    """Rows with drafts in flight are admitted again with what their scheduler has; pages that a claim adopts hold
+    confirmed tokens alone."""
+    run = _run("tiny-llama", 4, 4, depth=depth, epochs=epochs, deaths=deaths)
+    assert run.outputs == _plain("tiny-llama").outputs and run.accepted > 0
