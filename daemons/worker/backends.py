@@ -94,7 +94,8 @@ def create_member(settings: WorkerSettings) -> GroupMember:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from radixmesh.daemons.worker.collectives.member import CollectiveMember
 
-    return CollectiveMember(layout, settings.group_host or own_host(settings.listen))
+    host = settings.group_host or own_host(settings.listen)
+    return CollectiveMember(layout, host, redundant_experts=settings.ep_redundant_experts)
 
 
 def _load_cpu(
