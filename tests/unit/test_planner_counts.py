@@ -310,3 +310,19 @@ def test_watchers_of_the_cache_hear_of_the_end_of_an_epoch() -> None:
     assert feed.open() is None and feed.events_after(known - 1, 100, 1000) is None
     world.begin_epoch()
     assert feed.open() is not None
+
+
+def test_a_later_attempt_runs_unless_all_attempts_were_aborted() -> None:
+    world = World(eos_rate=0.0)
+    for below_attempt in (None, 1):
+        first = world.submit(PROMPT, stop=Stop(max_tokens=3))
+        submission = first.submission
+        assert world.planner.abort(submission.key.request_id, below_attempt=below_attempt) is AbortOutcome.FOUND
+        world.collect()
+        late = world.submission(PROMPT, stop=Stop(max_tokens=3), attempt=1)
+        late = world.send(replace(late, key=submission.key, sampling=submission.sampling))
+        world.run()
+        if below_attempt is None:
+            assert late.finished is not None and late.tokens == [], "of a router that has not heard of the abort"
+        else:
+            assert late.tokens == world.expected(late.submission) and len(late.tokens) == 3
