@@ -24,7 +24,7 @@ _FILES = f"{_HERE}::test_commands_that_need_no_mesh"
 _CI = NotHere("CI runs it (.ci/run)")
 _DOCKER = NotHere("needs a Docker engine; tests/compose runs the same files in one")
 _GPU = NotHere("needs a GPU; tests/gpu has the worker, and flags are checked")
-_OWN_MODEL = NotHere("a folder of the reader's; tests/mesh/test_serve.py serves another one")
+_OWN_MODEL = f"{_HERE}::test_a_folder_of_the_readers_is_served"
 _MINUTES = NotHere("takes minutes to hours: make test-full runs these tests")
 _PLACEHOLDERS = NotHere("a part of a command line; tests/mesh/test_secure_mesh.py starts daemons with these flags")
 _FRAGMENT = NotHere("a fragment that is only compiled")
@@ -115,7 +115,9 @@ SNIPPETS: dict[str, str | NotHere] = {
     "docs/models.md python 2": _FRAGMENT,
     "clients/python/README.md python 1": _MORE,
     "clients/python/README.md python 2": _MORE,
-    "clients/python/README.md python 3": NotHere("a fragment; tests/mesh/test_secure_mesh.py makes such a client"),
+    "clients/python/README.md python 3": NotHere("a fragment; tests/mesh/test_guided.py has its calls"),
+    "clients/python/README.md python 4": NotHere("a fragment; tests/mesh/test_secure_mesh.py makes such a client"),
     "clients/node/README.md js 1": _MORE,
-    "clients/node/README.md js 2": NotHere("a fragment; tests/mesh/test_secure_mesh.py runs the Node client with TLS"),
+    "clients/node/README.md js 2": NotHere("a fragment; clients/node/test/options.test.js has its options"),
+    "clients/node/README.md js 3": NotHere("a fragment; tests/mesh/test_secure_mesh.py runs the Node client with TLS"),
 }

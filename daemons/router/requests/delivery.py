@@ -285,5 +285,7 @@ def _finished_of(output: Output) -> Finished:
         stop=ending.stop,
         prompt_tokens=output.request.num_prompt,
         cached_tokens=ending.cached_tokens,
+        accepted_predictions=min(ending.accepted_predictions, ending.num_output),
+        rejected_predictions=ending.rejected_predictions,
         error=ending.error,
     )

@@ -64,6 +64,8 @@ class Ending:
     stop_id: int | None = None
     stop: str = ""
     cached_tokens: int = 0
+    accepted_predictions: int = 0
+    rejected_predictions: int = 0
     error: MeshError | None = None
 
 

@@ -159,7 +159,12 @@ class OutputFlow:
     def on_finished(self, output: Output, link: SchedulerLink, ending: Ending) -> None:
         if output.state is OutputState.STOPPING:
             assert output.ending is not None
-            output.ending = replace(output.ending, cached_tokens=ending.cached_tokens)
+            output.ending = replace(
+                output.ending,
+                cached_tokens=ending.cached_tokens,
+                accepted_predictions=ending.accepted_predictions,
+                rejected_predictions=ending.rejected_predictions,
+            )
             self._finish(output)
         elif self._may_run_elsewhere(output, link, ending):
             self._place_again(output)
@@ -220,8 +225,10 @@ class OutputFlow:
             return  # An EOS id was seen; the scheduler's Finished is on its way, or known_ending finds it.
         del output.ids[num_tokens:]
         output.num_seen = num_tokens
-        cached = output.ending.cached_tokens if output.ending is not None else 0
-        output.ending = Ending(reason=FinishReason.STOP, num_output=num_tokens, stop=stop, cached_tokens=cached)
+        told = output.ending or Ending(reason=FinishReason.STOP, num_output=num_tokens)
+        output.ending = replace(
+            told, reason=FinishReason.STOP, num_output=num_tokens, stop_id=None, stop=stop, error=None
+        )
         if output.state is OutputState.RUNNING and output.scheduler is not None:
             output.scheduler.stop(output, num_tokens)
             output.move_to(OutputState.STOPPING)

@@ -199,6 +199,18 @@ class Metrics:
         self.step_tokens = make.counter(
             "radixmesh_step_tokens_total", "scheduler", "Tokens that steps computed: prefill or decode.", ["kind"]
         )
+        self.drafted_tokens = make.counter(
+            "radixmesh_drafted_tokens_total",
+            "scheduler",
+            "Drafted tokens that steps verified, by their number in the row.",
+            ["position"],
+        )
+        self.accepted_draft_tokens = make.counter(
+            "radixmesh_accepted_draft_tokens_total",
+            "scheduler",
+            "Of these, tokens that sampling confirmed; the others were wasted.",
+            ["position"],
+        )
         self.step_seconds = make.histogram("radixmesh_step_seconds", both, "Device time of a step.", _STEP_S)
         self.device_busy_seconds = make.counter(
             "radixmesh_device_busy_seconds_total", both, "Device time of all steps: 1 - its rate is the idle share."
@@ -264,6 +276,17 @@ class Metrics:
             "radixmesh_expert_balancedness",
             by,
             "Mean over most of the rows that the ranks' experts computed lately; 0: no experts are shared.",
+        )
+        self.expert_placement_balancedness = make.gauge(
+            "radixmesh_expert_placement_balancedness",
+            by,
+            "Mean over most of the ranks' work by layer, as placed; 0: not known.",
+        )
+        self.expert_placements = make.counter(
+            "radixmesh_expert_placements_total", by, "Placements of a layer's experts that took effect while serving."
+        )
+        self.expert_move_longest_seconds = make.gauge(
+            "radixmesh_expert_move_longest_seconds", by, "Longest time that a step was given to moving experts."
         )
         self.readopted_tokens = make.counter(
             "radixmesh_readopted_tokens_total", by, "Tokens of KV taken over from a worker at a new epoch."

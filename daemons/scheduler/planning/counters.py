@@ -16,6 +16,7 @@ from radixmesh.daemons.scheduler.pages.integrity import (
     quarantine_doubtful,
 )
 from radixmesh.daemons.scheduler.planning.epoch_state import EpochState
+from radixmesh.daemons.scheduler.results.draft_counts import DraftCounts
 from radixmesh.daemons.scheduler.results.expert_load import ExpertLoad
 from radixmesh.daemons.scheduler.results.in_flight import PlannedStep
 from radixmesh.daemons.scheduler.sequence import Sequence
@@ -58,6 +59,7 @@ class PlannerCounters:
     finished: dict[int, int] = field(default_factory=dict)
     """Ended outputs by FinishReason."""
     expert_load: ExpertLoad = field(default_factory=ExpertLoad)
+    drafts: DraftCounts = field(default_factory=DraftCounts)
 
     def admitted(self, num_tokens: int, num_cached: int) -> None:
         self.cached_tokens += num_cached
@@ -70,6 +72,8 @@ class PlannerCounters:
     def processed(self, step: PlannedStep, result: StepResult) -> None:
         self.num_steps += 1
         self.output_tokens += len(result.ids)
+        if len(result.drafted):
+            self.drafts.add(result)
         if result.expert_rows:
             self.expert_load.add(result.expert_rows)
         if step.num_decodes and len(result.ids) < len(result.counts):

@@ -58,7 +58,7 @@ class DecodeSet:
             self._joining += [s for s in self._rejoining if s not in members]
             self._joining = list(dict.fromkeys(self._joining))
             self._rejoining.clear()
-        joining = [s for s in self._joining if table.live[s] and _has_room(table, s)]
+        joining = [s for s in self._joining if table.live.item(s) and _has_room(table, s)]
         self._joining.clear()
         if not joining and np.count_nonzero(stays) == len(stays):
             return False
@@ -74,4 +74,4 @@ class DecodeSet:
 
 
 def _has_room(table: SequenceTable, slot: int) -> bool:
-    return bool(table.least_len[slot] + 2 <= table.max_total_len[slot])
+    return table.least_len.item(slot) + 2 <= table.max_total_len.item(slot)

@@ -66,7 +66,7 @@ class Prefill:
         self._loads: RankLoads | None = None
 
     def begin_plan(self, state: EpochState) -> None:
-        """Slots have changed since the last plan. Puts back into turn those who waited for what is computed by now."""
+        """Slots have changed since the last plan. Unparks the sequences whose prefix is computed by now."""
         self._num_reserved.clear()
         self._loads = None
         self._inflight_prefixes.release(state)
@@ -235,7 +235,7 @@ def _is_prefilling(state: EpochState, sequence: Sequence) -> bool:
     return (
         sequence.lifecycle is Lifecycle.RUNNING
         and state.table.sequences[slot] is sequence
-        and bool(state.table.planned_len[slot] < state.table.target_len[slot])
+        and state.table.planned_len.item(slot) < state.table.target_len.item(slot)
     )
 
 

@@ -126,10 +126,11 @@ class SequenceTable:
         """Puts a request into a free slot of a rank under a new generation; returns the slot. No pages yet."""
         slot = self._free[rank].pop()
         self.num_running += 1
-        self.num_guided += sequence.submission.grammar is not None
-        self._generation[slot] += 1
-        sequence.slot, sequence.generation = slot, int(self._generation[slot])
-        self.live[slot] = sequence.generation
+        if sequence.submission.grammar is not None:
+            self.num_guided += 1
+        generation = self._generation.item(slot) + 1
+        sequence.slot, sequence.generation = slot, generation
+        self.live[slot] = self._generation[slot] = generation
         self.owner[slot], self.handle[slot] = sequence.owner, sequence.handle
         self.attempt[slot] = sequence.submission.attempt
         self.priority[slot], self.arrival[slot] = sequence.submission.priority, sequence.arrival
@@ -175,7 +176,8 @@ class SequenceTable:
         self.locks[slot] = None
         self._free[slot // self.slots_per_rank].append(slot)
         self.num_running -= 1
-        self.num_guided -= sequence.submission.grammar is not None
+        if sequence.submission.grammar is not None:
+            self.num_guided -= 1
 
     def append_pages(self, slots: IntArray, counts: IntArray, pages: IntArray) -> None:
         """Appends counts[i] of `pages`, in order, to the page table of slots[i]; slots are distinct."""

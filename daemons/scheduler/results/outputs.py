@@ -76,6 +76,8 @@ class Finished:
     stop_id: int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     error: MeshError | None = None
 
     @classmethod
@@ -90,6 +92,8 @@ class Finished:
             stop_id=ending.stop_id,
             prompt_tokens=sequence.prompt_len,
             cached_tokens=max(0, sequence.cached_tokens),
+            drafted_tokens=sequence.drafted_tokens,
+            accepted_tokens=sequence.accepted_tokens,
             error=error,
         )
 
