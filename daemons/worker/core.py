@@ -99,7 +99,7 @@ class WorkerCore:
         self.formation = GroupFormation(
             self.ledger,
             self.member,
-            reset=lambda: self._queue.run(self._ready().reset),
+            reset=lambda experts: self._queue.run(lambda: self._ready().reset(experts)),
             agree=lambda: self._queue.run(self._ready().executor.runner.formed),
         )
 

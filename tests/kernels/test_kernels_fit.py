@@ -55,7 +55,13 @@ def test_default_configurations_fit(head_dim, heads, pool_dtype):
 def test_kernels_of_latent_attention_compile_and_fit(dtype, heads, rank, rope):
     launches = _compiled("latents", dtype, heads, rank, rope)
     names = {launch["kernel"] for launch in launches}
-    assert names >= {"_mla_rows_kernel", "_head_gemm_kernel", "_mla_split_kernel", "_mla_extend_kernel"}
+    assert names >= {
+        "_mla_rows_kernel",
+        "_head_gemm_kernel",
+        "_mla_split_kernel",
+        "_mla_extend_kernel",
+        "_mla_prompt_kernel",
+    }
     assert all(launch["shared"] <= _PROGRAM_SHARED for launch in launches), launches
 
 

@@ -123,7 +123,13 @@ def _mask_launches(head_dim: int, heads: int) -> None:
 def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> None:
     """Everything around attention over latents; plain and value dims of a head are 2 `rope`."""
     from radixmesh.kernels import mla_rows
-    from radixmesh.kernels.attention import decode_attention, mla_decode, mla_extend, shared_prefix_attention
+    from radixmesh.kernels.attention import (
+        decode_attention,
+        mla_decode,
+        mla_extend,
+        mla_prompt,
+        shared_prefix_attention,
+    )
     from radixmesh.kernels.rope_kv import KvTarget, RopeAngles
 
     rows, plain = 4, 2 * rope
@@ -150,7 +156,11 @@ def _latent_launches(dtype: torch.dtype, heads: int, rank: int, rope: int) -> No
     if shared is not None:
         shared_prefix_attention.plan_shared_decode(ints, shared)
         mla_decode.mla_shared_decode(q, pool, tables, ints, ints, 1, 0.1, shared, use_pdl=True)
-    mla_extend.mla_extend(q, pool, tables, ints, torch.zeros(rows + 1).int(), ints, 1, 0.1, out)
+    starts = torch.zeros(rows + 1).int()
+    mla_extend.mla_extend(q, pool, tables, ints, starts, ints, 1, 0.1, out)
+    tokens = mla_prompt.chunk_tokens(tables, ints[:1], ints[:1] + 3, 1, 3)
+    values = q_THY.new_empty(rows, heads, plain)
+    mla_prompt.mla_prompt(q_THY, pool, tokens, expand, starts[:2], ints[:1] + 3, 0.1, values)
 
 
 def _expert_launches(dtype: torch.dtype, hidden: int, mlp: int, num_experts: int, rows: list[int]) -> None:

@@ -9,6 +9,7 @@ Schema = dict[str, object]
 _TEXT: Schema = {"type": "string"}
 _OBJECT: Schema = {"type": "object"}
 _WHOLE: Schema = {"type": "integer"}
+_FLAG: Schema = {"type": "boolean"}
 
 
 def _list_of(entry: Schema) -> Schema:
@@ -33,12 +34,12 @@ _FORMS: Mapping[str, tuple[Schema, ...]] = {
     **dict.fromkeys(("logit_bias", "stream_options", "response_format", "structured_outputs"), (_OBJECT,)),
     **dict.fromkeys(("chat_template_kwargs", "thinking", "output_config", "options", "reasoning"), (_OBJECT,)),
     # true is a schema too.
-    **dict.fromkeys(("json_schema", "guided_json"), (*_TEXT_OR_OBJECT, {"type": "boolean"})),
+    **dict.fromkeys(("json_schema", "guided_json"), (*_TEXT_OR_OBJECT, _FLAG)),
     "sampling_params": (_OBJECT, _OBJECTS),
-    "guided_json_object": ({"type": "boolean"},),
+    "guided_json_object": (_FLAG,),
     **dict.fromkeys(("guided_choice", "include"), (_TEXTS,)),
     "system": _BLOCKS,
-    "think": ({"type": "boolean"}, _TEXT),
+    "think": (_FLAG, _TEXT),
     "tokens": (_IDS, _list_of(_IDS)),
     **dict.fromkeys(("text_1", "text_2", "query", "items", "documents"), _DOCUMENTS),
 }

@@ -9,6 +9,7 @@ from radixmesh.common.v1.common_pb2 import ErrorReason
 from radixmesh.daemons.runtime.errors import MeshError
 from radixmesh.daemons.runtime.rank_layout import RankLayout
 from radixmesh.daemons.scheduler.group.group_info import GroupInfo
+from radixmesh.daemons.scheduler.group.shared_experts import shared_experts_of
 from radixmesh.daemons.scheduler.messages import group_from_proto
 from radixmesh.worker.v1 import worker_pb2
 
@@ -74,6 +75,7 @@ def group_of(hellos: Sequence[worker_pb2.WorkerHello]) -> GroupInfo:
         **least,
         dp_size=layout.dp_size,
         ep_size=layout.ep_size,
+        experts=shared_experts_of(hellos, layout.ep_size),
         tasks=frozenset.intersection(*(info.tasks for info in infos)),
         barrier_ops=frozenset.intersection(*(info.barrier_ops for info in infos)),
         group_generation=generations.pop() if len(generations) == 1 else 0,
