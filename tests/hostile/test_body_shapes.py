@@ -167,7 +167,7 @@ def test_openapi_describes_every_field_and_nothing_narrower_than_what_is_taken(p
     assert all(schema["properties"].values()), [name for name, form in schema["properties"].items() if not form]
     takes = jsonschema.Draft202012Validator(schema)
     legal = [json.loads(body.data) for body in bodies(1) if body.path == path and not body.code]
-    # What asks for nothing is taken whatever the field.
+    # Values that ask for nothing are taken whatever the field.
     asking = [value for value in WRONG if value not in (None, "", [], {})]
     fields = [field for field in decoders_of(kind) if field not in _FOR_THE_TOKENIZER]
     tried = [{**BASES[path], field: value} for field in fields for value in asking]
